@@ -139,12 +139,14 @@ class AllowRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ...) -> None: ...
 
 class CommandRequest(_message.Message):
-    __slots__ = ("word", "why")
+    __slots__ = ("word", "why", "settings")
     WORD_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     word: str
     why: str
-    def __init__(self, word: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+    settings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, word: _Optional[str] = ..., why: _Optional[str] = ..., settings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("what",)

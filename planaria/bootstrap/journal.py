@@ -75,6 +75,7 @@ class Journal:
             committed=last.committed,
             lineage=last.lineage,
             quarantined=last.quarantined,
+            changes=[c for c in last.changes if last.run == self._run and not c.pending],
         )
         sign(view, self._key, self.view or last)
         self.append(view)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
@@ -62,11 +62,14 @@ OWNER_AWAITED = (
 class Membership:
     """The state machine. Carry out the effects in order before the next event."""
 
-    def __init__(self, rules: MembershipRules, key: Identity | None = None) -> None:
-        """`key`: the run's, which signs views; None: a new one."""
+    def __init__(
+        self, rules: MembershipRules, key: Identity | None = None, history: History | None = None
+    ) -> None:
+        """`key`: the run's, which signs views; None: a new one. `history`: that of the run under
+        former rules."""
         self.rules, self.key = rules, key or Identity.generate()
         self.view = View(run=rules.run, reason="no node has joined yet")
-        self.history = History()
+        self.history = history or History()
         self._issued = -math.inf  # time of the newest view
         self._banned: list[str] = []  # instances, in order
         numbers = itertools.count(1)  # of dials
@@ -168,7 +171,7 @@ class Membership:
             self._cuts.report(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self.history.rebuilt(rebuild)
-        if self._orders.order == STOP and self._is_saved():
+        if self._orders.awaits_saves and self._is_saved():
             return self._finish(now)
         if report.leaving != node.leaving and now >= self.isolation.quiet_until:
             self._announce(node, now)
@@ -238,11 +241,26 @@ class Membership:
             self._is_saved()
         return changed, self._finish(now)
 
+    def change(self, settings: Sequence[str], number: int, now: float) -> tuple[str, list[Effect]]:
+        """Orders a change of settings; arguments, result and errors as of `Orders.change`, and
+        effects."""
+        changed = self._orders.change(settings, number)
+        self._changes.append(changed)
+        self._is_saved()
+        return changed, self._finish(now)
+
     def _is_saved(self) -> bool:
-        """Whether a run that is being stopped is saved; then it is over."""
-        over = self._orders.review(self.members.seat_reports(), self.rules.stages)
-        self._changes += [over] if over else []
-        return bool(over)
+        """Whether a run is saved that is to be stopped, or to have other settings; then it is over,
+        or all nodes have to join again."""
+        changing = self._orders.order != STOP
+        saved = self._orders.review(self.members.seat_reports(), self.rules.stages)
+        if saved:
+            self._changes.append(saved)
+        if saved and changing:
+            self._driving.started = False
+            for node in list(self.members):
+                self._remove(node, "left: the run's settings have changed")
+        return bool(saved)
 
     def bar(self, banned: Iterable[str]) -> None:
         """Sets the banned instances; the next view, issued by a tick, publishes them."""
@@ -313,6 +331,11 @@ class Membership:
         self.isolation.paused(seconds, now)
 
     # -- answers ---------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> int:
+        """The newest committed step that the driver has reported."""
+        return self._watermark.newest[1]
 
     def is_genuine(self, view: View) -> bool:
         """Whether a registry of this run has issued the view."""
@@ -395,20 +418,22 @@ class Membership:
                 return
 
     def _evict(self, node: Node, reason: str, now: float) -> None:
-        name = node.name
-        self.members.remove(node)
-        self.history.gone(name, reason)
+        self._remove(node, reason)
         if not reason.startswith("left: "):
             self.history.evicted(node.member, reason, now)
         if node.cause != SILENT:
             instance = instance_of(node.member.key)
-            self._quarantine.add(instance, name, node.cause, reason, now)
-        self._cuts.gone(name)
-        self._accusations.gone(name)
-        self._changes.append(f"{name} ({place_of(node.member)}) is gone: {reason}")
-        self._effects.append(Evict(name, reason))
+            self._quarantine.add(instance, node.name, node.cause, reason, now)
+        self._changes.append(f"{node.name} ({place_of(node.member)}) is gone: {reason}")
+
+    def _remove(self, node: Node, reason: str) -> None:
+        self.members.remove(node)
+        self.history.gone(node.name, reason)
+        self._cuts.gone(node.name)
+        self._accusations.gone(node.name)
+        self._effects.append(Evict(node.name, reason))
         if node.accusers:
-            self._effects.append(Settle(name, False, reason))
+            self._effects.append(Settle(node.name, False, reason))
 
     def _staff(self, now: float) -> None:
         """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
@@ -470,6 +495,7 @@ class Membership:
             banned=self._banned,
             order=self._orders.order,
             ordered=self._orders.why,
+            changes=self._orders.changes,
         )
         sign(view, self.key, self.view)
         self.view, self._issued = view, now

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.registry_pb2 import PAUSE, STOP, STOPPED, TRAIN, Order, SeatReport, View
+from planaria.bootstrap.registry_pb2 import (
+    PAUSE,
+    STOP,
+    STOPPED,
+    TRAIN,
+    Change,
+    Order,
+    SeatReport,
+    View,
+)
 from planaria.bootstrap.spelling import readable
 
 BY_WORD: Final = {"pause": PAUSE, "go": TRAIN, "stop": STOP, "end": STOPPED}
+CHANGE: Final = "change"
 LONGEST_WHY: Final = 200  # characters
+MOST_CHANGES: Final = 1000
 
 
 class Orders:
-    """The order in force. `pause` holds until `go`. `stop` ends the run once each stage has saved
-    its step, `end` at once; then `go` lets nodes join again."""
+    """The order in force, and all changes of settings. `pause` holds until `go`. `stop` ends the
+    run once each stage has saved its step, `end` at once; then `go` lets nodes join again. `change`
+    has all nodes join again with other settings, once each stage has saved its step."""
 
     def __init__(self) -> None:
         self.order: Order = TRAIN
         self.why = ""
+        self.changes: list[Change] = []
 
     def restore(self, view: View) -> None:
         self.order, self.why = view.order, view.ordered
+        self.changes = list(view.changes)
+
+    @property
+    def awaits_saves(self) -> bool:
+        return self.order == STOP or self._pending
+
+    @property
+    def _pending(self) -> bool:
+        return bool(self.changes) and self.changes[-1].pending
 
     def give(self, word: str, why: str) -> str:
         """Gives an order. Returns what it changes, a sentence; empty: nothing. Raises Refused."""
         if (order := BY_WORD.get(word)) is None:
-            raise Refused("INVALID_ARGUMENT", f"{readable(word)!r}: there are {', '.join(BY_WORD)}")
-        if self.order == STOP and order in (TRAIN, PAUSE):
-            raise Refused(
-                "FAILED_PRECONDITION",
-                "the run is being stopped; when its nodes have ended, `planaria go` opens it again",
-            )
+            words = ", ".join([*BY_WORD, CHANGE])
+            raise Refused("INVALID_ARGUMENT", f"{readable(word)!r}: there are {words}")
+        if order != STOPPED:
+            self._check_free(order in (TRAIN, PAUSE))
         if self.order == STOPPED and order == PAUSE:
             raise Refused("FAILED_PRECONDITION", stopped_at(0))
         if order == self.order or (self.order, order) == (STOPPED, STOP):
@@ -46,23 +66,78 @@ class Orders:
         }
         return f"the operator {does[order]}{f': {self.why}' if self.why else ''}"
 
+    def change(self, settings: Sequence[str], number: int) -> str:
+        """Orders a change of settings, KEY=VALUE each, that fit the run; `number`: of the change.
+        Returns a sentence. Raises Refused."""
+        self._check_free(stopping=True)
+        if self.order == STOPPED:
+            raise Refused("FAILED_PRECONDITION", stopped_at(0))
+        if len(self.changes) == MOST_CHANGES:
+            reason = f"the run's settings were changed {MOST_CHANGES} times; resume it anew"
+            raise Refused("RESOURCE_EXHAUSTED", reason)
+        self.changes.append(Change(number=number, settings=settings, pending=True))
+        return f"the operator changes {', '.join(settings)}, once each stage has saved its step"
+
+    def _check_free(self, stopping: bool) -> None:
+        """Raises Refused while nodes are about to end, or, if `stopping` counts, to stop."""
+        if self.order == STOP and stopping:
+            raise Refused(
+                "FAILED_PRECONDITION",
+                "the run is being stopped; when its nodes have ended, `planaria go` opens it again",
+            )
+        if self._pending:
+            reason = "the run's settings are being changed; try again when its nodes have joined"
+            raise Refused("FAILED_PRECONDITION", reason)
+
     def review(self, seats: Iterable[SeatReport], stages: int) -> str:
-        """Whether each of stages 0 to `stages` has saved the step at which a run is stopped; then
-        it is over, as the returned sentence says."""
+        """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
+        settings are changed; then that is done, as the returned sentence says."""
+        if not self.awaits_saves:
+            return ""
         saved = {
             seat.stage: seat.committed
             for seat in seats
             if seat.finished and seat.saved >= seat.committed
         }
-        if self.order != STOP or len(saved) <= stages:
+        if len(saved) <= stages:
             return ""
-        self.order = STOPPED
-        return f"each stage has saved step {max(saved.values())}: the run is stopped"
+        step = max(saved.values())
+        if self.order == STOP:
+            self.order = STOPPED
+            return f"each stage has saved step {step}: the run is stopped"
+        (settings,) = (change.settings for change in self.changes if change.pending)
+        self.changes[-1] = Change(number=self.changes[-1].number, settings=settings, step=step)
+        return f"each stage has saved step {step}: {', '.join(settings)} from the next one on"
+
+
+def ends(view: View) -> bool:
+    """Whether the run is over, for these nodes, with the step that it has."""
+    return view.order in (STOP, STOPPED) or any(change.pending for change in view.changes)
+
+
+def newest_change(view: View) -> int:
+    """The number of the newest change of settings that holds; 0: there is none."""
+    return max((change.number for change in view.changes if not change.pending), default=0)
+
+
+def problem_with_changes(changes: Sequence[Change]) -> str:
+    """Why these can't be a run's changes; empty: they can."""
+    numbers = [change.number for change in changes]
+    if len(changes) > MOST_CHANGES or numbers != sorted(set(numbers)) or not all(numbers):
+        return "its changes of settings are not in order, or too many"
+    if any(change.pending for change in changes[:-1]):
+        return "a change of settings is pending before another"
+    if any(not change.settings for change in changes):
+        return "a change of settings changes none"
+    return ""
 
 
 def in_words(view: View) -> str:
     """The order in a view, for people; empty: the run trains."""
     why = f": {view.ordered}" if view.ordered else ""
+    if view.order == TRAIN and ends(view):
+        settings = ", ".join(view.changes[-1].settings)
+        return f"changing {settings} once each stage has saved its step"
     return {
         TRAIN: "",
         PAUSE: f"paused by the run's operator{why}",

@@ -78,7 +78,7 @@ class Member(_message.Message):
     def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ..., owner: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "order", "ordered", "banned")
+    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "order", "ordered", "changes", "banned")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class View(_message.Message):
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     ORDERED_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
@@ -106,8 +107,21 @@ class View(_message.Message):
     signature: bytes
     order: Order
     ordered: str
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
     banned: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., order: _Optional[_Union[Order, str]] = ..., ordered: _Optional[str] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., order: _Optional[_Union[Order, str]] = ..., ordered: _Optional[str] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("number", "settings", "pending", "step")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    settings: _containers.RepeatedScalarFieldContainer[str]
+    pending: bool
+    step: int
+    def __init__(self, number: _Optional[int] = ..., settings: _Optional[_Iterable[str]] = ..., pending: _Optional[bool] = ..., step: _Optional[int] = ...) -> None: ...
 
 class NewView(_message.Message):
     __slots__ = ("whole", "difference", "packed")
@@ -120,20 +134,22 @@ class NewView(_message.Message):
     def __init__(self, whole: _Optional[_Union[View, _Mapping]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class Difference(_message.Message):
-    __slots__ = ("former", "view", "members", "relays", "quarantined", "banned")
+    __slots__ = ("former", "view", "members", "relays", "quarantined", "banned", "changes")
     FORMER_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     former: int
     view: View
     members: _containers.RepeatedCompositeFieldContainer[Splice]
     relays: _containers.RepeatedCompositeFieldContainer[Splice]
     quarantined: _containers.RepeatedCompositeFieldContainer[Splice]
     banned: _containers.RepeatedCompositeFieldContainer[Splice]
-    def __init__(self, former: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., banned: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ...) -> None: ...
+    changes: _containers.RepeatedCompositeFieldContainer[Splice]
+    def __init__(self, former: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., banned: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ...) -> None: ...
 
 class Splice(_message.Message):
     __slots__ = ("gone", "kept", "added")

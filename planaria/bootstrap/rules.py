@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from planaria.bootstrap.failure_domains import is_block
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.operator_orders import problem_with_changes
 from planaria.bootstrap.quarantine import MOST_KEPT
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.spelling import first_misspelt
@@ -76,6 +77,8 @@ def problem_with(view: View, rules: MembershipRules) -> str:
         return f"it is of run {view.run}, not {rules.run}"
     if not view.ordered.isprintable():
         return f"its order's reason isn't printable: {view.ordered[:40]!r}"
+    if problem := problem_with_changes(view.changes):
+        return problem
     if not view.reason.isprintable():
         return f"its reason isn't printable: {view.reason[:40]!r}"
     if not 0 < view.number < 2**62:

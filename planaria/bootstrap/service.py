@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext,
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
@@ -48,7 +48,9 @@ from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.operator_orders import CHANGE, newest_change
 from planaria.bootstrap.registry_pb2 import (
+    Change,
     DescribeRequest,
     Description,
     ExamineReply,
@@ -111,6 +113,20 @@ class Limits:
 ViewStore = Journal | Store  # durable storage of views before they are published
 
 
+class Resettled(NamedTuple):
+    """A run after changes of its settings."""
+
+    run_file: str
+    rules: MembershipRules
+    number: int  # of the newest change
+    described: Sequence[str]  # what the changes change, in sentences
+
+
+Resettle = Callable[[str, Sequence[Change]], Resettled]
+"""Applies to a run file those changes that it lacks and that aren't pending. Raises ValueError if
+they can't be."""
+
+
 class RegistryServer:
     """One run's registry. Call `start`, then `wait` until it fails or `stop` is called."""
 
@@ -121,13 +137,15 @@ class RegistryServer:
         journal: ViewStore | None = None,
         limits: Limits = Limits(),
         admission: Admission | None = None,
+        resettle: Resettle | None = None,
     ) -> None:
         """`run_file`: the run's TOML, sent to joining nodes. `admission` None: key and bans stay in
-        memory, and invites are disabled. The caller closes the journal after `stop`. Raises
-        ValueError if the journal's view does not belong to this run."""
-        self._admission = admission or Admission(None, certifies=False)
+        memory, and invites are disabled. `resettle` None: settings can't be changed. The caller
+        closes the journal after `stop`. Raises ValueError if the journal's view does not belong to
+        this run."""
+        self._admission, self._resettle = admission or Admission(None, certifies=False), resettle
         self.machine = Membership(rules, self._admission.key)
-        self._run_file, self._journal, self._limits = run_file, journal, limits
+        self.run_file, self._journal, self._limits = run_file, journal, limits
         self._broadcast = Broadcast(run_file)
         self._joining: list[tuple[JoinAttempt, asyncio.Future[JoinReply | Refused]]] = []
         self._answers = ReplyBudget(limits.answers)
@@ -159,7 +177,7 @@ class RegistryServer:
         self._failed: asyncio.Future[None] = loop.create_future()
         self._stopping = False
         if self._journal is not None and self._journal.view is not None:
-            self.machine.restore(self._journal.view, loop.time())
+            self._settle(self._journal.view, loop.time())
         self._waker = Waker(loop)
         self._broadcast.publish(self.machine.view)
         self.machine.bar(self._admission.invites.banned)
@@ -196,7 +214,7 @@ class RegistryServer:
     def describe(self) -> Description:
         """The full state of the run, for people."""
         description = self.machine.describe(self._loop.time())
-        description.run_file = self._run_file
+        description.run_file = self.run_file
         description.uptime = self._loop.time() - self._started
         description.trouble = self._unwritten
         description.page = self.page
@@ -213,11 +231,36 @@ class RegistryServer:
         """Evicts a node. The node is notified at once, the other members by the next view."""
         self._carry_out(self.machine.evict(node, why, self._loop.time()))
 
-    def command(self, word: str, why: str) -> str:
-        """Gives an order to the run, as `Membership.command` does."""
-        changed, effects = self.machine.command(word, why, self._loop.time())
+    def command(self, word: str, why: str, settings: Sequence[str] = ()) -> str:
+        """Gives an order to the run, as `Membership.command` does, or changes `settings`. Returns
+        what that changes. Raises Refused."""
+        now, described = self._loop.time(), list[str]()
+        if word == CHANGE:
+            number, described = self._examine(settings)
+            _, effects = self.machine.change(settings, number, now)
+        else:
+            changed, effects = self.machine.command(word, why, now)
+            described = [changed] if changed else []
         self._carry_out(effects)
-        return changed
+        return "\n".join(described)
+
+    def _examine(self, settings: Sequence[str]) -> tuple[int, list[str]]:
+        """The number of a change of settings, and what it changes. Raises Refused."""
+        if self._resettle is None:
+            raise Refused("FAILED_PRECONDITION", "this registry can't change a run's settings")
+        number = self._resettle(self.run_file, ()).number + 1
+        step = self.machine.committed
+        try:
+            change = Change(number=number, settings=settings, step=step)
+            _, rules, _, described = self._resettle(self.run_file, [change])
+        except ValueError as error:
+            raise Refused("INVALID_ARGUMENT", str(error)) from error
+        if rules.steps and rules.steps <= step:
+            reason = f"steps = {rules.steps}: the run is at step {step} already; choose more"
+            raise Refused("INVALID_ARGUMENT", reason)
+        if not described:
+            raise Refused("INVALID_ARGUMENT", "the run has these settings already")
+        return number, [*described]
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""
@@ -548,8 +591,19 @@ class RegistryServer:
         except NotLeading as error:
             self.fail(error)
             return
+        if newest_change(view) > newest_change(self._broadcast.newest):
+            self._settle(view, self._loop.time())
         self._broadcast.publish(view)
         self._waker.wake_watchers()
+
+    def _settle(self, view: View, now: float) -> None:
+        """Goes on from a view, under the settings that hold in it."""
+        if self._resettle is not None and newest_change(view):
+            self.run_file, rules, *_ = self._resettle(self.run_file, view.changes)
+            self.machine = Membership(rules, self._admission.key, self.machine.history)
+            self.machine.bar(self._admission.invites.banned)
+            self._broadcast = Broadcast(self.run_file)
+        self.machine.restore(view, now)
 
     def _write(self, view: View) -> None:
         """Appends to the journal. If that fails, the run continues: after a restart the registry

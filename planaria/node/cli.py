@@ -42,6 +42,7 @@ BY_USE: dict[str, Callable[..., None] | typer.Typer] = {
     "allow": operating.allow_command,
     "pause": operating.pause_command,
     "go": operating.go_command,
+    "change": operating.change_command,
     "stop": operating.stop_command,
     "audit": saves.audit_command,
     "data": data_app,

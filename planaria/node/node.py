@@ -26,6 +26,7 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.neighbours import to_link
+from planaria.bootstrap.operator_orders import newest_change
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
@@ -360,10 +361,15 @@ class Node(Generic[M]):
         if self.view.number:
             await self.client.leave(self.node, why)
 
-    async def _end(self) -> None:
-        """Leaves for good a run that is stopped."""
-        await self.leave("the run is stopped")
-        self.stop("the run is stopped")
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the run has other settings than this node."""
+        return newest_change(self.view) != len(self.run.changes)
+
+    async def _end(self, why: str) -> None:
+        """Leaves a run that is stopped, or that has other settings."""
+        await self.leave(why)
+        self.stop(why)
 
     def unsaved(self) -> list[int]:
         """Stages to be saved whose last step is in memory only."""
@@ -430,12 +436,15 @@ class Node(Generic[M]):
         self.view = view
         log.info("view %d: %s", view.number, view.reason)
         if view.order == registry.STOPPED:
-            self.spawn(self._end())
+            self.spawn(self._end("the run is stopped"))
             return
         self.observers.bar(view.banned)
         own = next((member for member in view.members if member.node == self.node), None)
         if own is None:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
+            return
+        if self.is_outdated:
+            self.spawn(self._end("the run has other settings"))
             return
         self.needed = to_link(own, view, self.config.stages, self.run.policy.swapped)
         self.links.set_peers(view.number, _peers(view), self.needed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -23,7 +23,7 @@ from pydantic import (
 
 from planaria.bootstrap.small_files import read_small
 from planaria.bootstrap.spelling import shortened
-from planaria.node.data.batches import Batch, Batches
+from planaria.node.data.batches import Batches
 from planaria.node.data.turns import turns_of
 from planaria.node.model.learning_rate import WARMUP, Schedule, peak_of, warmup_of
 from planaria.node.model.shape import (
@@ -516,22 +516,14 @@ class WireSection(Section):
         return {"lowrank": self.rank_after}.get(self.averaging, 0)
 
 
-class BatchSection(Section):
-    """The batch up to a step."""
+class ChangeSection(Section):
+    """A change of settings, which planaria writes when it makes one."""
 
-    until: int = Field(ge=1, le=10**9, description="last step that has it")
-    batch: int = Field(ge=1, le=2**24)
-    microbatch: int = Field(ge=1, le=2**16)
-
-
-class ChangesSection(Section):
-    """What planaria writes when settings are changed."""
-
-    count: int = Field(default=0, ge=0, le=10**6, description="number of changes")
-    step: int = Field(default=0, ge=0, le=10**9, description="step behind which the newest holds")
-    batches: tuple[BatchSection, ...] = Field(
-        default=(), max_length=1000, description="batches of earlier steps, in order"
+    step: int = Field(ge=0, le=10**9, description="last step under the settings before")
+    was: tuple[str, ...] = Field(
+        default=(), max_length=1000, description="settings before, KEY=VALUE each"
     )
+    anew: bool = Field(default=False, description="whether saves were written anew for it")
 
 
 class RunFile(Section):
@@ -546,18 +538,45 @@ class RunFile(Section):
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
     trust: TrustSection = TrustSection()
-    changes: ChangesSection = ChangesSection()
+    changes: tuple[ChangeSection, ...] = Field(default=(), max_length=1000)
+
+    @property
+    def changed_at(self) -> int:
+        """Last step under other settings; 0: there is none."""
+        return self.changes[-1].step if self.changes else 0
+
+    @property
+    def original(self) -> RunFile:
+        """The run with the settings with which it began, in its present number of stages."""
+        settings: dict[str, Any] = {}
+        for change in reversed(self.changes):
+            settings |= parse_settings(change.was)
+        settings.pop("model__stages", None)
+        return override(self.model_copy(update={"changes": ()}), **settings)
 
     @property
     def batches(self) -> Batches:
         """The batch of each step."""
-        earlier = (Batch(b.until, b.batch, b.microbatch) for b in self.changes.batches)
-        return Batches(self.training.batch, self.training.microbatch, tuple(earlier))
+        sizes = [(self.training.batch, self.training.microbatch)]
+        for change in reversed(self.changes):
+            was, (batch, microbatch) = parse_settings(change.was), sizes[-1]
+            before = was.get("training__batch", batch), was.get("training__microbatch", microbatch)
+            sizes.append(before)
+        batches = Batches(*sizes.pop())
+        for change in self.changes:
+            batches = batches.changed(change.step, *sizes.pop())
+        return batches
 
     def identifying_fields(self, *left_out: str) -> dict[str, Any]:
         """The fields that distinguish this run from others, without the sections `left_out`.
         Default values are left out, so that a new key changes nothing. For `training.warmup` and
-        [wire] the former defaults count: 20 steps, codec none."""
+        [wire] the former defaults count: 20 steps, codec none. Of changes, only those count for
+        which saves were written anew."""
+        if self.changes:
+            anew = {"changes": [change.step for change in self.changes if change.anew]}
+            return self.original.identifying_fields(*left_out) | (
+                anew if any(anew.values()) else {}
+            )
         fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
         defaults = {"lr": self.config.learning_rate, "warmup": WARMUP}
         training = {k: v for k, v in fields.pop("training", {}).items() if v != defaults.get(k)}
@@ -715,6 +734,8 @@ def override(run: RunFile, **changes: Any) -> RunFile:
         target = fields
         for section in sections:
             target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise RunFileError(f"{name.replace('__', '.')} is no key: {section} is no table")
         target[key] = value
     return from_fields(fields, "the run file with the command line's changes")
 
@@ -730,6 +751,16 @@ def parse_setting(text: str) -> tuple[str, Any]:
     except (tomllib.TOMLDecodeError, RecursionError):
         value = written
     return key.strip().replace(".", "__"), value
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """As `parse_setting`, of several."""
+    return dict(map(parse_setting, settings))
+
+
+def setting(key: str, value: Any) -> str:
+    """What `parse_setting` parses; `key` with dots."""
+    return f"{key}={tomli_w.dumps({'value': value}).partition('=')[2].strip()}"
 
 
 def dumps(run: RunFile) -> str:

@@ -55,7 +55,7 @@ from planaria.node.model.shape import ModelConfig
 from planaria.node.node import LocalRun, Node, NodePlace
 from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
-from planaria.node.run_file import RunFile, dumps
+from planaria.node.run_file import RunFile, dumps, loads
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
 from planaria.node.state.saves import newest_saved_stage
 from planaria.node.wire.naming import new_identity
@@ -113,37 +113,11 @@ async def serve(
     stack = AsyncExitStack()
     try:
         folder = own_folder(options.out, run)
-        shared = checkpoint_dir(run, folder, options.checkpoint_dir)
         if options.out is None:
             options = replace(options, out=default_out(folder))
         instance = setup.instance or find_instance(options.saves or options.out)
-        if options.save_dir is None:
-            saves = place_for_saves(folder / "saves", instance, description.run_file)
-            options = replace(options, save_dir=saves)
-        vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
-        if vocabulary is None:
-            raise NodeError(
-                "the run file has no model.vocabulary, which the registry should have added"
-            )
-        config = run.config_for(vocabulary)
-        check_precision(run, device)
-        own = find_own_code(run, config)
-        room = options.seats or room_on(device, config)
-        log.info("%s", learning_rate.describe(run))
-        if problem := learning_rate.too_long(run):
-            log.warning("%s", problem)
-        log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
-        place = replace(
-            await find_place(replace(setup, options=options), device),
-            identity=instance.identity,
-            room=room,
-            reach=await reach_by(setup.addresses.registries),
-            checkpoint=find_checkpoint(run, options),
-            checkpoint_dir=shared,
-            own=own,
-            speed=measure_speed(device),
-        )
-        local = LocalRun(description.run, run, config, corpus)
+        named = replace(setup, options=options, instance=instance)
+        place, local = await settle(named, folder, description, run, corpus, device)
         log.info("on SIGTERM this node leaves within %g s", options.grace)
 
         departure = Departure()
@@ -195,10 +169,21 @@ async def serve(
                     f"{node.abandoned}; only a new process helps: start it again, and check the "
                     "device if this happens again"
                 )
-            log.warning("%s; joining again as a new node", why)
+            outdated = node.is_outdated
+            log.log(
+                logging.INFO if outdated else logging.WARNING,
+                "%s; joining again as a new node",
+                "the run has other settings" if outdated else why,
+            )
             living.clear()
             del node
             gc.collect()  # else its stage would wait, beside the next one, for Python to look
+            if outdated:
+                description, tracked = await client.describe(), place.experiment
+                run = loads(description.run_file, "the registry's run file")
+                place, local = await settle(named, folder, description, run, corpus, device)
+                place = replace(place, experiment=tracked)
+                continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(departure.noticed.wait(), pauses.after(loop.time() - began))
         return 0
@@ -208,6 +193,47 @@ async def serve(
             await asyncio.to_thread(place.experiment.close)
         if instance is not None and setup.instance is None:
             release(instance)
+
+
+async def settle(
+    setup: Setup,
+    folder: Path,
+    description: Description,
+    run: RunFile,
+    corpus: Data | None,
+    device: torch.device,
+) -> tuple[NodePlace, LocalRun]:
+    """The node's place and its run, under the run's present settings. `setup`: with the node's
+    instance; `folder`: its own. Raises NodeError, RegistryUnreachable."""
+    options, instance = setup.options, setup.instance
+    assert instance is not None
+    if options.save_dir is None:
+        saves = place_for_saves(folder / "saves", instance, description.run_file)
+        options = replace(options, save_dir=saves)
+    vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
+    if vocabulary is None:
+        raise NodeError(
+            "the run file has no model.vocabulary, which the registry should have added"
+        )
+    config = run.config_for(vocabulary)
+    check_precision(run, device)
+    own = find_own_code(run, config)
+    room = options.seats or room_on(device, config)
+    log.info("%s", learning_rate.describe(run))
+    if problem := learning_rate.too_long(run):
+        log.warning("%s", problem)
+    log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
+    place = replace(
+        await find_place(replace(setup, options=options), device),
+        identity=instance.identity,
+        room=room,
+        reach=await reach_by(setup.addresses.registries),
+        checkpoint=find_checkpoint(run, options),
+        checkpoint_dir=checkpoint_dir(run, folder, options.checkpoint_dir),
+        own=own,
+        speed=measure_speed(device),
+    )
+    return place, LocalRun(description.run, run, config, corpus)
 
 
 async def is_stopped(client: RegistryClient) -> bool:

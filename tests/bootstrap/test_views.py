@@ -16,6 +16,7 @@ from planaria.bootstrap import views as module
 from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
     PAUSE,
+    Change,
     Difference,
     Member,
     NewView,
@@ -55,6 +56,7 @@ MEMBERS = st.builds(
     key=st.binary(max_size=2),
 )
 RELAYS = st.builds(Relay, a=FEW, b=FEW, via=FEW)
+CHANGES = st.builds(Change, number=st.integers(0, 3), settings=st.lists(FEW, max_size=2))
 QUARANTINED = st.builds(Quarantined, instance=FEW, why=FEW, seconds=SPEED)
 VIEWS = st.builds(
     View,
@@ -70,6 +72,7 @@ VIEWS = st.builds(
     before=st.binary(max_size=3),
     order=st.sampled_from(Order.values()),
     ordered=FEW,
+    changes=st.lists(CHANGES, max_size=3),
     signature=st.binary(max_size=3),
     banned=st.lists(FEW, max_size=4),
 )
@@ -103,6 +106,7 @@ def whole() -> View:
         quarantined=[banned],
         order=PAUSE,
         ordered="why",
+        changes=[Change(number=1, settings=["steps=9"], pending=True, step=5)],
         banned=["i"],
     )
 

@@ -813,10 +813,12 @@ class Cluster:
         view = self.registry.view()
         seats, heard = {seat.name: seat for seat in self.seats}, seated(view)
         active = [member.node for member in heard.members if member.seats]
+        changing = any(change.pending for change in view.changes)
         return bool(active) and all(
             (seat := seats.get(name)) is not None
             and seat.host.view.number == view.number
             and seat.member.halt is not None
+            and not (changing and seat.member.halt.finished)
             and not seat.member.changing
             and (name != heard.driver or seat.driver.phase is DriverPhase.HALTED)
             for name in active

@@ -59,6 +59,7 @@ class MemoryJournal:
         difference_applied = apply(self.newest, difference(self.newest, view))
         cluster.demand(difference_applied == view, "I6", "it isn't what its difference gives")
         self.newest = self.issued[view.number] = view
+        cluster.registry.take_note(view)
 
 
 class Registry:
@@ -94,6 +95,9 @@ class Registry:
     def make_server(self, journal: Any) -> RegistryServer:
         admission: Any = SimpleNamespace(key=KEY, invites=Invites(), certifies=False)
         return RegistryServer(self.rules, "", journal, admission=admission)
+
+    def take_note(self, view: pb.View) -> None:
+        """A view is issued."""
 
     def crash(self) -> None:
         if self.process.alive:

@@ -1,12 +1,23 @@
-"""The run's operator pauses and stops it, whatever else happens."""
+"""The run's operator pauses and stops it, and changes its settings, whatever else happens."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN
+from planaria.bootstrap.operator_orders import newest_change
+from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN, Change, View
+from planaria.bootstrap.service import RegistryServer, Resettled
+from planaria.node.launch.settings import describe_change, with_changes
+from planaria.node.run_file import dumps, loads
+from planaria.node.transaction.rules import TransactionRules
+from simulation.cluster import Host
+from simulation.ports import Files
+from simulation.registry import Registry
 from simulation.scenario import LONGEST, Result, Scenario, run
 
 PAUSED = 12.0
@@ -84,3 +95,83 @@ def test_a_run_that_is_paused_holds_and_one_that_is_stopped_is_saved_whole() -> 
         outcomes[result.outcome] += 1
     assert counts["held"] > 2
     assert outcomes["stopped by its operator"]
+
+
+class ChangingRegistry(Registry):
+    """Its cluster goes by the settings in its views."""
+
+    def make_server(self, journal: Any) -> RegistryServer:
+        server = super().make_server(journal)
+        return RegistryServer(
+            self.rules,
+            dumps(self.cluster.run),
+            journal,
+            admission=server._admission,
+            resettle=self.resettle,
+        )
+
+    def resettle(self, run_file: str, changes: Sequence[Change]) -> Resettled:
+        before = loads(run_file)
+        run = with_changes(before, changes)
+        described = describe_change(before, run) if run != before else []
+        rules = replace(self.rules, steps=run.steps)
+        return Resettled(dumps(run), rules, len(run.changes), described)
+
+    def take_note(self, view: View) -> None:
+        cluster = self.cluster
+        if newest_change(view) > len(cluster.run.changes):
+            run = cluster.run = with_changes(cluster.run, view.changes)
+            cluster.rules = replace(
+                cluster.rules,
+                steps=run.steps,
+                masking=run.recovery.masking,
+                validate_every=run.training.validate_every,
+                spot_check=run.trust.spot_check,
+            )
+            cluster.counts["changed"] += 1
+
+
+class Changed(Scenario):
+    """Settings change between the faults, and in the middle of losses."""
+
+    registry = ChangingRegistry
+
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
+        files = super()._files(rules, hosts)
+        for host in hosts:
+            host.saves = True
+        files.save_every = files.save_every or 1
+        return files
+
+    def _plan_faults(self) -> float:
+        over, chosen = super()._plan_faults(), self.random
+        when = chosen.uniform(0.5, 8.0)
+        for _ in range(chosen.randint(1, 3)):
+            settings = [
+                f"steps={self.cluster.rules.steps + chosen.randint(0, 6)}",
+                f"recovery.masking={chosen.choice(['reassign', 'spare', 'abort'])}",
+                f"training.validate_every={chosen.choice([0, 3])}",
+                f"trust.spot_check={chosen.choice([0.0, 0.5])}",
+                f"saves.every={chosen.randint(1, 3)}",
+            ]
+            self.world.after(when, self._change, settings)
+            when += chosen.choice([0.1, 2.0, 20.0])
+        return max(over, when)
+
+    def _change(self, settings: Sequence[str]) -> None:
+        registry = self.cluster.registry
+        if registry.process.responsive:
+            with suppress(Refused):  # one is pending, or the run is over
+                registry.server.command("change", "", settings)
+                self.cluster.counts["ordered"] += 1
+                self.quiet_from = max(self.quiet_from, self.world.now)
+
+
+def test_settings_change_at_a_commit_for_all_and_training_goes_on() -> None:
+    counts, outcomes = Counter[str](), Counter[str]()
+    for seed in range(6):
+        result = run(seed, kind=Changed)
+        counts += result.counts
+        outcomes[result.outcome] += 1
+    assert counts["changed"] > 3
+    assert outcomes["finished"] > 3

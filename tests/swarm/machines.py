@@ -55,6 +55,21 @@ class Machines:
             namespace,
         )
 
+    async def registry_with_journal(self, listen: str = "127.0.0.1:0") -> str:
+        """Starts the registry. Returns its address."""
+        file = self.folder / "address"
+        file.unlink(missing_ok=True)
+        more = "--journal", str(self.folder / "journal"), "--address-file", str(file)
+        self.start_registry(listen, None, *more)
+        async with asyncio.timeout(DEADLINE):
+            while not file.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return file.read_text().strip()
+
+    def saved(self, name: str) -> list[str]:
+        """Options of a node with saves."""
+        return ["--save-dir", str(self.folder / name / "saves")]
+
     def start_node(self, name: str, join: str, namespace: Path | None = None, *more: str) -> None:
         """On a machine of its own, which has the text of an invite, or an address."""
         (self.folder / f"{name}.invite").write_text(join)

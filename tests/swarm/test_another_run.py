@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from planaria.bootstrap.invites import encode
 from planaria.node.report.ledger import audit
-from tests.swarm.machines import DEADLINE, Machines, machines
+from tests.swarm.machines import machines
 
 
 @pytest.mark.parametrize("secured", [True, False])
@@ -17,10 +16,10 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
     data: Path, tmp_path: Path, secured: bool
 ) -> None:
     with machines(tmp_path, data, 1, secured=secured) as here:
-        address = await started(here)
+        address = await here.registry_with_journal()
         join = encode(await here.invite("owner")) if secured else address
         for name, stage in (("a", "0"), ("b", "1")):
-            here.start_node(name, join, None, "--stage", stage, *saved(here, name))
+            here.start_node(name, join, None, "--stage", stage, *here.saved(name))
         await here.committed(beyond=1)
         here.processes.kill("registry")
         other = tmp_path / "other.toml"
@@ -32,7 +31,7 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
         newest = await here.committed(beyond=0)
         await here.committed(beyond=newest + 20)
         here.processes.kill("b")
-        here.start_node("again", join, None, "--stage", "1", *saved(here, "b"))
+        here.start_node("again", join, None, "--stage", "1", *here.saved("b"))
         await here.logged("again", "does not answer" if secured else "this registry serves run")
         here.processes.kill("other")
         here.start_registry(address, None, "--journal", str(tmp_path / "journal"))
@@ -43,18 +42,3 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
         assert "joining again" not in here.logs()
     audited = audit(tmp_path / "a")
     assert (audited.duplicates, audited.missing, audited.extra) == (0, 0, 0)
-
-
-def saved(here: Machines, name: str) -> list[str]:
-    return ["--save-dir", str(here.folder / name / "saves")]
-
-
-async def started(here: Machines) -> str:
-    """The address of the run's registry."""
-    file = here.folder / "address"
-    more = "--journal", str(here.folder / "journal"), "--address-file", str(file)
-    here.start_registry("127.0.0.1:0", None, *more)
-    async with asyncio.timeout(DEADLINE):
-        while not file.exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    return file.read_text().strip()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from planaria.bootstrap.invites import encode
+from planaria.node.report.ledger import audit
 from planaria.node.state.saves import find_saves
 from tests.swarm.machines import machines
 
@@ -51,3 +53,56 @@ async def test_a_run_is_paused_and_goes_on_and_is_stopped_for_good(
         for name, invite in (("a", owner), ("b", node)):
             here.start_node(name, invite, None, "--save-dir", str(tmp_path / name / "saves"))
         await here.committed(beyond=max(last) + 1)
+
+
+async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_path: Path) -> None:
+    with machines(tmp_path, data, 1) as here:
+        address = await here.registry_with_journal()
+        owner, node = encode(await here.invite("owner")), encode(await here.invite("node"))
+        operator = await here.invite("operator")
+        for name, invite in (("a", owner), ("b", node)):
+            here.start_node(name, invite, None, *here.saved(name))
+        await here.committed(beyond=2)
+
+        for settings, why in (
+            (["model.dim=64"], "model.dim = 64, and the run has"),
+            (["steps=1"], "steps = 1: the run is at step"),
+            (["training.lrr=1"], "did you mean lr"),
+            (["steps"], "'steps' is no setting: write KEY=VALUE"),
+            (["steps.of=1"], "steps.of is no key"),
+            (["recovery.policy=checkpoint"], "recovery.checkpoint.dir"),
+            (["training.batch=5", "training.microbatch=2"], "is not a multiple of microbatch"),
+        ):
+            with pytest.raises(AssertionError, match=why):
+                await here.command("change", *settings, join=operator)
+        with pytest.raises(AssertionError, match="operator"):
+            await here.command("change", "steps=9", join=await here.invite("node"))
+
+        said = await here.command(
+            *("change", "training.batch=6", "training.microbatch=3", "training.lr=0.25"),
+            join=operator,
+        )
+        assert re.search(r"from step \d+ on:\n +training.batch = 6 \(was 4\)\n", said)
+        assert "training.lr = 0.25 (was " in said
+        assert re.search(r"the learning rate at step \d+ goes from .* to ", said)
+        await here.logged("a", "the run has other settings; joining again")
+        newest = await here.committed(beyond=5)
+        await here.committed(beyond=newest + 2)
+        headers = [json.loads(path.open().readline()) for path in tmp_path.glob("*/ledger-*")]
+        after = max(headers, key=lambda header: header.get("changes", 0))
+        (earlier,) = after["earlier"]
+        assert (after["batch"], after["microbatch"], *earlier[1:]) == (6, 3, 4, 1)
+        assert audit(tmp_path / "a").exact
+
+        here.processes.kill("registry")
+        await here.registry_with_journal(address)
+        status = json.loads(await here.command("status", "--json", join=operator))
+        assert "batch = 6" in status["run_file"]
+        (change,) = status["view"]["changes"]
+        assert change["settings"] == [
+            "training.batch=6",
+            "training.microbatch=3",
+            "training.lr=0.25",
+        ]
+        newest = await here.committed(beyond=newest)
+        await here.committed(beyond=newest + 2)

@@ -84,7 +84,7 @@ CHANGED = {
     "wire.averaging": "int8",
     "saves.milestones": 20,
     "trust.gradients": "exclude",
-    "changes.batches": [{"until": 5, "batch": 8, "microbatch": 2}],
+    "changes": [{"step": 5, "was": ["training.batch=8"]}],
 }
 """Where the double, or the opposite, won't do."""
 
@@ -98,13 +98,12 @@ USED = {
     "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
     "node/launch/resolve.py": ["data.path", "data.corpora"],
     "node/node.py": ["swarm.silence"],
-    "node/report/ledger.py": ["changes.count"],
-    "node/run_file.py": ["wire.rank_after", "changes.batches"],
+    "node/run_file.py": ["wire.rank_after", "changes"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/model/learning_rate.py": [
         *("training.lr", "training.warmup", "training.schedule", "training.lr_floor"),
-        *("training.decay_share", "training.rewarm", "changes.step"),
+        *("training.decay_share", "training.rewarm"),
     ],
     "node/stage/optimizer.py": ["training.betas", "training.weight_decay"],
     "node/stage/work.py": ["training.compile", "wire.activations", "wire.gradients"],

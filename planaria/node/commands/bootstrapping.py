@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, folder_beside
@@ -18,13 +18,16 @@ from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
 from planaria.bootstrap.journal import Journal, read_view
 from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
+from planaria.bootstrap.registry_pb2 import Change
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.service import RegistryServer, ViewStore, over_grpc, serve
+from planaria.bootstrap.service import RegistryServer, Resettled, ViewStore, over_grpc, serve
 from planaria.bootstrap.store import Store
 from planaria.node.commands.registry import run_on_loop
 from planaria.node.commands.terminal import console
+from planaria.node.launch.resolve import registry_rules, run_id
+from planaria.node.launch.settings import describe_change, with_changes
 from planaria.node.page.place import PageAddress
-from planaria.node.run_file import loads
+from planaria.node.run_file import RunFile, RunFileError, dumps, loads
 
 if TYPE_CHECKING:
     from planaria.node.commands.machines import BootstrapOptions
@@ -39,8 +42,8 @@ class Bootstrapping:
 
     options: BootstrapOptions
     listen: Address
-    rules: MembershipRules
-    run_file: str
+    run: RunFile  # resolved
+    limits: Mapping[str, Any]  # rules of the registry that aren't the run's
     credentials: Credentials
     enrol: Address | None  # None: beside `listen`
     others: Sequence[Address]
@@ -57,7 +60,7 @@ class Bootstrapping:
         if journal is None:
             run_on_loop(self._serve(admission, self._certified(admission), None))
             return
-        with Journal(journal, self.rules.run, admission.key) as log:
+        with Journal(journal, run_id(self.run), admission.key) as log:
             if after is not None and log.view is None:
                 last = read_view(after)
                 log.go_on_from(last, f"the run {last.run} continues with other settings")
@@ -81,8 +84,9 @@ class Bootstrapping:
         credentials = self._credentials(certified)
         at = advertised(self.listen, self.listen.port, self._advertised(self.listen.port))
         etcd = Etcd(EtcdPlace.parse(self.options.store))
-        shared = Store(etcd, self.rules.run, admission.key, str(at))
-        patient = replace(self, rules=replace(self.rules, restart_grace=self.rules.grace + GRACE))
+        shared = Store(etcd, run_id(self.run), admission.key, str(at))
+        longer = {"restart_grace": self.rules_of(self.run).grace + GRACE}
+        patient = replace(self, limits={**self.limits, **longer})
 
         async def lead(stop: asyncio.Event, term: asyncio.Task[None]) -> None:
             decided = partial(Admission, authority, self._certifies, decided=shared)
@@ -92,6 +96,24 @@ class Bootstrapping:
         transport = partial(over_grpc, credentials, self.options.insecure)
         place = str(self.listen), transport, self.options.address_file
         run_on_loop(lead_in_turn(shared, lead, *place))
+
+    # -- the run
+
+    def rules_of(self, run: RunFile) -> MembershipRules:
+        return replace(registry_rules(run), **self.limits)
+
+    def resettle(self, run_file: str, changes: Sequence[Change]) -> Resettled:
+        """The port `Resettle`. Raises RunFileError."""
+        before = loads(run_file)
+        run = with_changes(before, changes)
+        if _needs_folders(run) != _needs_folders(before):
+            raise RunFileError(
+                f"recovery.policy = {run.recovery.policy}, and the run has "
+                f"{before.recovery.policy}: of these, one needs folders that nodes are given when "
+                "they start. planaria stop, then resume the run with it"
+            )
+        described = describe_change(before, run) if run != before else []
+        return Resettled(dumps(run), self.rules_of(run), len(run.changes), described)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -122,7 +144,10 @@ class Bootstrapping:
         stop: asyncio.Event | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
-        registry = RegistryServer(self.rules, self.run_file, store, admission=admission)
+        rules, run_file = self.rules_of(self.run), dumps(self.run)
+        registry = RegistryServer(
+            rules, run_file, store, admission=admission, resettle=self.resettle
+        )
         if self.page is not None:
             parts = (*parts, partial(self._page_beside, self.page))
         if certified is not None:
@@ -144,7 +169,7 @@ class Bootstrapping:
             return place, enrol._replace(port=port)
 
         show = partial(_show_invites, admission.folder)
-        named = admission, certified, self.rules.run, at, addresses_for, show, self.others
+        named = admission, certified, run_id(self.run), at, addresses_for, show, self.others
         return Admitting(*named).serving()
 
     def _page_beside(
@@ -152,7 +177,7 @@ class Bootstrapping:
     ) -> AbstractAsyncContextManager[None]:
         from planaria.node.page.serving import page_beside
 
-        return page_beside(registry, loads(self.run_file), place, self.options.price)
+        return page_beside(registry, self.run, place, self.options.price)
 
 
 @asynccontextmanager
@@ -161,6 +186,11 @@ async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncI
         for part in parts:
             await stack.enter_async_context(part(registry))
         yield
+
+
+def _needs_folders(run: RunFile) -> bool:
+    """Whether nodes need a folder of checkpoints, or each the whole model to begin from."""
+    return run.policy.checkpoints or (run.policy.twins and run.model.origin is not None)
 
 
 def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -247,9 +247,9 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.invites import read_allowed
     from planaria.node.commands.bootstrapping import Bootstrapping
-    from planaria.node.launch.resolve import registry_rules, resolve
+    from planaria.node.launch.resolve import resolve
     from planaria.node.model.learning_rate import too_long
-    from planaria.node.run_file import dumps, load
+    from planaria.node.run_file import load
 
     options.log.begin("registry")
     if options.store and not (options.journal is None is options.after):
@@ -263,12 +263,11 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     bootstrapping = Bootstrapping(
         options,
         listen,
-        rules=replace(
-            registry_rules(run),
-            max_per_block=options.most_per_block,
-            allowed=None if options.allow is None else read_allowed(options.allow),
-        ),
-        run_file=dumps(run),
+        run=run,
+        limits={
+            "max_per_block": options.most_per_block,
+            "allowed": None if options.allow is None else read_allowed(options.allow),
+        },
         credentials=options.security.credentials(),
         enrol=None if options.enrol is None else Address.parse(options.enrol),
         others=[Address.to_dial(other) for other in options.others.split(",") if other],

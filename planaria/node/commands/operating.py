@@ -1,4 +1,4 @@
-"""Commands of a run's operator: invite, members, evict, ban, allow, pause, go, stop."""
+"""Commands of a run's operator: invite, members, evict, ban, allow, pause, go, change, stop."""
 
 from __future__ import annotations
 
@@ -193,6 +193,23 @@ def pause_command(join: Join, security: Security, why: Why = "") -> None:
 def go_command(join: Join, security: Security) -> None:
     """Let a run go on that is paused, or nodes join one that was stopped."""
     _order(join, security, "go", "")
+
+
+@flattened
+def change_command(
+    settings: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE...", help="Keys of the run file, as steps=4000."),
+    ],
+    join: Join,
+    security: Security,
+) -> None:
+    """Change settings of a run: each stage saves its step, and the nodes go on under the others."""
+    from planaria.bootstrap.enrolment_pb2 import CommandRequest
+    from planaria.bootstrap.operator_orders import CHANGE
+
+    request = CommandRequest(word=CHANGE, settings=settings)
+    _command(join, security, "Command", request)
 
 
 @flattened

@@ -19,7 +19,7 @@ def up_command(options: UpOptions) -> None:
 
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
-    from planaria.node.local.resume import SwarmError, changed, with_settings_of
+    from planaria.node.local.resume import SwarmError, goes_on_as, with_settings_of
     from planaria.node.local.swarm import (
         choose_losses,
         parse_kill,
@@ -40,7 +40,7 @@ def up_command(options: UpOptions) -> None:
         resumed = read_plan(options.resume, options.data or ())
         file, run = options.run_file, resumed.run
         wanted = changes.of(run if file is None else with_settings_of(load(file), run))
-        run = changed(resumed.kept, wanted, options.at is not None)
+        run = goes_on_as(resumed.kept, wanted, options.at is not None)
         plan = resumed._replace(run=run, at=options.at)
     else:
         if options.data:

@@ -12,5 +12,6 @@
 - `advertised.py`: the address that peers dial
 - `notices.py`: what clouds announce about the end of a spot instance
 - `resolve.py`: the run file with what follows from preset and data
+- `settings.py`: what of a run file may change while the run goes on
 - `doctor.py`: finds out whether a node could join; `diagnosis.py` says what the facts mean
 """

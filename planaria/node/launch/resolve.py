@@ -64,7 +64,7 @@ def resolve(run: RunFile) -> RunFile:
     config = run.model.config
     figures = {"model__stages": config.stages, "model__layers": config.layers}
     run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
-    _check_policy(run)
+    check_policy(run)
     _check_lora(run)
     return run
 
@@ -106,7 +106,8 @@ def _absolute(data: DataSection) -> DataSection:
     return data.model_copy(update={"path": path, "corpora": tuple(corpora)})
 
 
-def _check_policy(run: RunFile) -> None:
+def check_policy(run: RunFile) -> None:
+    """Raises RunFileError for a policy that this run can't have."""
     name, policy, stages = run.recovery.policy, run.policy, run.model.stages or 0
     if policy.swapped and stages < 4:
         raise RunFileError(

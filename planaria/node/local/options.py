@@ -70,7 +70,7 @@ class RunChanges:
 
     def of(self, run: RunFile) -> RunFile:
         """Raises RunFileError."""
-        from planaria.node.run_file import override, parse_setting
+        from planaria.node.run_file import override, parse_settings
 
         options = {
             "model__preset": self.preset,
@@ -84,7 +84,7 @@ class RunChanges:
             "seed": self.seed,
         }
         given = {key: value for key, value in options.items() if value is not None}
-        return override(run, **dict(map(parse_setting, self.set or ())) | given)
+        return override(run, **parse_settings(self.set or ()) | given)
 
 
 @dataclass(frozen=True, kw_only=True)

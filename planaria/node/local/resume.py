@@ -3,9 +3,9 @@
 Nodes have their own folders, and may return in other places or numbers. With other stages, no node
 has what its stage needs. All saves under the save folder count, from any node.
 
-A run that continues with other settings has another run file, so registry and nodes take it for
-another run. Its state is written beside the earlier run's, under its own name. Only its run file,
-put in place last, makes it the folder's run.
+A run that continues in another number of stages, or goes back, is another run to registry and
+nodes. Its state is written beside the earlier run's, under its own name. Only its run file, put in
+place last, makes it the folder's run.
 
 Reading saves loads torch, which takes seconds: only here, not when a run begins.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -26,9 +26,10 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import index_of
 from planaria.node.launch.resolve import resolve, run_id
+from planaria.node.launch.settings import STAGES, changed, check_identity, differences, flat
 from planaria.node.local.losses import stage_of
-from planaria.node.model.learning_rate import of_run, warmup_of
-from planaria.node.run_file import BatchSection, ChangesSection, RunFile, dumps, override
+from planaria.node.model.learning_rate import warmup_of
+from planaria.node.run_file import RunFile, dumps, override
 
 if TYPE_CHECKING:
     from planaria.node.state.saves import SaveFile, Saves
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 RUN_FILE, JOURNAL = "run.toml", "registry.journal"
 SETTINGS: Final = "steps", "recovery", "saves", "swarm", "wire", "trust"
 """What may change, but the section [training] and model.stages."""
-IDENTITY: Final = "name", "seed", "model.", "data.", "training.lora"
-"""Beginnings of the keys of what makes a run's weights and its data."""
 FOLDERS: Final = "model.from", "data.path", "data.corpora"
 """Keys whose folders may lie elsewhere; the content is compared."""
 ALL: Final = 10**6
@@ -137,13 +136,14 @@ class KeptRun(NamedTuple):
 
 
 def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
-    """The resolved run with another run file's settings. Raises SwarmError where that file names
-    another model or other data, RunFileError, CorpusError."""
-    given = flat(file.model_dump(mode="json", exclude_unset=True))
-    _check_identity({key: (flat_of(run).get(key), value) for key, value in given.items()})
+    """The resolved run with another run file's settings. Raises RunFileError where that file names
+    another model or other data, CorpusError."""
+    given, own = flat(file.model_dump(mode="json", exclude_unset=True)), flat(run.model_dump())
+    free = [STAGES, *(key for key in FOLDERS if own.get(key) is not None)]
+    check_identity({key: (own.get(key), value) for key, value in given.items()}, free)
     data = file.data.folders
     if "data" in file.model_fields_set and all(path.exists() for path in data):
-        _check_identity({"data.content": (run.data.content, index_of(file.data).content)})
+        check_identity({"data.content": (run.data.content, index_of(file.data).content)})
     changes: dict[str, Any] = {name: getattr(file, name) for name in SETTINGS}
     changes["training"] = file.training.model_copy(
         update={
@@ -157,85 +157,23 @@ def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
     return run.model_copy(update=changes)
 
 
-def changed(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFile:
-    """The resolved run with the settings of `wanted`, which is its run file with other values; the
-    same run without any, unless it goes back. Raises SwarmError where the model or the data would
-    be others, RunFileError, CorpusError."""
-    run, differing = kept.run, differences(kept.run, wanted)
-    if not (differing or goes_back):
-        return run
-    _check_identity(differing)
-    count = run.changes.count + 1
+def goes_on_as(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFile:
+    """The resolved run with the settings of `wanted`, which is its run file with other values.
+    Raises RunFileError where the model or the data would be others, CorpusError."""
+    rows = differences(kept.run, wanted)
+    check_identity(rows, [STAGES])
+    if not _is_anew(kept.run, wanted, goes_back):
+        return resolve(wanted) if rows else kept.run
     shared = wanted.recovery.checkpoint.dir
     if wanted.policy.checkpoints:  # nodes of the run as it was ignore those files
         shared = shared or str((kept.out / "checkpoints").absolute())
-        shared = re.sub(r"(-change\d+)?$", f"-change{count}", shared, count=1)
-    return resolve(override(wanted, changes__count=count, recovery__checkpoint__dir=shared))
+        shared = re.sub(r"(-change\d+)?$", f"-change{len(kept.run.changes) + 1}", shared, count=1)
+    return resolve(override(wanted, recovery__checkpoint__dir=shared))
 
 
-def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
-    """The values of keys in which two run files differ; None: there is none."""
-    ours, theirs = flat_of(run), flat_of(other)
-    pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted(ours | theirs)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def flat_of(run: RunFile) -> dict[str, Any]:
-    return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes"}))
-
-
-def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    values: dict[str, Any] = {}
-    for key, value in fields.items():
-        nested = isinstance(value, dict)
-        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
-    return values
-
-
-def _check_identity(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises SwarmError for a key of the model or the data with two values."""
-    for key, (before, after) in values.items():
-        free = key == "model.stages" or (key in FOLDERS and before is not None)
-        if key.startswith(IDENTITY) and not free and before != after:
-            raise SwarmError(
-                f"{key} = {_shown(after)}, and the run has {_shown(before)}: with that its model "
-                "or its data would be others. A new run can begin from its model: export it, and "
-                "name that folder by model.from"
-            )
-
-
-def _shown(value: Any) -> Any:
-    """A value in a message."""
-    return "none" if value in (None, "") else value
-
-
-def _settled(run: RunFile, before: RunFile, step: int) -> RunFile:
-    """The run file of settings that hold behind a step. Raises SwarmError."""
-    if run.steps < step:
-        raise SwarmError(f"steps = {run.steps}: the run is at step {step} already; choose more")
-    training = run.training
-    batches = before.batches.changed(step, training.batch, training.microbatch).earlier
-    sections = tuple(
-        BatchSection(until=b.last, batch=b.samples, microbatch=b.microbatch) for b in batches
-    )
-    changes = ChangesSection(count=run.changes.count, step=step, batches=sections)
-    return run.model_copy(update={"changes": changes})
-
-
-def describe_change(before: RunFile, run: RunFile) -> list[str]:
-    """What a change of settings changes, in sentences."""
-    step, rows = run.changes.step + 1, differences(before, run)
-    sentences = [f"from step {step} on:" if rows else f"going on from step {step - 1}"]
-    sentences += [
-        f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()
-    ]
-    was, rate = of_run(step, before), of_run(step, run)
-    if abs(rate - was) > 1e-3 * was:
-        gently = "; --set training.rewarm=50 makes that 50 steps long"
-        how = gently if rate > was and not run.training.rewarm else ""
-        sentences.append(f"the learning rate at step {step} goes from {was:.2g} to {rate:.2g}{how}")
-    return sentences
+def _is_anew(run: RunFile, wanted: RunFile, goes_back: bool) -> bool:
+    """Whether saves have to be written anew."""
+    return goes_back or run.model.stages != wanted.model.stages
 
 
 def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
@@ -261,31 +199,39 @@ def take_over(
     before: KeptRun, kept: KeptRun, slots: Sequence[str], at: int | None = None
 ) -> KeptRun:
     """Make `kept`, with the step from which it holds, the folder's run, with the state that
-    `before` has saved, the newest or that of step `at`. On SwarmError, the folder is still that of
-    `before`."""
+    `before` has saved, the newest or that of step `at`. Saves are written anew, for another run, if
+    the number of stages changes or the run goes back. On an error, the folder is still that of
+    `before`. Raises SwarmError, RunFileError."""
     from planaria.node.state.regroup import choose, rewrite, stages_of
 
+    anew = _is_anew(before.run, kept.run, at is not None)
     saves = before.find() if at is None else before.find_at(at)
-    if not saves:
+    if anew and not saves:
         raise SwarmError(
             f"there is no save of the run under {before.checkpoints or before.saves}: without one, "
             "continue without changes, or start a new run"
         )
     with resuming(), before.open_journal() as journal:
-        chosen = choose(saves, stages_of(saves, kept.run.config))
-        kept = kept._replace(run=_settled(kept.run, before.run, chosen[0].step))
-        folder = None if kept.save_dir is None else kept.save_dir / kept.id
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        chosen = choose(saves, stages_of(saves, kept.run.config)) if saves else None
+        step = chosen[0].step if chosen else 0
+        if kept.run.steps < step:
+            raise SwarmError(
+                f"steps = {kept.run.steps}: the run is at step {step} already; choose more"
+            )
+        kept = kept._replace(run=changed(before.run, kept.run, step, anew))
+        if anew and chosen:
+            folder = None if kept.save_dir is None else kept.save_dir / kept.id
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
 
-        def open_folder(stage: int) -> Saves:
-            return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
+            def open_folder(stage: int) -> Saves:
+                return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
 
-        rewrite(chosen, kept.run.config, open_folder, before.run.training.betas)
-        own = kept.out / "logs" / f"{kept.id}.journal"
-        with Journal(own, kept.id, key_beside(own)) as views:
-            reason = f"the run {before.id} continues with other settings"
-            views.go_on_from(journal.view or View(), reason)
+            rewrite(chosen, kept.run.config, open_folder, before.run.training.betas)
+            own = kept.out / "logs" / f"{kept.id}.journal"
+            with Journal(own, kept.id, key_beside(own)) as views:
+                reason = f"the run {before.id} continues with other settings"
+                views.go_on_from(journal.view or View(), reason)
         replace_file(kept.out / RUN_FILE, dumps(kept.run).encode())
     return kept
 

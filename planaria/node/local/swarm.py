@@ -23,13 +23,16 @@ from rich.console import Console
 
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.files import replace_file
+from planaria.bootstrap.journal import read_view
 from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.operator_orders import newest_change
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
 from planaria.node.data.mixture import index_of
 from planaria.node.data.progress import Track
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve, text_to_prepare
+from planaria.node.launch.settings import describe_change, with_changes
 from planaria.node.launch.supervisor import FINAL
 from planaria.node.local.losses import (
     DrawnLosses,
@@ -46,7 +49,6 @@ from planaria.node.local.resume import (
     RUN_FILE,
     KeptRun,
     SwarmError,
-    describe_change,
     put_in_place,
     resuming,
     take_over,
@@ -84,7 +86,7 @@ from planaria.node.report.live_view import Screen, Story
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.report.unsaved import named, unsaved
-from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
+from planaria.node.run_file import RunFile, RunFileError, dumps, load, loads, override
 
 PLAN, ADDRESS = "up.json", "registry.address"
 SAVING_GRACE = 30.0
@@ -240,7 +242,7 @@ async def up(
         shutil.rmtree(out / "logs")  # so that another run can use the folder
         _print_error(console, ending.reason)
         return ending
-    return wrap_up(run, out, console, ending)
+    return wrap_up(swarm.run, out, console, ending)
 
 
 class Machine(NamedTuple):
@@ -454,6 +456,8 @@ def read_plan(folder: Path, data: Sequence[str] = ()) -> SwarmPlan:
             f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"
         ) from error
     plan = SwarmPlan(run, out, saves, device, data=data)
+    if (journal := plan.kept.journal).exists():  # the run's operator may have changed it
+        plan = plan._replace(run=with_changes(run, read_view(journal).changes))
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
             f"the run in {folder} has no saves: it was started without a folder for them, and its "
@@ -473,14 +477,16 @@ def resume_from(
             f"the run's prepared data is not in {missing[0]}: name the folder that has it, with "
             "the same content, by --data DIR"
         )
-    if plan.run == before.run:
-        copies = put_in_place(plan.kept, slots)
-        empty_registry(plan)
-        return plan, copies
-    plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
+    sentences: list[str] = []
+    if plan.run != before.run or plan.at is not None:
+        plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
+        sentences = describe_change(before.run, plan.run)
+    if plan.kept.id == before.kept.id:
+        sentences += put_in_place(plan.kept, slots)
+    else:
+        sentences.append(f"the saves as they were stay in {before.kept.saves or 'their folder'}")
     empty_registry(plan)
-    where = f"the saves as they were stay in {before.kept.saves or 'their folder'}"
-    return plan, [*describe_change(before.run, plan.run), where]
+    return plan, sentences
 
 
 def empty_registry(plan: SwarmPlan) -> None:
@@ -631,6 +637,9 @@ class _Swarm:
             with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
                 self.description = await self.client.describe(deadline=1.0)
                 self._tell_page(self.description.page)
+                if newest_change(self.description.view) > len(self.run.changes):
+                    self.run = loads(self.description.run_file)
+                    self.story.steps = self.run.steps
             await asyncio.sleep(DESCRIBE)
 
     def _tell_page(self, url: str) -> None:

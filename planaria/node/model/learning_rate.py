@@ -29,7 +29,7 @@ def warmup_of(run: RunFile) -> int:
 def of_run(step: int, run: RunFile) -> float:
     """The run's rate at a step, the same for all stages. Behind a change of settings it rises to
     the schedule's over `training.rewarm` steps."""
-    training, since = run.training, step - run.changes.step
+    training, since = run.training, step - run.changed_at
     rate = scheduled(
         step,
         run.steps,
@@ -39,7 +39,7 @@ def of_run(step: int, run: RunFile) -> float:
         training.schedule,
         training.decay_share,
     )
-    rising = 0 < since < training.rewarm and run.changes.step > 0
+    rising = 0 < since < training.rewarm and run.changed_at > 0
     return rate * since / training.rewarm if rising else rate
 
 

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
+from planaria.bootstrap.operator_orders import newest_change
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page.app import (
     REFRESH,
@@ -32,7 +33,7 @@ from planaria.node.page.place import PageAddress
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.history import History
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import RunFile, loads
 
 log = logging.getLogger("planaria")
 
@@ -46,8 +47,7 @@ class Living:
     span = None
 
     def __init__(self, registry: RegistryServer, run: RunFile, price: float | None) -> None:
-        self._registry, self._run, self._price = registry, run, price
-        self._stages = run.model.stages or 0
+        self._registry, self._known, self._price = registry, run, price
         self._began = time.time()
         self._history = History(run.steps)
         registry.on_happened = self._happened
@@ -57,8 +57,17 @@ class Living:
         driver = machine.view.driver
         record = machine.members.by_name.get(driver)
         committed = 0 if record is None else record.committed
+        stages = self._run.model.stages or 0
         for line in lines:
-            self._history.hear_from(node, line, self._stages, time.time(), driver, committed)
+            self._history.hear_from(node, line, stages, time.time(), driver, committed)
+
+    @property
+    def _run(self) -> RunFile:
+        """The run with its present settings."""
+        if newest_change(self._registry.machine.view) > len(self._known.changes):
+            self._known = loads(self._registry.run_file)
+            self._history.story.steps = self._known.steps
+        return self._known
 
     def look(self) -> None:
         """Update the node-seconds."""

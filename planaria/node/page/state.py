@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from planaria.bootstrap.operator_orders import in_words
-from planaria.bootstrap.registry_pb2 import PAUSE, Description
+from planaria.bootstrap.registry_pb2 import PAUSE, TRAIN, Description
 from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity
 from planaria.node.report.history import Curve, History
@@ -110,7 +110,7 @@ def _condition(
     if stopped or story.stopped is not None:
         return "stopped", stopped or (story.stopped.reason if story.stopped else "")
     if order := in_words(view):
-        word = "paused" if view.order == PAUSE else "stopped"
+        word = {PAUSE: "paused", TRAIN: "waiting"}.get(view.order, "stopped")
         return word, order.removeprefix(f"{word} ")
     if story.finished is not None or any(seat.finished for seat in state.reports):
         return "finished", "all steps are committed"

@@ -102,7 +102,6 @@ class History:
     """State and history of a run from its events, with the node-seconds so far."""
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps
         self.story = Story(steps)
         self.loss, self.validation = Curve(), Curve()
         self.news: deque[NewsItem] = deque(maxlen=MOST_NEWS)
@@ -142,7 +141,7 @@ class History:
 
     def _is_ours(self, entry: Entry, stages: int, committed: int) -> bool:
         of_the_driver = isinstance(entry.event, OF_THE_DRIVER)
-        most = min(self.steps, committed + LEAD) if of_the_driver else self.steps
+        most = min(self.story.steps, committed + LEAD) if of_the_driver else self.story.steps
         step, stage = (getattr(entry.event, name, 0) for name in ("step", "stage"))
         return 0 <= step <= most and 0 <= (stage or 0) <= stages
 

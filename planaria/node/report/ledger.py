@@ -597,8 +597,8 @@ def header_of(run: RunFile, context: int, content: str, shares: Sequence[Share])
         "content": content,
         "steps": run.steps,
     }
-    if run.changes.count:
-        header["changes"], header["earlier"] = run.changes.count, [*run.batches.earlier]
+    if run.changes:
+        header["changes"], header["earlier"] = len(run.changes), [*run.batches.earlier]
     if len(shares) > 1:
         header["mixture"] = [(share.samples, share.turns) for share in shares]
     return header

@@ -90,7 +90,7 @@ class Story:
         self.steps = steps
         self.committed = 0  # newest step
         self.loss = math.nan
-        self.finished: Finished | None = None
+        self._finished: Finished | None = None  # the newest
         self.stopped: Stopped | None = None
         self.rebuilds: dict[str, UnderWay] = {}  # by seat
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
@@ -105,6 +105,12 @@ class Story:
         self._rolled_back_at = 0.0  # time of the last rollback, Unix seconds
         self._rolling_back = False
         self._unsaved: set[str | None] = set()  # nodes whose last save failed
+
+    @property
+    def finished(self) -> Finished | None:
+        """The end of the run; it goes on if its operator wants more steps."""
+        over = self._finished is not None and self._finished.step >= self.steps
+        return self._finished if over else None
 
     def hear(self, entry: Entry) -> News | None:
         """Handle an entry. Returns news, if it is any."""
@@ -155,7 +161,7 @@ class Story:
             case SaveFailed():
                 self._unsaved.add(entry.node)
             case Finished() as finished:
-                self.finished = self.finished or finished
+                self._finished = finished
             case Stopped() if self.stopped is not None:
                 return None
             case Stopped() as stopped:

@@ -79,4 +79,5 @@ def seated(view: registry.View) -> registry.View:
         relays=relays,
         order=view.order,
         ordered=view.ordered,
+        changes=view.changes,
     )

@@ -15,6 +15,7 @@ from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
 from planaria.node.data.batches import Batch, Batches
 from planaria.node.launch.resolve import resolve
+from planaria.node.launch.settings import changed, describe_change, differences
 from planaria.node.local import resume as module
 from planaria.node.local.losses import places
 from planaria.node.local.resume import (
@@ -22,15 +23,13 @@ from planaria.node.local.resume import (
     RUN_FILE,
     KeptRun,
     SwarmError,
-    changed,
-    describe_change,
-    differences,
+    goes_on_as,
     put_in_place,
     take_over,
     with_settings_of,
 )
 from planaria.node.run_file import (
-    ChangesSection,
+    ChangeSection,
     RunFile,
     RunFileError,
     dumps,
@@ -168,7 +167,7 @@ def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
 
 
 def differently(kept: KeptRun, **changes: Any) -> KeptRun:
-    return kept._replace(run=changed(kept, override(kept.run, **changes)))
+    return kept._replace(run=goes_on_as(kept, override(kept.run, **changes)))
 
 
 def test_without_another_value_it_is_the_same_run(tmp_path: Path) -> None:
@@ -187,12 +186,12 @@ def test_the_model_stays_whatever_the_number_of_stages(tmp_path: Path) -> None:
 def test_what_makes_weights_and_data_stays(tmp_path: Path, key: str) -> None:
     value: object = {"name": "other", "data__content": "c0ffee"}.get(key, 16)
     dotted = key.replace("__", ".")
-    with pytest.raises(SwarmError, match=rf"^{dotted} = {value}, .* model.from$"):
+    with pytest.raises(RunFileError, match=rf"^{dotted} = {value}, .* model.from$"):
         differently(begun(tmp_path), **{key: value})
 
 
 def test_adapters_are_not_changed(tmp_path: Path) -> None:
-    with pytest.raises(SwarmError, match=r"^training.lora.alpha = 8.0, and the run has none: "):
+    with pytest.raises(RunFileError, match=r"^training.lora.alpha = 8.0, and the run has none: "):
         differently(begun(tmp_path), training__lora={"alpha": 8})
 
 
@@ -208,13 +207,13 @@ def test_a_run_file_gives_its_settings_and_no_other_model(tmp_path: Path) -> Non
     }
     assert with_settings_of(loads("[model]\nstages = 4\ndim = 8"), kept.run).model.stages == 4
     for text in ("seed = 1", "[model]\ndim = 16", '[model]\npreset = "small"'):
-        with pytest.raises(SwarmError, match="would be others"):
+        with pytest.raises(RunFileError, match="would be others"):
             with_settings_of(loads(text), kept.run)
 
 
 def test_a_run_file_that_names_other_data_is_refused(tmp_path: Path, data: Path) -> None:
     run = begun(tmp_path, resolve(override(RUN, data__content="c0ffee"))).run
-    with pytest.raises(SwarmError, match=r"^data.content = .* and the run has c0ffee"):
+    with pytest.raises(RunFileError, match=r"^data.content = .* and the run has c0ffee"):
         with_settings_of(override(RunFile(), data__path=str(data)), run)
 
 
@@ -224,22 +223,47 @@ def test_a_policy_that_needs_more_stages_is_refused(tmp_path: Path) -> None:
         differently(kept, model__stages=2)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2), (None, 2)])
-def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int | None, replicas: int) -> None:
+@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2)])
+def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int, replicas: int) -> None:
     kept = begun(tmp_path)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8)
     new = differently(kept, model__stages=stages, swarm__replicas=replicas)
     new = take_over(kept, new, slots_of(new))
-    assert new.run.changes == ChangesSection(count=1, step=8)
+    was = ["model.stages=2", *(["swarm.replicas=1"] if replicas == 2 else [])]
+    assert new.run.changes == (ChangeSection(step=8, was=was, anew=True),)
+    assert new.id != kept.id
     assert load(new.out / RUN_FILE) == new.run
-    for stage in range((stages or 2) + 1):
+    for stage in range(stages + 1):
         assert at(new, f"{stage}.0", stage) == [Age(2, 8)]
     with new.open_journal() as journal:
         assert journal.view is not None
         assert (journal.view.number, journal.view.committed) == (8, 9)
         assert not journal.view.members
     assert put_in_place(new, slots_of(new)) == []
+
+
+def test_with_other_settings_it_is_the_same_run_and_has_its_saves(tmp_path: Path) -> None:
+    kept = begun(tmp_path)
+    for stage in range(3):
+        save(kept, f"{stage}.0", stage, 8)
+    for values in ({"steps": 200, "swarm__replicas": 2}, {"training__lr": 0.25}, {"steps": 100}):
+        new = differently(kept, **values)
+        before, kept = kept, take_over(kept, new, slots_of(new))
+        assert (kept.id, kept.journal, kept.saves) == (before.id, before.journal, before.saves)
+        assert load(kept.out / RUN_FILE) == kept.run
+    assert [change.step for change in kept.run.changes] == [8, 8, 8]
+    assert kept.run.changes[0].was == ("steps=100", "swarm.replicas=1")
+    assert kept.run.original == RUN
+    assert [at(kept, f"{stage}.0", stage) for stage in range(3)] == [[Age(1, 8)]] * 3
+
+
+def test_any_setting_goes_through_the_list_of_changes_unchanged(tmp_path: Path) -> None:
+    texts = ("", "two\nlines", 'a "quote" = # and\\n')
+    other = {"prompts": texts, "betas": (0.5, 0.25), "schedule": "wsd", "rewarm": 7, "lr": 1e-7}
+    new = differently(begun(tmp_path), training=RUN.training.model_dump() | other).run
+    assert loads(dumps(changed(RUN, new, 3))).original == RUN
+    assert loads(dumps(changed(new, RUN, 3))).original == new
 
 
 def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
@@ -259,14 +283,15 @@ def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
 
 def test_another_rate_is_said(tmp_path: Path) -> None:
     run = override(RUN, training__lr=1e-3, steps=100, training__schedule="constant")
-    new = override(run, training__lr=2e-3, changes__step=50)
+    new = changed(run, override(run, training__lr=2e-3), 50)
     rate = "the learning rate at step 51 goes from 0.001 to "
     assert describe_change(run, new)[1:] == [
         "  training.lr = 0.002 (was 0.001)",
-        f"{rate}0.002; --set training.rewarm=50 makes that 50 steps long",
+        f"{rate}0.002; training.rewarm=50 makes that 50 steps long",
     ]
     assert describe_change(run, override(new, training__rewarm=10))[-1] == f"{rate}0.0002"
-    assert describe_change(new, override(run, changes__step=50))[-1].endswith("from 0.002 to 0.001")
+    back = changed(new, override(new, training__lr=1e-3), 50)
+    assert describe_change(new, back)[-1].endswith("from 0.002 to 0.001")
 
 
 def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) -> None:
@@ -276,15 +301,16 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
     save(first, "1.0", 1, 16)
     wanted = differently(first, training__batch=24)
     new = take_over(first, wanted, slots_of(wanted))
-    assert new.run.batches == Batches(24, 2, (Batch(12, 16, 2),))
     with pytest.raises(SwarmError, match=r"not each stage has saved step 16; .* 4, 8, 12$"):
         new.find_at(16)
-    assert {s.run for s in new.find_at(12)} == {new.id}, "not those of before"
-    again = new._replace(run=changed(new, new.run, goes_back=True))
-    again = take_over(new, again, slots_of(again), at=8)
-    assert again.run.changes.step == 8
-    assert again.run.batches == Batches(24, 2, (Batch(8, 16, 2),))
-    assert at(again, "1.0", 1) == [Age(2, 8)]
+    for step in (8, 12):
+        again = new._replace(run=goes_on_as(new, new.run, goes_back=True))
+        again = take_over(new, again, slots_of(again), at=step)
+        assert again.run.changed_at == step
+        assert again.run.batches.of(step).samples == 16
+        assert again.run.batches.of(13).samples == 24
+        assert again.id != new.id
+        assert at(again, "1.0", 1) == [Age(2, step)]
 
 
 def test_fewer_steps_than_there_were_are_refused(tmp_path: Path) -> None:
@@ -334,7 +360,7 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
     assert load(kept.out / RUN_FILE) == kept.run
     assert put_in_place(kept, slots_of(kept)) == []
     assert at(kept, "1.0", 1) == [Age(1, 8)]
-    assert take_over(kept, new, slots_of(new)).run.changes.step == 8
+    assert take_over(kept, new, slots_of(new)).run.changed_at == 8
 
 
 def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_rate_stays_between_nothing_and_its_peak(
 def test_behind_a_change_of_settings_the_rate_rises_to_the_schedules() -> None:
     run = loads("steps = 100\n[training]\nlr = 0.01\nwarmup = 0\nschedule = 'constant'\nrewarm = 4")
     assert [of_run(step, run) for step in (1, 2)] == [0.01, 0.01]
-    changed = override(run, changes__step=40)
+    changed = override(run, changes=[{"step": 40}])
     rates = [of_run(step, changed) for step in range(40, 46)]
     assert rates == pytest.approx([0.01, 0.0025, 0.005, 0.0075, 0.01, 0.01])
 

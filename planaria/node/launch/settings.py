@@ -1,0 +1,100 @@
+"""A run's settings: what of a run file may change while the run's weights and data stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from planaria.bootstrap.registry_pb2 import Change
+from planaria.node.launch.resolve import check_policy
+from planaria.node.model.learning_rate import of_run
+from planaria.node.run_file import (
+    ChangeSection,
+    RunFile,
+    RunFileError,
+    override,
+    parse_settings,
+    setting,
+)
+
+IDENTITY: Final = "name", "seed", "model.", "data.", "training.lora"
+"""Beginnings of the keys of what makes a run's weights and its data."""
+STAGES: Final = "model.stages"
+"""The key of the model that may change, as saves can be regrouped."""
+
+
+def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
+    """The values of keys in which two run files differ; None: there is none."""
+    ours, theirs = _flat_of(run), _flat_of(other)
+    pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted(ours | theirs)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat_of(run: RunFile) -> dict[str, Any]:
+    return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes"}))
+
+
+def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        nested = isinstance(value, dict)
+        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return values
+
+
+def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = ()) -> None:
+    """Raises RunFileError for a key of the model or the data with two values, unless it is one of
+    `free`."""
+    for key, (before, after) in values.items():
+        if key == STAGES and key not in free and before != after:
+            raise RunFileError(
+                f"{STAGES} = {after}: a run gets another number of stages when it is resumed: "
+                "planaria stop, then planaria up --resume DIR --stages N"
+            )
+        if key.startswith(IDENTITY) and key not in free and before != after:
+            raise RunFileError(
+                f"{key} = {_shown(after)}, and the run has {_shown(before)}: with that its model "
+                "or its data would be others. A new run can begin from its model: export it, and "
+                "name that folder by model.from"
+            )
+
+
+def _shown(value: Any) -> Any:
+    """A value in a message."""
+    return "none" if value in (None, "") else value
+
+
+def changed(before: RunFile, wanted: RunFile, step: int, anew: bool = False) -> RunFile:
+    """The run with the settings of `wanted`, which hold behind `step`. `anew`: the run's saves are
+    written anew for that. Raises RunFileError."""
+    rows = differences(before, wanted)
+    check_identity(rows, [STAGES] if anew else [])
+    check_policy(wanted)
+    was = tuple(setting(key, old) for key, (old, _) in rows.items())
+    changes = (*before.changes, ChangeSection(step=step, was=was, anew=anew))
+    return wanted.model_copy(update={"changes": changes})
+
+
+def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
+    """The run with those changes of a view that hold and that it lacks. Raises RunFileError."""
+    for change in changes:
+        if change.number > len(run.changes) and not change.pending:
+            wanted = override(run, **parse_settings(change.settings))
+            run = changed(run, wanted, change.step)
+    return run
+
+
+def describe_change(before: RunFile, run: RunFile) -> list[str]:
+    """What the newest change of settings changes, in sentences."""
+    step, rows = run.changed_at + 1, differences(before, run)
+    sentences = [f"from step {step} on:" if rows else f"going on from step {step - 1}"]
+    sentences += [
+        f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()
+    ]
+    was, rate = of_run(step, before), of_run(step, run)
+    if abs(rate - was) > 1e-3 * was:
+        gently = "; training.rewarm=50 makes that 50 steps long"
+        how = gently if rate > was and not run.training.rewarm else ""
+        sentences.append(f"the learning rate at step {step} goes from {was:.2g} to {rate:.2g}{how}")
+    return sentences
