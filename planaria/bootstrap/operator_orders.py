@@ -115,9 +115,9 @@ def ends(view: View) -> bool:
     return view.order in (STOP, STOPPED) or any(change.pending for change in view.changes)
 
 
-def newest_change(view: View) -> int:
-    """The number of the newest change of settings that holds; 0: there is none."""
-    return max((change.number for change in view.changes if not change.pending), default=0)
+def changes_in_force(view: View) -> list[Change]:
+    """The changes of settings that hold."""
+    return [change for change in view.changes if not change.pending]
 
 
 def problem_with_changes(changes: Sequence[Change]) -> str:

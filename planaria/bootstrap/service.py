@@ -48,7 +48,7 @@ from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import Membership
-from planaria.bootstrap.operator_orders import CHANGE, newest_change
+from planaria.bootstrap.operator_orders import CHANGE, changes_in_force
 from planaria.bootstrap.registry_pb2 import (
     Change,
     DescribeRequest,
@@ -145,7 +145,8 @@ class RegistryServer:
         this run."""
         self._admission, self._resettle = admission or Admission(None, certifies=False), resettle
         self.machine = Membership(rules, self._admission.key)
-        self.run_file, self._journal, self._limits = run_file, journal, limits
+        self.run_file = self._first_file = run_file
+        self._journal, self._limits = journal, limits
         self._broadcast = Broadcast(run_file)
         self._joining: list[tuple[JoinAttempt, asyncio.Future[JoinReply | Refused]]] = []
         self._answers = ReplyBudget(limits.answers)
@@ -591,15 +592,15 @@ class RegistryServer:
         except NotLeading as error:
             self.fail(error)
             return
-        if newest_change(view) > newest_change(self._broadcast.newest):
+        if changes_in_force(view) != changes_in_force(self._broadcast.newest):
             self._settle(view, self._loop.time())
         self._broadcast.publish(view)
         self._waker.wake_watchers()
 
     def _settle(self, view: View, now: float) -> None:
         """Goes on from a view, under the settings that hold in it."""
-        if self._resettle is not None and newest_change(view):
-            self.run_file, rules, *_ = self._resettle(self.run_file, view.changes)
+        if self._resettle is not None and view.changes:
+            self.run_file, rules, *_ = self._resettle(self._first_file, view.changes)
             self.machine = Membership(rules, self._admission.key, self.machine.history)
             self.machine.bar(self._admission.invites.banned)
             self._broadcast = Broadcast(self.run_file)

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,7 +26,7 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.neighbours import to_link
-from planaria.bootstrap.operator_orders import newest_change
+from planaria.bootstrap.operator_orders import changes_in_force
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
@@ -132,6 +132,7 @@ class LocalRun:
     file: RunFile
     config: ModelConfig
     corpus: Data | None = None  # None: it can't serve stage 0
+    changes: Sequence[registry.Change] = ()  # of settings, that the file has from the registry
 
 
 class WatchedCompute(Compute, Protocol):
@@ -221,6 +222,7 @@ class Node(Generic[M]):
         """`node`: its name, of nobody else ever."""
         self.node, self.place, self.client = node, place, client
         self.run_id, self.run, self.config, self.corpus = run.id, run.file, run.config, run.corpus
+        self._changes = list(run.changes)
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[str] = self.loop.create_future()
         self.tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
@@ -364,7 +366,7 @@ class Node(Generic[M]):
     @property
     def is_outdated(self) -> bool:
         """Whether the run has other settings than this node."""
-        return newest_change(self.view) != len(self.run.changes)
+        return changes_in_force(self.view) != self._changes
 
     async def _end(self, why: str) -> None:
         """Leaves a run that is stopped, or that has other settings."""

@@ -26,7 +26,7 @@ from planaria.bootstrap.client import (
     RegistryClient,
     RegistryUnreachable,
 )
-from planaria.bootstrap.operator_orders import in_words
+from planaria.bootstrap.operator_orders import changes_in_force, in_words
 from planaria.bootstrap.reachability import way_out
 from planaria.bootstrap.registry_pb2 import STOPPED, Description
 from planaria.node.daemon import DaemonMachine, DaemonNode
@@ -233,7 +233,8 @@ async def settle(
         own=own,
         speed=measure_speed(device),
     )
-    return place, LocalRun(description.run, run, config, corpus)
+    changes = changes_in_force(description.view)
+    return place, LocalRun(description.run, run, config, corpus, changes)
 
 
 async def is_stopped(client: RegistryClient) -> bool:

@@ -218,6 +218,7 @@ class Cluster:
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
         self.run = run_of(rules, files, relearning, averaging)
+        self.changes: list[registry.Change] = []  # of its settings, in force
         self.config = model_config(self.run.model, vocabulary=8)
         self.files, self.machines = files, machines
         files.chance = self.world.chance

@@ -127,7 +127,7 @@ class Node(shipped.Node["VirtualMachine"]):
         cluster.network.homes[name] = host.name
         transport = MemoryTransport(cluster.network, self.process, name)
         client = RegistryClient(cluster.registry.addresses, transport=transport)
-        run = LocalRun("run", cluster.run, cluster.config)
+        run = LocalRun("run", cluster.run, cluster.config, changes=cluster.changes)
         links = partial(NodeLinks, cluster, self.process, transport)
         super().__init__(name, place, run, client, VirtualMachine, links)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.operator_orders import newest_change
+from planaria.bootstrap.operator_orders import changes_in_force
 from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN, Change, View
 from planaria.bootstrap.service import RegistryServer, Resettled
 from planaria.node.launch.settings import describe_change, with_changes
@@ -117,10 +117,14 @@ class ChangingRegistry(Registry):
         rules = replace(self.rules, steps=run.steps)
         return Resettled(dumps(run), rules, len(run.changes), described)
 
+    def fill_disk(self, seconds: float) -> None:
+        """Not here: a change that no disk has is undone with its registry."""
+
     def take_note(self, view: View) -> None:
         cluster = self.cluster
-        if newest_change(view) > len(cluster.run.changes):
-            run = cluster.run = with_changes(cluster.run, view.changes)
+        if (changes := changes_in_force(view)) != cluster.changes:
+            cluster.changes = changes
+            run = cluster.run = with_changes(cluster.run, changes)
             cluster.rules = replace(
                 cluster.rules,
                 steps=run.steps,

@@ -66,12 +66,12 @@ def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path)
     assert status == 0, output
     assert "  model.stages = 1 (was 4)\n  steps = 40 (was 32)\n" in output
     run = load(out / "run.toml")
-    assert run.changes.step == 8
+    assert run.changed_at == 8
     went = swarm.events("resuming")
     assert len({(event["step"], event["reason"]) for event in went}) == 2
     assert all(event["exact"] and event["step"] >= 4 for event in went)
     summary = swarm.summary()
-    expected = 4 * run.changes.step + 6 * (40 - run.changes.step)
+    expected = 4 * run.changed_at + 6 * (40 - run.changed_at)
     assert summary["audit"] == {"expected": expected, "duplicates": 0, "missing": 0, "extra": 0}
     assert {row["method"] for row in summary["rebuilds"]} <= {"save", "replica"}
 
@@ -79,7 +79,7 @@ def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path)
     found = losses(Lines(out), "ledger.jsonl")
     assert list(found) == list(range(1, 41))
     for step, loss in found.items():
-        if step == run.changes.step + 1:
+        if step == run.changed_at + 1:
             golden.change(override(run, model__stages=2))
         assert loss == [pytest.approx(golden.step(), rel=EQUAL)], step
     assert summary["loss"]["validation"] == pytest.approx(golden.validate(), rel=EQUAL)

@@ -25,7 +25,6 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import read_view
 from planaria.bootstrap.neighbours import stages_of
-from planaria.bootstrap.operator_orders import newest_change
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
 from planaria.node.data.mixture import index_of
 from planaria.node.data.progress import Track
@@ -513,6 +512,7 @@ class _Swarm:
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.data, self.checkpoints = plan.data, plan.kept.checkpoints
         self.out, run = plan.out.absolute(), plan.run
+        self.run_text = dumps(run)  # as the registry has it
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
@@ -637,8 +637,9 @@ class _Swarm:
             with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
                 self.description = await self.client.describe(deadline=1.0)
                 self._tell_page(self.description.page)
-                if newest_change(self.description.view) > len(self.run.changes):
-                    self.run = loads(self.description.run_file)
+                if self.description.run_file not in ("", self.run_text):
+                    self.run_text = self.description.run_file
+                    self.run = loads(self.run_text)
                     self.story.steps = self.run.steps
             await asyncio.sleep(DESCRIBE)
 

@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.operator_orders import newest_change
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page.app import (
     REFRESH,
@@ -48,6 +47,7 @@ class Living:
 
     def __init__(self, registry: RegistryServer, run: RunFile, price: float | None) -> None:
         self._registry, self._known, self._price = registry, run, price
+        self._text = registry.run_file  # of the run that is known
         self._began = time.time()
         self._history = History(run.steps)
         registry.on_happened = self._happened
@@ -64,8 +64,9 @@ class Living:
     @property
     def _run(self) -> RunFile:
         """The run with its present settings."""
-        if newest_change(self._registry.machine.view) > len(self._known.changes):
-            self._known = loads(self._registry.run_file)
+        if self._registry.run_file != self._text:
+            self._text = self._registry.run_file
+            self._known = loads(self._text)
             self._history.story.steps = self._known.steps
         return self._known
 
