@@ -261,7 +261,7 @@ class RegistryServer:
             raise Refused("INVALID_ARGUMENT", reason)
         if not described:
             raise Refused("INVALID_ARGUMENT", "the run has these settings already")
-        return number, [*described]
+        return number, ["once each stage has saved its step:", *described[1:]]
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""

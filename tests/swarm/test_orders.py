@@ -82,8 +82,9 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
             *("change", "training.batch=6", "training.microbatch=3", "training.lr=0.25"),
             join=operator,
         )
-        assert re.search(r"from step \d+ on:\n +training.batch = 6 \(was 4\)\n", said)
+        assert re.search(r"^once each stage .*:\n +training.batch = 6 \(was 4\)\n", said)
         assert "training.lr = 0.25 (was " in said
+        assert re.search(r"^they hold from step \d+ on$", said, re.MULTILINE)
         assert re.search(r"the learning rate at step \d+ goes from .* to ", said)
         await here.logged("a", "the run has other settings; joining again")
         newest = await here.committed(beyond=5)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.table import Table
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from planaria.bootstrap.client import RegistryClient
+
+LOOK: Final = 0.5
+"""Seconds between two looks whether a change of settings holds."""
 
 say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
@@ -208,8 +212,14 @@ def change_command(
     from planaria.bootstrap.enrolment_pb2 import CommandRequest
     from planaria.bootstrap.operator_orders import CHANGE
 
-    request = CommandRequest(word=CHANGE, settings=settings)
-    _command(join, security, "Command", request)
+    async def change(client: RegistryClient) -> None:
+        request = CommandRequest(word=CHANGE, settings=settings)
+        say((await client.command("Command", request)).what)
+        while (view := (await client.describe()).view).changes[-1].pending:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK)
+        say(f"they hold from step {view.changes[-1].step + 1} on")
+
+    ask_registry(join, credentials_for(join, security, "operator"), change)
 
 
 @flattened
