@@ -57,7 +57,7 @@ from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps, loads
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
-from planaria.node.state.saves import newest_saved_stage
+from planaria.node.state.saves import newest_saved_stages
 from planaria.node.wire.naming import new_identity
 
 if TYPE_CHECKING:
@@ -425,12 +425,12 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
     """Raises RegistryUnreachable: no route leads to it."""
     options, addresses = setup.options, setup.addresses
-    stage, saved = options.stage, False
+    stage, saved = options.stage, list[int]()
     if stage is None and options.saves is not None:
-        stage = newest_saved_stage(options.saves)
-        saved = stage is not None
+        saved = newest_saved_stages(options.saves)
         if saved:
-            log.info("asking for stage %d, of which %s has saves", stage, options.saves)
+            stage, names = saved[0], ", ".join(map(str, sorted(saved)))
+            log.info("asking for stage %s, of which %s has saves", names, options.saves)
     place = NodePlace(
         stage=stage,
         listen=str(addresses.listen),
