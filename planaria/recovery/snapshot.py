@@ -591,12 +591,3 @@ def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> l
     return sorted(
         others, key=lambda of: (min((of - first) % ring, (first - of) % ring), (of - stage) % ring)
     )
-
-
-def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
-    """Kind and stage of the states that nodes of `stage` hold, one node per machine."""
-    if stage in (1, stages):
-        yield "copy", 0
-    for of in range(stages + 1):
-        if of != stage and holder_stage(of, stages) == stage:
-            yield "snapshot", of

@@ -33,12 +33,12 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.work import put_together, taken_apart
 from planaria.node.wire.frames import Codec
-from planaria.node.wire.tensors import as_received, decode, encode
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Omega, Trained, guess
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
-from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
+from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import PULL, parts
@@ -52,6 +52,7 @@ from planaria.recovery.snapshot import (
 from planaria.recovery.snapshot import decode as decode_update
 from planaria_lab.convergence.averaging import Replicas
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState, fit_scales, residual
+from planaria_lab.simulator.swarm import orthogonalizing_flops
 
 
 class LostError(Exception):
@@ -183,7 +184,8 @@ class Crossing(torch.autograd.Function):
 
 def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
     figures, *beside = taken_apart(x, config, kind)
-    return put_together([as_received(figures, codec), *beside], config)
+    sent = encode([figures], codec)
+    return put_together([*decode(*sent, figures.device), *beside], config)
 
 
 class Crossings(NamedTuple):
