@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, warn
+from planaria.node.commands.terminal import console, end, say, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from planaria.bootstrap.client import RegistryClient
-
-say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)

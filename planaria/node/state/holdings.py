@@ -7,7 +7,6 @@ decide which of these exist.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -31,8 +30,6 @@ from planaria.recovery.snapshot import Layout, route
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
-
-log = logging.getLogger("planaria")
 
 CLOSE: Final = 10.0  # seconds that the last saves have to reach the disk
 
