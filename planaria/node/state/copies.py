@@ -111,21 +111,13 @@ class Outgoing:
         return cls("deposit", 0, 1, math.inf, lambda: SentCopy(layout, 3))
 
     @classmethod
-    def snapshots(
-        cls, stage: int, layout: Layout, snapshot: SnapshotSection, seed: int
-    ) -> Outgoing:
+    def snapshots(cls, stage: int, layout: Layout, snapshot: SnapshotSection) -> Outgoing:
         """A running snapshot: the fraction r of the blocks every rC steps."""
-        new_sent = partial(
-            SentSnapshot,
-            layout,
-            "priority",
-            snapshot.fraction,
-            snapshot.codec,
-            snapshot.moments,
-            (seed, stage),
-        )
+        settings = layout, snapshot.fraction, snapshot.codec, snapshot.moments
         period = steps_between(snapshot.fraction, snapshot.period)
-        return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent)
+        return cls(
+            "snapshot", stage, period, snapshot.mbps * 1e6 / 8, partial(SentSnapshot, *settings)
+        )
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Holdings:
             if self.sends == "copy":
                 outgoing = Outgoing.copies(own_layout)
             else:
-                outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, self.run.seed)
+                outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot)
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
         if self.stage == 0 and 0 in trained:
             outgoing = Outgoing.deposit(layout(0))
