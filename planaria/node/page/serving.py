@@ -138,23 +138,6 @@ def read(content: bytes) -> dict[str, Any]:
     return state
 
 
-class FinishedRun:
-    """Source of the page of a run's folder."""
-
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-
-    @property
-    def span(self) -> tuple[float, float]:
-        return self._replay.began, self._replay.ended
-
-    def now(self) -> dict[str, Any]:
-        return self.at(self._replay.ended)
-
-    def at(self, moment: float) -> dict[str, Any]:
-        return self._replay.at(moment)
-
-
 @asynccontextmanager
 async def page_beside(
     registry: RegistryServer, run: RunFile, place: PageAddress, price: float | None = None
@@ -187,7 +170,7 @@ async def show(
 ) -> None:
     """Serve the page of a run's files until `end`; `say` gets the URL once it listens. Raises
     OSError."""
-    async with _served(partial(make_app, FinishedRun(replay)), place) as url:
+    async with _served(partial(make_app, replay), place) as url:
         say(url)
         await end
 
