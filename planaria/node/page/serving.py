@@ -17,15 +17,7 @@ from starlette.applications import Starlette
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.app import (
-    REFRESH,
-    Figures,
-    Parts,
-    as_json,
-    joined,
-    make_app,
-    metrics_app,
-)
+from planaria.node.page.app import REFRESH, Figures, Parts, as_json, joined, make_app, metrics_app
 from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
 from planaria.node.page.place import PageAddress

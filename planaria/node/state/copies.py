@@ -29,14 +29,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import (
-    NAME_LIMIT,
-    FiguresError,
-    Form,
-    Frame,
-    WireError,
-    check_forms,
-)
+from planaria.node.wire.frames import NAME_LIMIT, FiguresError, Form, Frame, WireError, check_forms
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.snapshot import (
