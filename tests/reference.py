@@ -29,7 +29,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.work import put_together, taken_apart
 from planaria.node.wire.frames import Codec
-from planaria.node.wire.tensors import as_received
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import order, window_orders
 
 
@@ -49,7 +49,7 @@ class Boundary(torch.autograd.Function):
 
 def _received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
     figures, *beside = taken_apart(x, config, kind)
-    return put_together([as_received(figures, codec), *beside], config)
+    return put_together([*decode(*encode([figures], codec)), *beside], config)
 
 
 class Reference:

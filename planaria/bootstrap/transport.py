@@ -37,11 +37,9 @@ class Stream(Protocol):
 
     async def read(self) -> bytes | None:
         """The next item; None: the other end has closed the stream. Raises Broken."""
-        ...
 
     async def write(self, data: bytes, /) -> None:
         """Raises Broken."""
-        ...
 
 
 class DialledStream(Stream, Protocol):
@@ -49,11 +47,9 @@ class DialledStream(Stream, Protocol):
 
     async def accepted(self) -> Mapping[str, str]:
         """The other end's metadata, once it has accepted the stream. Raises Broken."""
-        ...
 
     def cancel(self) -> None:
         """Break the stream; without effect when it is over."""
-        ...
 
 
 class AcceptedStream(Stream, Protocol):
@@ -64,25 +60,20 @@ class AcceptedStream(Stream, Protocol):
     @property
     def peer(self) -> str:
         """The dialler's address, for people."""
-        ...
 
     @property
     def caller(self) -> Who:
         """The dialler by its certificate; empty in plain text."""
-        ...
 
     @property
     def seconds_left(self) -> float | None:
         """Until the dialler's deadline; None: it has none."""
-        ...
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Call this once the stream is over."""
-        ...
 
     async def accept(self, metadata: Mapping[str, str]) -> None:
         """Accept the stream; the dialler gets the metadata. Raises Broken."""
-        ...
 
 
 Handler: TypeAlias = Callable[[AcceptedStream], Awaitable[None]]
@@ -98,16 +89,13 @@ class Channel(Protocol):
     ) -> DialledStream:
         """Dial a method, `SERVICE/NAME`. `seconds`: the stream's deadline, which the server gets,
         too."""
-        ...
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:
         """The answer to one request: a stream that carries one item each way. Raises Broken, with
         the refusal's status even if the other end refuses before it reads."""
-        ...
 
     async def close(self) -> None:
         """Break all streams."""
-        ...
 
 
 class Transport(Protocol):
@@ -115,11 +103,9 @@ class Transport(Protocol):
 
     async def not_to_dial(self, address: str) -> str:
         """Why HOST:PORT must not be dialled; "": it may be."""
-        ...
 
     def channel(self, address: str, holder: str = "") -> Channel:
         """`holder`: the role or instance that the server's certificate must name."""
-        ...
 
     async def is_alive(
         self,
@@ -131,18 +117,15 @@ class Transport(Protocol):
     ) -> bool | None:
         """Whether the node answers at its address; None: nobody has answered in time. `reach`:
         where it may be dialled; None: where this transport dials."""
-        ...
 
     async def serve(
         self, listen: str, handlers: Mapping[str, Handler], names: Collection[str]
     ) -> int:
         """Accept streams by method on HOST:PORT, port 0: any that is free. Returns the port. These
         `names` answer liveness checks. Raises OSError, CredentialsError."""
-        ...
 
     async def stop(self, grace: float) -> None:
         """Stop serving; open streams have `grace` seconds to end."""
-        ...
 
 
 def parse(data: bytes, kind: type[M]) -> M:

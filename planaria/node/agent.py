@@ -22,12 +22,7 @@ from planaria.node.driver.phases import DriverPhase
 from planaria.node.model import learning_rate
 from planaria.node.model.shape import ModelConfig
 from planaria.node.ports import Learned, Ports
-from planaria.node.report.events import (
-    Applied,
-    Event,
-    HoldingCost,
-    RelearningRound,
-)
+from planaria.node.report.events import Applied, Event, HoldingCost, RelearningRound
 from planaria.node.run_file import AUDITED, RunFile
 from planaria.node.state.background_relearning import GapRelearning
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer

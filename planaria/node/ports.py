@@ -46,19 +46,15 @@ class Net(Protocol):
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
         """Queues the item on the link to `peer`. False: none is up."""
-        ...
 
     def demand(self, peer: str) -> None:
         """Requests a link to `peer`, a member."""
-        ...
 
     def linked(self, peer: str) -> bool:
         """Whether a link is up."""
-        ...
 
     def unacknowledged_by(self, peer: str) -> int:
         """Bytes of frames sent to `peer` that it hasn't acknowledged."""
-        ...
 
 
 class Compute(Protocol):
@@ -68,23 +64,19 @@ class Compute(Protocol):
     @property
     def now(self) -> float:
         """Seconds, by the clock of an agent's events."""
-        ...
 
     @property
     def computed(self) -> int:
         """Number of finished works."""
-        ...
 
     @property
     def computing(self) -> bool:
         """Whether there is work to do, and it isn't waiting for a disk."""
-        ...
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:
         """`then` gets the result or exception of the work, on the event loop."""
-        ...
 
 
 class Tensors(Protocol):
@@ -94,19 +86,16 @@ class Tensors(Protocol):
         self, tensors: Sequence[Tensor], codec: Codec
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
         """Descriptors and bytes, one of each for every tensor."""
-        ...
 
     def decode(
         self, descriptors: Sequence[Any], payload: Payload, device: Any = "cpu"
     ) -> list[Tensor]:
         """Raises WireError for bytes that can't be these tensors."""
-        ...
 
     def encode_low_rank(
         self, row: Tensor, cuts: Sequence[Cut], rank: int
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
         """Encodes a float32 row [n], its matrices by two factors each."""
-        ...
 
     def decode_low_rank(
         self,
@@ -118,15 +107,12 @@ class Tensors(Protocol):
         device: Any = "cpu",
     ) -> Tensor:
         """float32 [size], the same bits everywhere. Raises WireError."""
-        ...
 
     def finite(self, tensor: Tensor) -> bool:
         """Whether all values are finite, computed on the tensor's device."""
-        ...
 
     def empty(self, values: int) -> Tensor:
         """float32 [values] on the CPU."""
-        ...
 
 
 class Disk(Protocol):
@@ -135,32 +121,26 @@ class Disk(Protocol):
     @property
     def critical_seconds(self) -> float:
         """Seconds that `write` has taken in the compute thread."""
-        ...
 
     @property
     def bytes_written(self) -> int: ...
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         """The saves without `refused`, newest first. Only the beginning of each has been read."""
-        ...
 
     def damaged(self) -> set[Age]:
         """Saves that `load` would refuse. Reads them all, in the compute thread."""
-        ...
 
     def write(self, state: StageState) -> None:
         """Starts to write the current state, in the compute thread. Never waits for the disk. The
         callbacks given to `OpenDisk` get the outcome. Raises ValueError for a state that isn't of
         the stage."""
-        ...
 
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
         """`then` gets the state, or SaveError for an unusable one, on the event loop."""
-        ...
 
     def finish(self, seconds: float) -> None:
         """Waits, blocking, for the writes in flight. A later `write` is an error."""
-        ...
 
 
 class OpenDisk(Protocol):
@@ -175,7 +155,6 @@ class OpenDisk(Protocol):
     ) -> Disk:
         """Keeps the newest `keep` saves. On the event loop, `saved` gets what is on disk, `failed`
         a sentence on what isn't. Raises SaveError for an unusable folder."""
-        ...
 
 
 class Optimizer(Protocol):
@@ -194,7 +173,6 @@ class Optimizer(Protocol):
     def state(self, optimizer: bool) -> list[tuple[str, Tensor]]: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
         """Raises ValueError."""
-        ...
 
 
 class Learned(NamedTuple):
@@ -212,73 +190,59 @@ class Arithmetic(Protocol):
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights and moments themselves, as in `StageState`."""
-        ...
 
     @property
     def gradient(self) -> Tensor:
         """The stage's own gradient, float32 [n]."""
-        ...
 
     @property
     def work(self) -> StageWork: ...
 
     def digest(self) -> bytes:
         """The digest of weights and moments."""
-        ...
 
     def reduced(self) -> float:
         """Takes the gradient as the sum over all replicas; returns its squared norm."""
-        ...
 
     def replace_gradient(self, gradient: Tensor) -> float:
         """Takes a sum that a replica has sent; returns what `reduced` does."""
-        ...
 
     def apply(self, commit: pb.Commit, lr: float, beside: Tensor | None = None) -> Learned:
         """Applies the reduced gradient, with `lr` before the stage's scale. Then applies `beside`,
         float32 [n], the weights' change by relearning. Zeroes the gradient."""
-        ...
 
     @property
     def weightless(self) -> bool:
         """Whether it was made without the run's initial weights, and needs some."""
-        ...
 
     @property
     def origin(self) -> bool:
         """Whether the run's initial checkpoint is here: `of_checkpoint` then has any stage."""
-        ...
 
     def initial(self, stage: int, lineage: int) -> StageState:
         """What that stage trains, as before the first step. Raises ComplaintError when it isn't
         here."""
-        ...
 
     def of_checkpoint(self, stage: int) -> StageState:
         """Only the stage's weights in the run's initial checkpoint. Raises ComplaintError when they
         aren't here."""
-        ...
 
     @property
     def lacking(self) -> int:
         """Number of untrained values of the stage's weights that are missing, without which the
         trained ones are useless; 0: none."""
-        ...
 
     def take_in(self, weights: Tensor, giver: str) -> None:
         """Takes in the weights. Raises ComplaintError, which accuses `giver`, if they differ from
         the checkpoint's."""
-        ...
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
         """Makes the state from those of the sync's source stages, in their order. Guessed weights
         start Adam afresh, as published. Raises ComplaintError for weights other than the run's
         initial ones."""
-        ...
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
         """The relearning of this stage, from what is in place; `lost` stages relearn together."""
-        ...
 
     def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
         """Computes the stage, with its current weights or with `weights`, float32, for at most the
@@ -286,16 +250,13 @@ class Arithmetic(Protocol):
         int64 tokens [B, T] to float32 [B, T, dim]. With `head`, it maps those to logits of the
         token after the last, [B, 1, vocabulary], or, with int64 targets [B, T], to the sum of their
         losses in nats, [1]. Training is unaffected. Raises ValueError."""
-        ...
 
     def part_of(self, name: object, first: object) -> Tensor:
         """Part of a tokenizer file, at stage 0: bytes from `first` on, uint8 [n], as
         tokenizer.part_of has them. Raises ValueError."""
-        ...
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
         """bf16 on the CPU. Raises WireError for a damaged or non-finite frame."""
-        ...
 
 
 class Record(Protocol):
@@ -303,37 +264,29 @@ class Record(Protocol):
 
     def tell(self, event: Event) -> None:
         """Adds a line to the event log."""
-        ...
 
     def committed(self, commit: pb.Commit) -> None:
         """Adds a line to the ledger, at stage 0."""
-        ...
 
     def recording(self) -> pb.Recording:
         """Whether the ledger can be written. It is being written while lines are on their way to a
         disk that seems to take them. After a few seconds the disk counts as failing."""
-        ...
 
     def changed(self) -> None:
         """The seat's report to the registry has changed."""
-        ...
 
     def halted(self, halt: pb.Halt) -> None:
         """The run is over, or stopped; the weights are kept."""
-        ...
 
     def suspect(self, node: str, why: str, cause: Cause) -> None:
         """Asks the registry to probe this member or, for any cause but SILENT, to remove it. `why`
         is the evidence, a sentence for people."""
-        ...
 
     def replace(self, why: str) -> None:
         """Asks the registry for an heir of this seat, if possible, that copies its state."""
-        ...
 
     def over(self, reason: str) -> None:
         """Drops everything and joins again as a new node: this one is no longer a member."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 1 << 20  # elements per float64 block
-
-Omega = Literal["squared", "norm", "uniform"]
 
 
 class Trained(NamedTuple):
@@ -22,31 +20,25 @@ class Trained(NamedTuple):
     omega: float  # squared norm of its last gradient
 
 
-def guess(
-    stage: int, method: str, sources: Sequence[Trained], kind: Omega = "squared"
-) -> tuple[Tensor, float]:
+def guess(stage: int, method: str, sources: Sequence[Trained]) -> tuple[Tensor, float]:
     """Weights and an ω for the lost `stage`. One source is copied. Two are averaged: by ω if
     `method` is checkfree, else by distance."""
     if len(sources) == 1:
         return sources[0].weights, sources[0].omega
     before, after = sources
     if method == "checkfree":
-        shares = weights_of(before.omega, after.omega, kind)
+        shares = weights_of(before.omega, after.omega)
     else:
         shares = float(after.stage - stage), float(stage - before.stage)
     return average(before.weights, after.weights, *shares), (before.omega + after.omega) / 2
 
 
-def weights_of(
-    omega_before_squared: float, omega_after_squared: float, kind: Omega = "squared"
-) -> tuple[float, float]:
-    """The neighbours' shares, which sum to 1, from the squared norms of their last gradients.
+def weights_of(before: float, after: float) -> tuple[float, float]:
+    """The neighbours' shares, which sum to 1, by the squared norms of their last gradients.
 
-    `squared` takes the squared norms, as the paper does, `norm` their roots, `uniform` neither.
     Without any gradient yet (both 0) the shares are equal. Raises ValueError for a squared norm
     that is negative or not finite.
     """
-    before, after = omega_before_squared, omega_after_squared
     for side, omega in (("before", before), ("after", after)):
         if not (math.isfinite(omega) and omega >= 0):
             raise ValueError(
@@ -54,11 +46,9 @@ def weights_of(
                 "it must be finite and not negative"
             )
     largest = max(before, after)
-    if kind == "uniform" or largest == 0:
+    if largest == 0:
         return 0.5, 0.5
     before, after = before / largest, after / largest  # keeps the sum from overflowing
-    if kind == "norm":
-        before, after = math.sqrt(before), math.sqrt(after)
     return before / (before + after), after / (before + after)
 
 

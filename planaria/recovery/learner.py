@@ -83,13 +83,6 @@ def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
     return out
 
 
-def orthogonalizing_flops(shapes: Iterable[Sequence[int]], rounds: int = ROUNDS) -> float:
-    """FLOPs of a Muon update of matrices of these shapes: each round multiplies a matrix with
-    itself, the resulting square with itself, and both."""
-    matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
-    return rounds * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
-
-
 # One stage
 
 

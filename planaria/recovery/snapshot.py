@@ -3,7 +3,7 @@
 SCAR (Qiao et al., Fault Tolerance in Iterative-Convergent Machine Learning, section 4.2) keeps a
 running checkpoint. It renews a fraction r of the blocks every rC steps, instead of all every C
 steps: those that changed most since they were last saved. Here the running checkpoint is in a
-peer's memory and starts empty, so blocks never sent go first under every choice.
+peer's memory and starts empty, so blocks never sent go first.
 
 A block is a row of a parameter. `weights`, `first_moment` and `second_moment` are the flat float32
 tensors of node/stage/optimizer.py, parameter after parameter. An update has the same rows of each.
@@ -15,13 +15,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Protocol, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from planaria.recovery.policy import holder_stage
 
-Choice = Literal["priority", "round", "random"]
 Codec = Literal["none", "int8"]
 
 CODECS: Final = get_args(Codec)
@@ -137,24 +135,10 @@ def _some(width: int) -> int:
     return max(1, SCRATCH // width)
 
 
-def choose(
-    choice: Choice, count: int, distances: Tensor, taken: Tensor, seed: Sequence[int]
-) -> Tensor:
-    """Chooses `count` blocks; returns their numbers, ascending, int64.
-
-    `distances`: float64 [blocks], of each block from its last sent value; `taken`: int64 [blocks],
-    the step of that value, or NEVER. `priority` takes the farthest, `round` the longest unsent,
-    `random` a draw from `seed` alone. All take blocks never sent first; ties go to the lower
-    number.
-    """
-    match choice:
-        case "priority":
-            rank = -distances
-        case "round":
-            rank = taken.double()
-        case "random":
-            drawn = np.random.default_rng(list(seed)).permutation(len(taken))
-            rank = torch.from_numpy(drawn).double()
+def choose(rank: Tensor, taken: Tensor, count: int) -> Tensor:
+    """The numbers of `count` blocks, ascending, int64: those never sent first, then those of the
+    least `rank`, float64 [blocks]; ties go to the lower number. `taken`: int64 [blocks], the step
+    of a block's last sent value, or NEVER."""
     rank = rank.masked_fill(taken == NEVER, -math.inf)
     return torch.argsort(rank, stable=True)[:count].sort().values
 
@@ -432,25 +416,16 @@ class SentCopy:
 
 
 class SentSnapshot:
-    """A running snapshot: each update has a fraction of the blocks.
+    """A running snapshot: each update has a fraction of the blocks, those that changed most.
 
     `sent`: float32 [values], the holder's weights (with int8 the restored ones), on the device of
     the weights; `taken`: int64 [blocks], the step of each, or NEVER.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        choice: Choice,
-        fraction: float,
-        codec: Codec,
-        moments: bool,
-        seed: Sequence[int],
-    ) -> None:
-        self._layout, self._choice, self._codec = layout, choice, codec
+    def __init__(self, layout: Layout, fraction: float, codec: Codec, moments: bool) -> None:
+        self._layout, self._codec = layout, codec
         self._count = max(1, math.ceil(fraction * layout.blocks - 1e-9))
         self._tensors = 3 if moments else 1
-        self._seed = tuple(seed)
         self.sent = torch.empty(0)
         self.taken = torch.full((layout.blocks,), NEVER)
 
@@ -461,8 +436,7 @@ class SentSnapshot:
         if not len(self.sent):
             self.sent = torch.zeros_like(weights)
         distances = layout.squared_distances(weights, self.sent)
-        seed = (*self._seed, step)
-        chosen = choose(self._choice, self._count, distances, self.taken, seed)
+        chosen = choose(self.rank(distances, step), self.taken, self._count)
         self.taken[chosen] = step
         blocks = None if len(chosen) == layout.blocks else chosen
         payload, restored = encode(layout, blocks, tensors[: self._tensors], self._codec)
@@ -478,6 +452,10 @@ class SentSnapshot:
                 )
             perturbation = math.sqrt(distances.sum().item())
         return SnapshotUpdate(payload, len(chosen), self._tensors, self._codec, perturbation)
+
+    def rank(self, distances: Tensor, step: int) -> Tensor:
+        """The order of blocks in an update, by their squared distances from what was sent."""
+        return -distances
 
     def lost(self, step: int) -> None:
         self.taken[self.taken == step] = NEVER
@@ -591,12 +569,3 @@ def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> l
     return sorted(
         others, key=lambda of: (min((of - first) % ring, (first - of) % ring), (of - stage) % ring)
     )
-
-
-def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
-    """Kind and stage of the states that nodes of `stage` hold, one node per machine."""
-    if stage in (1, stages):
-        yield "copy", 0
-    for of in range(stages + 1):
-        if of != stage and holder_stage(of, stages) == stage:
-            yield "snapshot", of

@@ -358,7 +358,7 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
         await until(lambda: "b" in registry._answers.waiting)
         with monkeypatch.context() as soon:  # long before the caller's deadline
             soon.setattr(service, "WAIT_FRACTION", 0.01)
-            with pytest.raises(grpc.aio.AioRpcError, match=r"the first to x, with 0 before a,"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"the first to x, with 1 before a:"):
                 await stub.Join(joining("a", "a:1"), timeout=TIMEOUT)
         first = asyncio.ensure_future(stub.Join(joining("a", "a:1")))
         await until(lambda: list(registry._answers.waiting) == ["b", "a"])

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import checkfree
-from planaria.recovery.checkfree import Omega, Trained, average, guess, weights_of
+from planaria.recovery.checkfree import Trained, average, guess, weights_of
 
 omegas = st.floats(0, allow_infinity=False, allow_nan=False)
 values = st.floats(width=32, allow_infinity=False, allow_nan=False)
 pairs = st.lists(st.tuples(values, values), min_size=1, max_size=20)
-KINDS = ("squared", "norm", "uniform")
 
 
 def columns(rows: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,27 +27,25 @@ def test_algorithm_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "method", "kind", "expected"),
+    ("stage", "method", "expected"),
     [
-        (2, "interpolate", "squared", [1.0, 3.0]),  # stage 1 is near: two thirds of it
-        (3, "interpolate", "squared", [2.0, 2.0]),
-        (2, "checkfree", "squared", [0.3, 3.7]),  # wherever the stages are
-        (3, "checkfree", "squared", [0.3, 3.7]),
-        (2, "checkfree", "norm", [0.75, 3.25]),
-        (2, "checkfree", "uniform", [1.5, 2.5]),
+        (2, "interpolate", [1.0, 3.0]),  # stage 1 is near: two thirds of it
+        (3, "interpolate", [2.0, 2.0]),
+        (2, "checkfree", [0.3, 3.7]),  # wherever the stages are
+        (3, "checkfree", [0.3, 3.7]),
     ],
 )
 def test_a_guess_has_the_shares_of_its_method(
-    stage: int, method: str, kind: Omega, expected: list[float]
+    stage: int, method: str, expected: list[float]
 ) -> None:
     sources = [
         Trained(1, torch.tensor([0.0, 4.0]), omega=9.0),
         Trained(4, torch.tensor([3.0, 1.0]), omega=1.0),
     ]
-    weights, omega = guess(stage, method, sources, kind)
+    weights, omega = guess(stage, method, sources)
     assert weights.tolist() == pytest.approx(expected)
     assert omega == 5.0
-    assert guess(stage, method, sources[1:], kind) == (sources[1].weights, 1.0)
+    assert guess(stage, method, sources[1:]) == (sources[1].weights, 1.0)
 
 
 @given(pairs, omegas, omegas)
@@ -100,35 +97,28 @@ def test_sources_stay_as_they_are_and_blocks_do_not_show(monkeypatch: pytest.Mon
     torch.testing.assert_close(whole, 0.25 * before + 0.75 * after)
 
 
-@given(omegas, omegas, st.sampled_from(KINDS))
-def test_shares_sum_to_one(omega_before: float, omega_after: float, kind: str) -> None:
-    before, after = weights_of(omega_before, omega_after, kind)
+@given(omegas, omegas)
+def test_shares_sum_to_one(omega_before: float, omega_after: float) -> None:
+    before, after = weights_of(omega_before, omega_after)
     assert 0 <= before <= 1
     assert before + after == pytest.approx(1, rel=1e-15)
-    assert (after, before) == weights_of(omega_after, omega_before, kind)
+    assert (after, before) == weights_of(omega_after, omega_before)
     if omega_before > omega_after:
         assert before >= after
 
 
-def test_kinds_of_omega() -> None:
-    assert weights_of(9.0, 1.0, "squared") == pytest.approx((0.9, 0.1))
-    assert weights_of(9.0, 1.0, "norm") == pytest.approx((0.75, 0.25))
-    assert weights_of(9.0, 1.0, "uniform") == (0.5, 0.5)
-    assert weights_of(1.7e308, 1.7e308, "squared") == (0.5, 0.5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_any_gradient_shares_are_equal(kind: str) -> None:
-    assert weights_of(0.0, 0.0, kind) == (0.5, 0.5)
+def test_shares_go_by_the_squared_norms() -> None:
+    assert weights_of(9.0, 1.0) == pytest.approx((0.9, 0.1))
+    assert weights_of(1.7e308, 1.7e308) == (0.5, 0.5)
+    assert weights_of(0.0, 0.0) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_impossible_norms_are_named(bad: float, kind: str) -> None:
+def test_impossible_norms_are_named(bad: float) -> None:
     with pytest.raises(ValueError, match=f"before the lost one is {bad}"):
-        weights_of(bad, 1.0, kind)
+        weights_of(bad, 1.0)
     with pytest.raises(ValueError, match=f"after the lost one is {bad}"):
-        weights_of(1.0, bad, kind)
+        weights_of(1.0, bad)
 
 
 def test_weights_that_do_not_match_are_refused() -> None:

@@ -12,7 +12,6 @@ from planaria.recovery.policy import POLICIES, holder_stage
 from planaria.recovery.snapshot import (
     NEVER,
     PIECE,
-    Choice,
     Codec,
     HeldSnapshot,
     Layout,
@@ -24,7 +23,6 @@ from planaria.recovery.snapshot import (
     dequantize,
     dequantize_second_moment,
     encode,
-    held_at,
     largest_update,
     quantize,
     quantize_second_moment,
@@ -33,7 +31,6 @@ from planaria.recovery.snapshot import (
 
 SHAPES = [(5, 3), (3,), (4, 7), (300,), (2, 2, 3), (6, 1), (1,)]
 LAYOUT = Layout(SHAPES)
-CHOICES = st.sampled_from(["priority", "round", "random"])
 CODECS = st.sampled_from(["none", "int8"])
 
 
@@ -86,61 +83,34 @@ def test_a_stage_without_values_has_no_layout(shapes: list[tuple[int, ...]]) -> 
 # The choice
 
 
-def choice_of(
-    choice: Choice, count: int, distances: list[float], taken: list[int], seed: int = 0
-) -> list[int]:
-    chosen = choose(
-        choice, count, torch.tensor(distances, dtype=torch.float64), torch.tensor(taken), (seed, 1)
-    )
-    return [int(block) for block in chosen]
-
-
 @settings(deadline=None, max_examples=40)
-@given(st.data(), CHOICES, st.integers(1, 30))
+@given(st.data(), st.integers(1, 30))
 def test_a_choice_takes_so_many_blocks_and_those_never_sent_first(
-    data: st.DataObject, choice: Choice, blocks: int
+    data: st.DataObject, blocks: int
 ) -> None:
-    distances = data.draw(st.lists(st.floats(0, 9), min_size=blocks, max_size=blocks))
+    ranks = data.draw(st.lists(st.floats(0, 9), min_size=blocks, max_size=blocks))
     taken = data.draw(st.lists(st.integers(NEVER, 3), min_size=blocks, max_size=blocks))
     count = data.draw(st.integers(1, blocks))
-    chosen = choice_of(choice, count, distances, taken)
+    rank = torch.tensor(ranks, dtype=torch.float64)
+    chosen = choose(rank, torch.tensor(taken), count).tolist()
     assert len(set(chosen)) == count
     assert chosen == sorted(chosen)
     rest = set(range(blocks)) - set(chosen)
     if any(taken[block] != NEVER for block in chosen):
         assert all(taken[block] != NEVER for block in rest)
         sent = [block for block in chosen if taken[block] != NEVER]
-        if choice == "priority":
-            assert min(distances[b] for b in sent) >= max((distances[b] for b in rest), default=0)
-        if choice == "round":
-            assert max(taken[b] for b in sent) <= min((taken[b] for b in rest), default=99)
-
-
-def test_a_random_choice_follows_from_its_seed_alone() -> None:
-    taken = [1] * 40
-    first = choice_of("random", 10, [0.0] * 40, taken)
-    assert first == choice_of("random", 10, [5.0] * 40, taken)
-    others = [choice_of("random", 10, [0.0] * 40, taken, seed) for seed in range(1, 60)]
-    assert all(other != first for other in others)
-    assert set().union(*others) == set(range(40))
+        assert max(ranks[b] for b in sent) <= min((ranks[b] for b in rest), default=9)
 
 
 @settings(deadline=None, max_examples=40)
-@given(CHOICES, st.floats(0.03, 1), st.integers(0, 5))
-def test_every_block_has_come_after_so_many_rounds(
-    choice: Choice, fraction: float, seed: int
-) -> None:
-    sent = SentSnapshot(LAYOUT, choice, fraction, "none", True, (seed,))
-    rounds = math.ceil(1 / fraction)
-    for step in range(1, rounds + 1):
+@given(st.floats(0.03, 1))
+def test_every_block_has_come_after_so_many_rounds(fraction: float) -> None:
+    sent = SentSnapshot(LAYOUT, fraction, "none", True)
+    for step in range(1, math.ceil(1 / fraction) + 1):
         update = sent.take((0, step), drawn(step))
         assert update.blocks == max(1, math.ceil(fraction * LAYOUT.blocks - 1e-9))
     assert not (sent.taken == NEVER).any()
     assert math.isfinite(update.perturbation)
-    if choice == "round":  # and again, and again
-        for step in range(rounds + 1, 3 * rounds + 1):
-            sent.take((0, step), drawn(step))
-            assert step - int(sent.taken.min()) < rounds
 
 
 # int8
@@ -300,13 +270,13 @@ def test_no_bytes_do_harm(random: object, size: int, codec: Codec) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.data(), CHOICES, CODECS)
+@given(st.data(), CODECS)
 def test_a_holder_has_what_the_sender_thinks_whatever_is_lost(
-    data: st.DataObject, choice: Choice, codec: Codec
+    data: st.DataObject, codec: Codec
 ) -> None:
     moments = data.draw(st.booleans())
     fraction = data.draw(st.floats(0.1, 1))
-    sent = SentSnapshot(LAYOUT, choice, fraction, codec, moments, (1,))
+    sent = SentSnapshot(LAYOUT, fraction, codec, moments)
     held = HeldSnapshot(LAYOUT, 3 if moments else 1)
     current = drawn(0)
     for step in range(1, data.draw(st.integers(1, 14)) + 1):
@@ -316,7 +286,7 @@ def test_a_holder_has_what_the_sender_thinks_whatever_is_lost(
             LAYOUT.scatter(flat, blocks, LAYOUT.gather(new, blocks))
         match data.draw(st.sampled_from(["arrives", "lost", "unanswered", "another sender"])):
             case "another sender":
-                sent = SentSnapshot(LAYOUT, choice, fraction, codec, moments, (1,))
+                sent = SentSnapshot(LAYOUT, fraction, codec, moments)
                 continue
             case fate:
                 update = sent.take((0, step), current)
@@ -347,21 +317,17 @@ def test_a_snapshot_with_missing_blocks_has_no_staleness() -> None:
         HeldSnapshot(LAYOUT, 1).staleness()
 
 
-def test_priority_is_closer_than_round_where_few_blocks_change() -> None:
-    distances = {}
-    for choice in ("priority", "round"):
-        sent = SentSnapshot(LAYOUT, choice, 0.25, "none", False, (0,))  # type: ignore[arg-type]
-        weights = torch.zeros(LAYOUT.values)
-        for step in range(1, 20):
-            LAYOUT.scatter(
-                weights,
-                torch.arange(3),
-                [torch.full((3, 3), float(step))]
-                + [torch.empty(0, width) for width in LAYOUT.widths[1:]],
-            )
-            update = sent.take((0, step), [weights])
-        distances[choice] = update.perturbation
-    assert distances["priority"] == 0 < distances["round"]
+def test_the_blocks_that_change_are_those_that_go() -> None:
+    sent, weights = SentSnapshot(LAYOUT, 0.25, "none", False), torch.zeros(LAYOUT.values)
+    for step in range(1, 20):
+        LAYOUT.scatter(
+            weights,
+            torch.arange(3),
+            [torch.full((3, 3), float(step))]
+            + [torch.empty(0, width) for width in LAYOUT.widths[1:]],
+        )
+        update = sent.take((0, step), [weights])
+    assert update.perturbation == 0
 
 
 def test_a_copy_is_exact_and_made_once_a_step() -> None:
@@ -438,21 +404,6 @@ def test_routes_go_from_first_replica_to_first_replica() -> None:
     assert route("snapshot", 0, members[:2], 3) == ("b", ())
     assert route("copy", 0, members[:4], 3) == ("b", ("c", "f"))
     assert route("copy", 0, members[:4], 1) == ("b", ("c",))
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 20))
-def test_what_is_routed_to_a_stage_is_held_there(stages: int) -> None:
-    members = [(f"{stage:02}", stage) for stage in range(stages + 1)]
-    routed = {
-        (holder, kind, stage)
-        for kind in ("copy", "snapshot")
-        for stage in range(stages + 1)
-        for holder in (route(kind, stage, members, stages) or ("", ()))[1]
-    }
-    assert routed == {
-        (node, kind, stage) for node, of in members for kind, stage in held_at(of, stages)
-    }
 
 
 def by_letter(seat: str) -> str:

@@ -257,7 +257,7 @@ class Stage:
                 checkfree.Trained(stage, state.tensors["weights"], state.omega)
                 for stage, state in zip(stages, states, strict=True)
             ]
-            weights, self.omega = checkfree.guess(self.stage, sync.method, sources, "squared")
+            weights, self.omega = checkfree.guess(self.stage, sync.method, sources)
             self.optimizer.load([("weights", weights)], 0)
         else:
             self.optimizer.load(states[0].tensors.items(), states[0].optimizer_step)

@@ -95,7 +95,8 @@ class Audited:
             first += share
             if feeds_back(self.codec):  # type: ignore[arg-type]
                 values = values + self.owed.get(name, 0.0)
-            sent = tensors.as_received(values, self.codec)  # type: ignore[arg-type]
+            encoded = tensors.encode([values], self.codec)  # type: ignore[arg-type]
+            (sent,) = tensors.decode(*encoded)
             self.owed[name] = values - sent
             gradients[name] = sent
         self._compare(gradients)

@@ -33,12 +33,12 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.work import put_together, taken_apart
 from planaria.node.wire.frames import Codec
-from planaria.node.wire.tensors import as_received, decode, encode
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
-from planaria.recovery.checkfree import Omega, Trained, guess
+from planaria.recovery.checkfree import Trained, guess
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
-from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
+from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import PULL, parts
@@ -46,16 +46,25 @@ from planaria.recovery.snapshot import (
     Group,
     HeldSnapshot,
     Layout,
-    SentSnapshot,
     steps_between,
 )
 from planaria.recovery.snapshot import decode as decode_update
+from planaria_lab.choices import Choice, ChosenSnapshot
 from planaria_lab.convergence.averaging import Replicas
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState, fit_scales, residual
+from planaria_lab.simulator.swarm import orthogonalizing_flops
+
+Omega = Literal["squared", "norm", "uniform"]
+"""What a neighbour's share in an average goes by: the squared norm of its last gradient, as nodes
+do it, that norm, or neither."""
 
 
 class LostError(Exception):
     """The run can't go on; the message says what is lost."""
+
+
+def going_by(kind: Omega, source: Trained) -> float:
+    return {"squared": source.omega, "norm": math.sqrt(source.omega), "uniform": 1.0}[kind]
 
 
 class Ablation(Section):
@@ -64,7 +73,7 @@ class Ablation(Section):
     omega: Omega = "squared"  # what the neighbours' shares in an average go by
     clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
     stage0_moments: bool = False  # copies of stage 0 have Adam's moments
-    snapshot_choice: Literal["priority", "round", "random"] = "priority"  # which rows go next
+    snapshot_choice: Choice = "priority"  # which rows go next
     start: Literal["policy", "copy", "random", "best"] = "policy"
     """Weights that a guess starts from: the policy's, the stage before, new random ones, or of the
     policy's, both neighbours' and its first ones those that do best what the kept tensors tell."""
@@ -183,7 +192,8 @@ class Crossing(torch.autograd.Function):
 
 def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
     figures, *beside = taken_apart(x, config, kind)
-    return put_together([as_received(figures, codec), *beside], config)
+    sent = encode([figures], codec)
+    return put_together([*decode(*sent, figures.device), *beside], config)
 
 
 class Crossings(NamedTuple):
@@ -198,7 +208,7 @@ class Running:
     """A running snapshot of a stage in the memory of its holder."""
 
     layout: Layout
-    sent: SentSnapshot
+    sent: ChosenSnapshot
     held: HeldSnapshot
     taken_at: int = -1
     bytes: int = 0
@@ -211,7 +221,7 @@ COUNTED: Final = (
 )
 """What a line tells of relearning, that grows while it goes on."""
 STATE_CLASSES: Final[Sequence[Any]] = (
-    *(frozenset, State, Crossings, Running, Layout, Group, SentSnapshot, HeldSnapshot),
+    *(frozenset, State, Crossings, Running, Layout, Group, ChosenSnapshot, HeldSnapshot),
     *(BlockSamples, LessonState),
 )
 """Of all that `TrainingSwarm.state` is made of."""
@@ -451,7 +461,7 @@ class TrainingSwarm:
     def _new_snapshot(self, number: int) -> Running:
         snapshot = self.run.recovery.snapshot
         layout = Layout(trained_shapes(self.config, number).values())
-        sent = SentSnapshot(
+        sent = ChosenSnapshot(
             layout,
             self.ablation.snapshot_choice,
             snapshot.fraction,
@@ -635,7 +645,9 @@ class TrainingSwarm:
             Trained(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
             for s in decision.sources
         ]
-        weights, stage.omega = guess(number, decision.method, sources, ablation.omega)
+        _, stage.omega = guess(number, decision.method, sources)
+        sources = [of._replace(omega=going_by(ablation.omega, of)) for of in sources]
+        weights, _ = guess(number, decision.method, sources)
         if self.committed <= ablation.anew_until:
             weights = self._new(number).optimizer.weights
         elif ablation.start == "random":

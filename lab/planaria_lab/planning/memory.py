@@ -21,11 +21,12 @@ from planaria.node.stage.activations import saved, working
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes
-from planaria.recovery.snapshot import Layout, held_at
+from planaria.recovery.snapshot import Layout
 from planaria_lab.simulator.swarm import (
     STATE,
     VALUE,
     copy_bytes,
+    held_at,
     kept_bytes,
     parameters,
     snapshot_bytes,

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from planaria.recovery.snapshot import Choice, Layout, choose
+from planaria.recovery.snapshot import Layout, choose
+from planaria_lab.choices import Choice, rank_of
 from planaria_lab.scar.convex import Digits, Floats, Ints, cross_entropy, gradient, norm, untrained
 
 # SCAR's for MNIST: a sixth of the samples at a time until a loss of 2.5e4 over 60,000 samples,
@@ -127,9 +128,8 @@ def running_checkpoint(path: Floats, failed: int, saving: Saving, seed: int) -> 
     taken_at = torch.zeros(layout.blocks, dtype=torch.int64)
     for k in range(every, failed, every):
         now = torch.from_numpy(path[k].astype(np.float32)).flatten()
-        blocks = choose(
-            saving.choice, count, layout.squared_distances(now, checkpoint), taken_at, [seed, k]
-        )
+        distances = layout.squared_distances(now, checkpoint)
+        blocks = choose(rank_of(saving.choice, distances, taken_at, [seed, k]), taken_at, count)
         layout.scatter(checkpoint, blocks, layout.gather(now, blocks))
         taken_at[blocks] = k
     return checkpoint.numpy().astype(np.float64).reshape(path.shape[1:])

@@ -20,11 +20,11 @@ import simpy
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import held_at, steps_between
+from planaria.recovery.snapshot import steps_between
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import Churn, Lives, LostPlace
 from planaria_lab.simulator.step import MeanStep, simulate_step
-from planaria_lab.simulator.swarm import Group, Swarm, SwarmFiguresError
+from planaria_lab.simulator.swarm import Group, Swarm, SwarmFiguresError, held_at
 
 Events = Generator[simpy.Event, object, None]
 IN_VAIN: Final = 10_000

@@ -6,9 +6,11 @@ the run file and the shape of the model are functions of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -17,7 +19,8 @@ from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, encoded_size
-from planaria.recovery.learner import orthogonalizing_flops
+from planaria.recovery.learner import ROUNDS
+from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import at_a_time
 from planaria_lab.emulation.links import Link, Network
 
@@ -286,9 +289,25 @@ def seconds_at(
     return Seconds(forward, backward, relearn=relearn, **state)
 
 
+def orthogonalizing_flops(shapes: Iterable[Sequence[int]], rounds: int = ROUNDS) -> float:
+    """FLOPs of a Muon update of matrices of these shapes: each round multiplies a matrix with
+    itself, the resulting square with itself, and both."""
+    matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
+    return rounds * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
+
+
 def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
     """Samples in an update of relearning; all are of one microbatch."""
     return min(at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch)
+
+
+def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
+    """Kind and stage of the states that nodes of `stage` hold, one node per machine."""
+    if stage in (1, stages):
+        yield "copy", 0
+    for of in range(stages + 1):
+        if of != stage and holder_stage(of, stages) == stage:
+            yield "snapshot", of
 
 
 def copy_bytes(config: ModelConfig) -> int:

@@ -20,12 +20,14 @@ import torch
 from planaria.node.data.corpus import Corpus
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.run_file import RunFile, from_fields, loads, override
-from planaria.recovery.checkfree import Omega, Trained, guess
+from planaria.recovery.checkfree import Trained, average, weights_of
 from planaria_lab.bench.peft_losses import losses_of_peft
 from planaria_lab.convergence.training import (
     Ablation,
     LostError,
+    Omega,
     TrainingSwarm,
+    going_by,
     train,
     update_tokens,
     updates_a_token,
@@ -454,9 +456,12 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
         swarm.step()
         sides = [(of, swarm.stages[of]) for of in (2, 4)]
         sources = [Trained(of, s.optimizer.weights, s.omega) for of, s in sides]
+        shares = [going_by(omega, source) for source in sources]
         swarm.lose([3])
         guessed.append(swarm.stages[3].optimizer.weights)
-        assert guessed[-1].equal(guess(3, "checkfree", sources, omega)[0])
+        assert guessed[-1].equal(
+            average(*(source.weights for source in sources), *weights_of(*shares))
+        )
     assert not any(a.equal(b) for a, b in itertools.combinations(guessed, 2))
 
 

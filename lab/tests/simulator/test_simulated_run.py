@@ -16,6 +16,7 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads, override
 from planaria.node.wire.frames import BLOCK
 from planaria.recovery.relearning import time_for
+from planaria.recovery.snapshot import route
 from planaria_lab.convergence.schedule import Losses, schedule
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import (
@@ -27,7 +28,14 @@ from planaria_lab.simulator.churn import (
 )
 from planaria_lab.simulator.run import Loss, RunOutcome, simulate_run
 from planaria_lab.simulator.step import MeanStep, simulate_step
-from planaria_lab.simulator.swarm import Seconds, Swarm, SwarmFiguresError, one_site, uniform
+from planaria_lab.simulator.swarm import (
+    Seconds,
+    Swarm,
+    SwarmFiguresError,
+    held_at,
+    one_site,
+    uniform,
+)
 
 DELAY = 0.040
 KNOWN: dict[str, dict[tuple[int, ...], MeanStep]] = {}
@@ -482,3 +490,18 @@ def test_what_can_not_be_is_refused(fields: dict[str, Any], message: str) -> Non
 def test_stages_that_are_not_there_can_not_be_lost() -> None:
     with pytest.raises(SwarmFiguresError, match="stage 9 can't be lost: the stages are 0 to 4"):
         simulate_run(swarm(), Churn(hourly=0.1, stages=(9,)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 20))
+def test_what_is_routed_to_a_stage_is_held_there(stages: int) -> None:
+    members = [(f"{stage:02}", stage) for stage in range(stages + 1)]
+    routed = {
+        (holder, kind, stage)
+        for kind in ("copy", "snapshot")
+        for stage in range(stages + 1)
+        for holder in (route(kind, stage, members, stages) or ("", ()))[1]
+    }
+    assert routed == {
+        (node, kind, stage) for node, of in members for kind, stage in held_at(of, stages)
+    }

@@ -21,13 +21,7 @@ from google.protobuf.message import DecodeError
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity, is_message_signed
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
-from planaria.node.averaging.coding import (
-    Averaged,
-    Coding,
-    GradientPiece,
-    Layout,
-    ReductionRound,
-)
+from planaria.node.averaging.coding import Averaged, Coding, GradientPiece, Layout, ReductionRound
 from planaria.node.run_file import AUDITED
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb

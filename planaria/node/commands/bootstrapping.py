@@ -23,7 +23,7 @@ from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer, Resettled, ViewStore, over_grpc, serve
 from planaria.bootstrap.store import Store
 from planaria.node.commands.registry import run_on_loop
-from planaria.node.commands.terminal import console
+from planaria.node.commands.terminal import console, say
 from planaria.node.launch.resolve import registry_rules, run_id
 from planaria.node.launch.settings import describe_change, with_changes
 from planaria.node.page.place import PageAddress
@@ -199,5 +199,4 @@ def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:
     for role, text in invites.items():
         word = text if folder is None or console.is_terminal else f"@{folder / f'{role}.invite'}"
         command = "invite" if role is Role.OPERATOR else "node"
-        line = f"{role}: planaria {command} --join {word}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(f"{role}: planaria {command} --join {word}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from planaria.node.commands.terminal import console, interruptible, tracking
+from planaria.node.commands.terminal import console, interruptible, say, tracking
 from planaria.node.data.options import PrepareOptions
 from planaria.node.launch.options import flattened
 
@@ -63,12 +63,10 @@ def data_prepare(
             console.print(f"{out} already has this data")
         _print_corpus(corpus)
     if options.tokenizer is None and corpus.vocabulary < options.vocabulary:
-        console.print(
+        say(
             f"--vocabulary {options.vocabulary}: this text has only enough for {corpus.vocabulary} "
             "tokens, which is the vocabulary of models that train on it",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
+            "yellow",
         )
 
 
@@ -112,14 +110,12 @@ def data_inspect(
         console.print("checksums: correct")
     marks = "\u27e6\u27e7" if console.encoding.startswith("utf") else ("[[", "]]")
     texts = _first_documents(corpus, context, *marks)
-    console.print(
+    say(
         f"\nfirst documents to train on, {context} tokens of each at most"
-        + (f", what is scored in {''.join(marks)}:" if corpus.masked else ":"),
-        markup=False,
-        highlight=False,
+        + (f", what is scored in {''.join(marks)}:" if corpus.masked else ":")
     )
     for text in texts:
-        console.print(text, "", sep="\n", markup=False, highlight=False, soft_wrap=True)
+        say(f"{text}\n")
 
 
 def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -> list[str]:
@@ -168,13 +164,11 @@ def _print_data_of_run(file: Path) -> None:
             f"{trained / share.samples:.2f}",
         )
     console.print(table)
-    console.print(
+    say(
         f"samples of {config.context} tokens, in {run.steps:,} steps of {run.training.batch}; the "
-        f"shares are exact in any {turns:,} samples in a row",
-        highlight=False,
-        soft_wrap=True,
+        f"shares are exact in any {turns:,} samples in a row"
     )
-    console.print(f"content: {data.content}", highlight=False)
+    say(f"content: {data.content}")
 
 
 def _print_corpus(corpus: Corpus) -> None:
@@ -197,16 +191,15 @@ def _print_corpus(corpus: Corpus) -> None:
         )
     console.print(table)
     if (source := corpus.index.source) is not None:
-        console.print(_read_and_left_out(source), highlight=False, soft_wrap=True)
+        say(_read_and_left_out(source))
         if corpus.masked:
-            console.print(_longer(source), highlight=False, soft_wrap=True)
+            say(_longer(source))
     console.print(f"tokenizer: {corpus.vocabulary} tokens, hash {corpus.index.tokenizer}")
     tokenizer, index = corpus.tokenizer(), corpus.index
     begin = "".join(str(tokenizer.id_to_token(token)) for token in index.begin) or "nothing"
     end = tokenizer.id_to_token(index.end_of_document)
-    bounds = f"texts begin with {begin}, documents end with {end}"
-    console.print(bounds, markup=False, highlight=False)
-    console.print(f"content:   {corpus.content}", highlight=False)
+    say(f"texts begin with {begin}, documents end with {end}")
+    say(f"content:   {corpus.content}")
 
 
 def _read_and_left_out(source: CorpusSource) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, errors
+from planaria.node.commands.terminal import console, end, errors, say
 from planaria.node.launch.options import (
     LOOPBACK,
     Http,
@@ -171,7 +171,7 @@ def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
 
 
 def _print_address(subject: str, url: str) -> None:
-    console.print(f"{subject} is shown at {url}", highlight=False, soft_wrap=True)
+    say(f"{subject} is shown at {url}")
 
 
 async def _forever() -> None:

@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
-from planaria.node.commands.terminal import console, end, tracking
+from planaria.node.commands.terminal import console, end, say, tracking
 from planaria.node.hugging_face.options import EvaluateOptions, ExportOptions
 from planaria.node.launch.options import Living, OneDevice, Security, flattened
 
@@ -98,14 +98,10 @@ def export_command(
     with tracking("tensors") as track:
         saved = export_saves(run, saves, summary, options, track)
     if saved.doubt:
-        _print_line(saved.doubt)
-    _print_line(f"{options.out} has the {kind_of_result(run, options.merged)} of step {saved.step}")
+        say(saved.doubt)
+    say(f"{options.out} has the {kind_of_result(run, options.merged)} of step {saved.step}")
     if options.push:
-        upload(options.out, options.push, options.private, _print_line)
-
-
-def _print_line(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+        upload(options.out, options.push, options.private, say)
 
 
 def _export_living(join: str, credentials: Credentials, options: ExportOptions) -> None:
@@ -115,9 +111,9 @@ def _export_living(join: str, credentials: Credentials, options: ExportOptions) 
     async def export(client: RegistryClient) -> None:
         with tracking("tensors") as track:
             kind, step = await export_swarm(client, credentials, options, track)
-        _print_line(f"{options.out} has the {kind} of step {step}")
+        say(f"{options.out} has the {kind} of step {step}")
         if options.push:
-            await asyncio.to_thread(upload, options.out, options.push, options.private, _print_line)
+            await asyncio.to_thread(upload, options.out, options.push, options.private, say)
 
     ask_registry(join, credentials, export)
 
@@ -188,18 +184,18 @@ def generate_command(options: GenerateOptions) -> None:
         prompt, tokens = "".join(words), options.tokens
         if join is not None:
             credentials = credentials_for(join, options.security)
-            say = partial(_say_living, join, credentials, options.data, Path(downloads))
+            tell = partial(_say_living, join, credentials, options.data, Path(downloads))
         elif folder is not None:
             model = WholeModel.load(folder, pick_device(options.device))
-            say = partial(_say, Speaker.of(model, folder))
+            tell = partial(_say, Speaker.of(model, folder))
         if options.chat:
             with Dialogue(options.system, tokens, sampling) as dialogue:
                 if prompt:
-                    say(partial(dialogue.answer, question=prompt))
+                    tell(partial(dialogue.answer, question=prompt))
                 else:
-                    _converse(lambda question: say(partial(dialogue.answer, question=question)))
+                    _converse(lambda question: tell(partial(dialogue.answer, question=question)))
         else:
-            say(lambda speaker: chain([prompt], texts(speaker, prompt, tokens, sampling)))
+            tell(lambda speaker: chain([prompt], texts(speaker, prompt, tokens, sampling)))
 
 
 def _say(speaker: Speaker, reply: Reply) -> None:
@@ -344,12 +340,10 @@ def presets_command(
             f"{preset.stages}, or {', '.join(map(str, others))}",
         )
     console.print(table)
-    console.print(
+    say(
         f"Parameters are for a vocabulary of {vocabulary:,} tokens. Memory is that of a node with "
         "the largest stage, for the first number of stages: weights, gradient, Adam's moments, "
-        "and half as much again.",
-        highlight=False,
-        soft_wrap=True,
+        "and half as much again."
     )
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, warn
+from planaria.node.commands.terminal import console, end, say, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ def regroup_command(
             return Saves(out, described.run, stage, run.saves.keep, contents)
 
         regrouped = regroup(saves, config, open_folder, run.training.betas)
-        console.print(
+        say(
             f"step {regrouped.step} of {saves[0].run} is in {out} for {described.run}: stage-0 to "
-            f"stage-{config.stages}, each for the --save-dir of a node of that stage",
-            highlight=False,
-            soft_wrap=True,
+            f"stage-{config.stages}, each for the --save-dir of a node of that stage"
         )
 
     begin_log()
@@ -118,13 +116,11 @@ def audit_command(
     if report.chained:
         console.print(f"{report.chained} commits name the hash of the commit before")
     for sentence in (*report.cut, *report.unchained):
-        console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(sentence, "yellow")
     if report.exact and report.steps < report.planned:
-        console.print(
+        say(
             f"steps {report.steps + 1} to {report.planned} are missing: the run has not finished, "
-            "or the end of its ledger is cut off",
-            highlight=False,
-            soft_wrap=True,
+            "or the end of its ledger is cut off"
         )
     if not report.exact:
         raise typer.Exit(1)

@@ -49,6 +49,11 @@ def interruptible(kept: str) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
+def say(text: str, style: str = "") -> None:
+    """Print a line as it is, in a style of rich."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def end(why: str) -> NoReturn:
     refuse(why)
     raise typer.Exit(1)

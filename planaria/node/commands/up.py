@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import typer
 
-from planaria.node.commands.terminal import console, tracking
+from planaria.node.commands.terminal import console, say, tracking
 from planaria.node.launch.options import Security, check_tracker, flattened
 from planaria.node.local.options import UpOptions
 
@@ -51,7 +50,6 @@ def up_command(options: UpOptions) -> None:
         file = options.run_file
         run = changes.of(RunFile() if file is None else load(file))
         shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
-        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         with shown as progress:
             plan = plan_run(run, options.out, options.save_dir, options.device, say, progress)
     plan = plan._replace(options=options.swarm)

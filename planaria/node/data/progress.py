@@ -11,7 +11,6 @@ T = TypeVar("T")
 class Track(Protocol):
     def __call__(self, items: Iterable[T], description: str, total: int | None) -> Iterable[T]:
         """Yield the items, and show progress towards `total`."""
-        ...
 
 
 def untracked(items: Iterable[T], description: str, total: int | None) -> Iterable[T]:

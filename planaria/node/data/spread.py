@@ -24,7 +24,6 @@ WORKERS_COME = 30.0
 class Spread(Protocol):
     def __call__(self, do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
         """Like `map`: results in order. Raises CorpusError, and exceptions of `do`."""
-        ...
 
 
 @contextmanager

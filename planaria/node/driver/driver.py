@@ -36,13 +36,7 @@ from planaria.node.driver.records import record_holders, to_replicate
 from planaria.node.driver.skipping import why_skipped
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.driver.status_validation import KnownFacts
-from planaria.node.report.events import (
-    Aborted,
-    Committed,
-    GradientStandsOut,
-    NodeLost,
-    StepSkipped,
-)
+from planaria.node.report.events import Aborted, Committed, GradientStandsOut, NodeLost, StepSkipped
 from planaria.node.transaction.bounds import fault_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send
 from planaria.node.transaction.plan_encoding import PlanEncoder, active

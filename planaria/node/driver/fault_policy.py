@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT
-from planaria.node.driver.divergence import STRIKES
-from planaria.node.driver.spot_checks import WRONG
 from planaria.node.report.events import Accused
 from planaria.node.transaction.effects import Effect, Rejoin, Suspect
 from planaria.node.transaction.routing import Pair
@@ -31,24 +29,6 @@ VAIN: Final = 3
 UNVOTED: Final = 2
 UNEXPLAINED: Final = 2
 SPOILT: Final = 3
-CHARGES: Final = {
-    "accused by one member": "rest",
-    "accused by one replica": "rest, as a joiner",
-    "accused by two nodes or the driver": "eviction",
-    "accuses two replicas of a stage": "is accused itself",
-    f"{VAIN} accusations that nobody else makes": "eviction",
-    f"{HELD_UP} failed attempts, less those of others": "eviction",
-    f"{HELD_UP_BY_SEVERAL} failed attempts": "eviction",
-    f"{UNVOTED} votes too late, alone": "eviction",
-    f"{UNEXPLAINED} losses of messages, explained by it alone": "eviction",
-    f"{SPOILT} steps with non-finite values, alone": "eviction",
-    "differs from its replicas": "a new copy",
-    f"differs {STRIKES} times": "eviction",
-    f"computes otherwise than two others {WRONG} times": "eviction",
-    "fails an audit of gradients": 'eviction, with `"exclude"`',
-}
-"""What each charge costs a node where its stage has others: the table in docs/protocol.md, where a
-rest is explained."""
 
 Stages = Mapping[str, int]
 """Stages by node."""

@@ -23,12 +23,7 @@ from planaria.bootstrap.errors import UserError
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import read_object, write_tokenizer
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
-from planaria.node.model.config import (
-    CONFIG,
-    GENERATION_CONFIG,
-    special_tokens,
-    to_config,
-)
+from planaria.node.model.config import CONFIG, GENERATION_CONFIG, special_tokens, to_config
 from planaria.node.model.layout import Weight, weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.model.subspace import subspace_of

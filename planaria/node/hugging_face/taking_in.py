@@ -11,13 +11,7 @@ from typing import Any, Final
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from planaria.node.data.tokenizer import LONGEST, SPECIAL, TEMPLATE, TOKENIZER, same_tokenizer
-from planaria.node.model.checkpoint import (
-    INDEX,
-    OF_ORIGIN,
-    ONE_FILE,
-    Checkpoint,
-    shard_names,
-)
+from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE, Checkpoint, shard_names
 from planaria.node.model.config import CONFIG, NO_SENSE, UnsupportedModelError
 from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.run_file import ModelSection, RunFile, RunFileError, override

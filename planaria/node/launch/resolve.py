@@ -15,15 +15,7 @@ from planaria.node.machine.imports import calling
 from planaria.node.machine.processes import describe_status
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.model.shape import matrix_names
-from planaria.node.run_file import (
-    DATA,
-    DataSection,
-    RunFile,
-    RunFileError,
-    dumps,
-    loads,
-    override,
-)
+from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, dumps, loads, override
 
 SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
 """Prose in the package."""

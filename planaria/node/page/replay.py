@@ -48,7 +48,7 @@ _AT_THE_END = (Committed, Validated, Finished)
 
 
 class Replay:
-    """The page of a run at any moment, in Unix seconds from `began` to `ended`."""
+    """Source of the page of a run's folder, at any moment of its `span` in Unix seconds."""
 
     def __init__(
         self,
@@ -65,12 +65,15 @@ class Replay:
         self._all = sorted(timed, key=lambda pair: pair[0])
         if not self._all:
             raise UserError(f"{name} has no records yet: neither an event nor a committed step")
-        self.began, self.ended = self._all[0][0], self._all[-1][0]
+        self.span = self._all[0][0], self._all[-1][0]
         self._begin()
 
     def _begin(self) -> None:
         self._next = 0
         self._scene = Scene(self.run)
+
+    def now(self) -> dict[str, Any]:
+        return self.at(self.span[1])
 
     def at(self, moment: float) -> dict[str, Any]:
         """The page's state at that moment; see `page_state`."""
@@ -82,8 +85,8 @@ class Replay:
         history = self._scene.history
         history.look(len(self._scene.nodes), moment)
         rate = history.story.tokens_per_second
-        ended = self.ended if moment >= self.ended else None
-        when = Moment(moment, self.began, ended, rate, self.price)
+        began, ended = self.span
+        when = Moment(moment, began, ended if moment >= ended else None, rate, self.price)
         return page_state(self._scene.describe(self.name), history, self.run, when)
 
 

@@ -17,15 +17,7 @@ from starlette.applications import Starlette
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.app import (
-    REFRESH,
-    Figures,
-    Parts,
-    as_json,
-    joined,
-    make_app,
-    metrics_app,
-)
+from planaria.node.page.app import REFRESH, Figures, Parts, as_json, joined, make_app, metrics_app
 from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
 from planaria.node.page.place import PageAddress
@@ -148,23 +140,6 @@ def read(content: bytes) -> dict[str, Any]:
     return state
 
 
-class FinishedRun:
-    """Source of the page of a run's folder."""
-
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-
-    @property
-    def span(self) -> tuple[float, float]:
-        return self._replay.began, self._replay.ended
-
-    def now(self) -> dict[str, Any]:
-        return self.at(self._replay.ended)
-
-    def at(self, moment: float) -> dict[str, Any]:
-        return self._replay.at(moment)
-
-
 @asynccontextmanager
 async def page_beside(
     registry: RegistryServer, run: RunFile, place: PageAddress, price: float | None = None
@@ -197,7 +172,7 @@ async def show(
 ) -> None:
     """Serve the page of a run's files until `end`; `say` gets the URL once it listens. Raises
     OSError."""
-    async with _served(partial(make_app, FinishedRun(replay)), place) as url:
+    async with _served(partial(make_app, replay), place) as url:
         say(url)
         await end
 

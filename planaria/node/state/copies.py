@@ -29,14 +29,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import (
-    NAME_LIMIT,
-    FiguresError,
-    Form,
-    Frame,
-    WireError,
-    check_forms,
-)
+from planaria.node.wire.frames import NAME_LIMIT, FiguresError, Form, Frame, WireError, check_forms
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.snapshot import (
@@ -111,21 +104,13 @@ class Outgoing:
         return cls("deposit", 0, 1, math.inf, lambda: SentCopy(layout, 3))
 
     @classmethod
-    def snapshots(
-        cls, stage: int, layout: Layout, snapshot: SnapshotSection, seed: int
-    ) -> Outgoing:
+    def snapshots(cls, stage: int, layout: Layout, snapshot: SnapshotSection) -> Outgoing:
         """A running snapshot: the fraction r of the blocks every rC steps."""
-        new_sent = partial(
-            SentSnapshot,
-            layout,
-            "priority",
-            snapshot.fraction,
-            snapshot.codec,
-            snapshot.moments,
-            (seed, stage),
-        )
+        settings = layout, snapshot.fraction, snapshot.codec, snapshot.moments
         period = steps_between(snapshot.fraction, snapshot.period)
-        return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent)
+        return cls(
+            "snapshot", stage, period, snapshot.mbps * 1e6 / 8, partial(SentSnapshot, *settings)
+        )
 
 
 @dataclass(frozen=True)

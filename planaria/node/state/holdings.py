@@ -7,7 +7,6 @@ decide which of these exist.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -31,8 +30,6 @@ from planaria.recovery.snapshot import Layout, route
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
-
-log = logging.getLogger("planaria")
 
 CLOSE: Final = 10.0  # seconds that the last saves have to reach the disk
 
@@ -114,7 +111,7 @@ class Holdings:
             if self.sends == "copy":
                 outgoing = Outgoing.copies(own_layout)
             else:
-                outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, self.run.seed)
+                outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot)
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
         if self.stage == 0 and 0 in trained:
             outgoing = Outgoing.deposit(layout(0))

@@ -76,40 +76,32 @@ class Lesson(Protocol):
 
     def start(self, piece: PairSlice, with_start: bool) -> list[Tensor]:
         """The input of the run of stages."""
-        ...
 
     def pass_on(self, inputs: list[Tensor], lr: float | None) -> list[Tensor]:
         """Forward pass; with a learning rate, call `pass_back` next."""
-        ...
 
     def pass_back(self, gradient: Tensor) -> Tensor:
         """Update by the gradient at the output; returns that at the input."""
-        ...
 
     def end(
         self, piece: PairSlice, inputs: list[Tensor], norm: float | None, lr: float | None
     ) -> PairSliceResult:
         """Forward pass and comparison with the run's output; with a learning rate, an update.
         `norm`: the denominator, unless the run's input is in `given`."""
-        ...
 
     def finish(self, undo: bool) -> None:
         """Make the learned weights the stage's; with `undo` those stay as they are, and Adam is
         fresh."""
-        ...
 
     def is_finite(self) -> bool:
         """Whether the learned weights are finite."""
-        ...
 
     def changed(self) -> Tensor:
         """The learned change, float32 [n], against the stage's weights as they are now. Call
         `renew` next."""
-        ...
 
     def renew(self) -> None:
         """Continue learning from the stage's weights as they are now."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.bounds import HASH
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import (
-    SIZES,
-    Descriptor,
-    FiguresError,
-    Form,
-    Frame,
-    WireError,
-)
+from planaria.node.wire.frames import SIZES, Descriptor, FiguresError, Form, Frame, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +46,7 @@ SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
 SILENCE: Final = 15.0  # seconds in which a source must answer
 SOURCES: Final = 8  # of one transfer that are in use at a time; a node has no link to all
 OUTSTANDING: Final = 2  # shards requested of a source and not received yet
-FAILURES: Final = 3  # of a source; with the last one it is dropped
+FAILURES: Final = 3  # of the only source; with the last one it is dropped
 REQUESTS: Final = 16  # of one joiner in progress at a source
 MANIFEST_LIMIT: Final = 16 << 10  # bytes of the list of tensors
 TENSORS_LIMIT: Final = 64
@@ -300,7 +293,6 @@ class _Source:
 
     answered: float = 0.0  # when it last answered, or was asked while it owed nothing
     outstanding: dict[int, StateShard] = field(default_factory=dict)  # by offset
-    failed: set[int] = field(default_factory=set)  # offsets
     failures: list[str] = field(default_factory=list)
 
 
@@ -319,9 +311,9 @@ def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShar
 class ShardPlan:
     """Decides which shard to request from which source. Pure; `now` is in seconds of any one clock.
 
-    Shards are requested in order of offset, each from one source at a time. A failed one is
-    requested again, if possible from a source that hasn't failed it. A source is dropped with its
-    third failure, so the plan ends: `done`, or without `sources`.
+    Shards are requested in order of offset, each from one source at a time. A source that fails one
+    is dropped, the only source with its third failure. So the plan ends: `done`, or without
+    `sources`.
     """
 
     def __init__(self, shards: Iterable[StateShard], silence: float) -> None:
@@ -354,35 +346,19 @@ class ShardPlan:
     def ask(self, now: float) -> list[tuple[str, StateShard]]:
         """Requests to send now, as (source, shard)."""
         requests = []
-        while chosen := self._choose():
-            source, shard = chosen
-            self._pending.remove(shard)
-            state = self._sources[source]
+        while self._pending and (source := self._free()) is not None:
+            state, shard = self._sources[source], self._pending.pop(0)
             if not state.outstanding:
                 state.answered = now
             state.outstanding[shard.offset] = shard
             requests.append((source, shard))
         return requests
 
-    def _choose(self) -> tuple[str, StateShard] | None:
-        if not self._pending:
-            return None
-        free = [s for s, state in self._sources.items() if len(state.outstanding) < OUTSTANDING]
-        for source in sorted(free, key=self._load):
-            for shard in self._pending:
-                if self._suits(source, shard):
-                    return source, shard
-        return None
-
-    def _load(self, source: str) -> tuple[int, int]:
-        state = self._sources[source]
-        return len(state.outstanding), len(state.failures)
-
-    def _suits(self, source: str, shard: StateShard) -> bool:
-        """Whether the source hasn't failed this shard, or all have."""
-        return shard.offset not in self._sources[source].failed or all(
-            shard.offset in other.failed for other in self._sources.values()
-        )
+    def _free(self) -> str | None:
+        """The source that owes the fewest shards; None: all owe as many as they may."""
+        owed = {source: len(state.outstanding) for source, state in self._sources.items()}
+        free = [source for source, shards in owed.items() if shards < OUTSTANDING]
+        return min(free, key=owed.__getitem__, default=None)
 
     def outstanding(self, source: str, offset: int) -> StateShard | None:
         """The shard that `source` owes; None: it is late, or was not requested."""
@@ -399,10 +375,9 @@ class ShardPlan:
         """Record that `source` can't serve an outstanding shard."""
         state = self._sources[source]
         insort(self._pending, state.outstanding.pop(offset))
-        state.failed.add(offset)
         state.failures.append(reason)
         state.answered = now
-        if len(state.failures) >= FAILURES:
+        if len(self._sources) > 1 or len(state.failures) >= FAILURES:
             self.drop(source, "; ".join(dict.fromkeys(state.failures)))
 
     def drop(self, source: str, reason: str) -> None:
@@ -756,22 +731,15 @@ class _TransferFetch:
         try:
             await self.client.exchanges.compute(partial(self._place, frame, shard, self.arriving))
         except WireError as error:
-            self._wrong_shard(peer, shard, error)
+            self._shard_failed(peer, shard.offset, str(error))
+            if peer in self.plan.dropped:
+                self._accuse(peer, str(error), error.cause)
             return
         self.plan.received(peer, shard.offset, self._now)
         self.arriving.arrived(shard.offset)
         self.served[peer] += shard.size
         if self.on_progress is not None:
             self.on_progress(self.arriving.bytes)
-
-    def _wrong_shard(self, peer: str, shard: StateShard, error: WireError) -> None:
-        """Fail a wrong shard; a sole source may retry a few times, since no other can serve it."""
-        if len(self.plan.sources) > 1:
-            self._give_up(peer, str(error))
-        else:
-            self._shard_failed(peer, shard.offset, str(error))
-        if peer in self.plan.dropped:
-            self._accuse(peer, str(error), error.cause)
 
     def _shard_failed(self, peer: str, offset: int, reason: str) -> None:
         log.warning(

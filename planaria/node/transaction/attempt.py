@@ -142,49 +142,39 @@ class StageWork(Protocol):
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         """Drops what is left of earlier attempts and zeroes the gradient."""
-        ...
 
     def drop(self) -> None:
         """Leaves everything as if no attempt had begun."""
-        ...
 
     def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
         """Returns those without a pass here; this node won't compute them: others have them."""
-        ...
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
         """Draws the microbatch's samples and returns them as an activation."""
-        ...
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         """Turns the activation from `peer` into an activation. At the head it computes the loss,
         and returns a gradient unless it is an evaluation. Raises ComplaintError for a damaged frame
         or an unexpected form: then nothing has changed, and another node may send the same."""
-        ...
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         """Turns the gradient from `peer` into a gradient, unless it is back at the source. Raises
         ComplaintError as `forward` does."""
-        ...
 
     def keep_gradient(self) -> int:
         """Keeps a copy of the stage's gradient until `inherit`; returns `Done.kept`."""
-        ...
 
     def inherit(self, lost: frozenset[str]) -> int:
         """Restores the gradient of this node's own passes and adds those in the place of the lost
         nodes, done or to come; returns `Done.kept`."""
-        ...
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         """Computes a visit that another node computes, too. Adds nothing to the gradient of the
         stage's weights. Raises ComplaintError as `forward` does."""
-        ...
 
     def difference(self, first: Frame, second: Frame) -> float:
         """The norm of the difference of two nodes' results, divided by the larger norm. At most 2,
         which also stands for an unreadable result."""
-        ...
 
 
 class AttemptHost(Protocol):

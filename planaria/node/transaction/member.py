@@ -35,13 +35,7 @@ from planaria.node.transaction.effects import (
 from planaria.node.transaction.following import FollowingJoiner
 from planaria.node.transaction.plan_encoding import PlanDecoder, active
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import (
-    has_records,
-    hash_of,
-    hash_of_records,
-    is_sealed,
-    with_records,
-)
+from planaria.node.wire.chain import has_records, hash_of, hash_of_records, is_sealed, with_records
 from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import COPIED
 

@@ -37,13 +37,7 @@ from planaria.bootstrap.transport import (
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.background import Background
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
-from planaria.node.wire.connection import (
-    FAREWELL,
-    Bulk,
-    Connection,
-    Link,
-    Traffic,
-)
+from planaria.node.wire.connection import FAREWELL, Bulk, Connection, Link, Traffic
 from planaria.node.wire.frames import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, seal
 from planaria.node.wire.greetings import ADD, ANSWER, DIAL, Greetings, check_metadata, metadata
 from planaria.node.wire.link_table import FIRST_PAUSE, LONGEST_PAUSE, LinkTable, Peer

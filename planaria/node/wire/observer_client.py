@@ -53,11 +53,9 @@ class ObserverConversation(Protocol):
     ) -> None:
         """Start. `heard` gets each answer; `ended` gets this conversation once it is lost. Neither
         is called before the next turn of the event loop."""
-        ...
 
     def send(self, message: pb.Message) -> bool:
         """False: the conversation is lost."""
-        ...
 
     async def close(self) -> None: ...
 

@@ -5,7 +5,8 @@ frames on the links that both ends have with the relay, which forwards them with
 "call" for the handshake and the messages, kind "relayed" for the chunks. The former travel as
 messages, by the control streams of those links.
 `fields`: {"to": node} towards the relay, {"from": node} from it, "call": id of the connection,
-"say": its type, one of `SAYS`.
+"say": its type: hello, answer, item; refused, whose payload is a gRPC status's name and a sentence;
+or over, which with an empty `call` ends any connection of the two.
 
 A relay serves the pairs that the view gives it. It holds at most `LIMIT` bytes of chunks and
 `CALL_LIMIT` of messages in each direction of a pair. Beyond that, or without a link to the other
@@ -15,7 +16,6 @@ end, it ends the connection, and the two begin another.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,14 +25,9 @@ from typing import Final, NamedTuple
 from planaria.node.wire.frames import Frame, Payload, buffers_of
 from planaria.node.wire.session import Refused
 
-log = logging.getLogger(__name__)
-
 LIMIT: Final = 48 << 20
 CALL_LIMIT: Final = 16 << 20
 KINDS: Final = ("call", "relayed")
-SAYS: Final = ("hello", "answer", "refused", "over", "item")
-"""`refused`: the payload is a gRPC status's name and a sentence. `over`: with an empty `call`, it
-ends any connection of the two."""
 
 
 class Relay(NamedTuple):

@@ -180,15 +180,6 @@ def _factors(matrix: torch.Tensor, rank: int) -> list[torch.Tensor]:
     return [p.T.reshape(-1), q.T.reshape(-1)]
 
 
-def as_received(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """The result of `decode` for a floating tensor sent by `encode`, on its device."""
-    sent = _compress(tensor.detach(), codec)
-    if codec not in ("int8", "int4"):
-        return sent.to(tensor.dtype)
-    expand = _dequantize if codec == "int8" else _from_int4
-    return expand(sent, tensor.numel()).to(tensor.dtype).view_as(tensor)
-
-
 def finite(tensor: torch.Tensor) -> bool:
     """Whether all values of a floating tensor are finite, mostly in one pass: a finite sum implies
     it. Values are checked one by one only if the sum isn't finite."""

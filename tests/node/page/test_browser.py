@@ -18,7 +18,6 @@ from planaria.node.page.app import make_app
 from planaria.node.page.http_server import listening
 from planaria.node.page.place import bind
 from planaria.node.page.replay import Replay
-from planaria.node.page.serving import FinishedRun
 from planaria.node.run_file import RunFile, override
 from tests.node.report.lines import whole
 
@@ -77,7 +76,7 @@ def run() -> Replay:
 async def served() -> AsyncIterator[str]:
     over = asyncio.Event()
     bound = bind(Address.parse("127.0.0.1:0"), "--http")
-    async with listening(make_app(FinishedRun(run()), over), bound, over):
+    async with listening(make_app(run(), over), bound, over):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
 
 

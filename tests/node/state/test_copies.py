@@ -110,7 +110,7 @@ class World(Network):
         self.outgoing = (
             Outgoing.copies(LAYOUT)
             if kind == "copy"
-            else Outgoing.snapshots(self.stage, LAYOUT, section, seed=5)
+            else Outgoing.snapshots(self.stage, LAYOUT, section)
         )
         self.silence = silence
         self.accused: list[tuple[str, Cause]] = []
