@@ -95,15 +95,22 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         assert (after["batch"], after["microbatch"], *earlier[1:]) == (6, 3, 4, 1)
         assert audit(tmp_path / "a").exact
 
+        changing = await here.begin(
+            *("change", "training.batch=8", "training.microbatch=4"), join=operator, home="other"
+        )
+        here.processes.kill("b")  # a stage is lost at that very commit
+        here.start_node("again", node, None, *here.saved("b"))
+        said, _ = await changing.communicate()
+        assert re.search(r"^they hold from step \d+ on$", said.decode(), re.MULTILINE)
+        newest = await here.committed(beyond=newest)
+        newest = await here.committed(beyond=newest + 2)
+        audited = audit(tmp_path / "a")
+        assert (audited.duplicates, audited.missing, audited.extra) == (0, 0, 0)
+
         here.processes.kill("registry")
         await here.registry_with_journal(address)
         status = json.loads(await here.command("status", "--json", join=operator))
-        assert "batch = 6" in status["run_file"]
-        (change,) = status["view"]["changes"]
-        assert change["settings"] == [
-            "training.batch=6",
-            "training.microbatch=3",
-            "training.lr=0.25",
-        ]
+        assert "batch = 8" in status["run_file"]
+        assert [change["number"] for change in status["view"]["changes"]] == [1, 2]
         newest = await here.committed(beyond=newest)
         await here.committed(beyond=newest + 2)
