@@ -1,4 +1,4 @@
-"""What a run's operator orders: pause, go, stop, end."""
+"""What a run's operator orders: pause, go, change, stop, end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from planaria.bootstrap.registry_pb2 import (
     STOP,
     STOPPED,
     TRAIN,
+    Change,
     Renewal,
     Report,
     SeatReport,
+    View,
 )
 from planaria.bootstrap.rules import MembershipRules
+from planaria.bootstrap.views import sign
 from tests.bootstrap.conftest import joining
 from tests.membership import join, validate_state
 
@@ -34,6 +37,12 @@ class Run:
 
     def order(self, word: str, why: str = "") -> str:
         changed, _ = self.machine.command(word, why, self.now)
+        validate_state(self.machine)
+        return changed
+
+    def change(self, *settings: str) -> str:
+        number = len(self.machine.view.changes) + 1
+        changed, _ = self.machine.change(settings, number, self.now)
         validate_state(self.machine)
         return changed
 
@@ -81,6 +90,66 @@ def test_a_run_is_stopped_once_each_stage_has_saved_its_step() -> None:
     assert "each stage has saved step 7: the run is stopped" in run.machine.view.reason
 
 
+@pytest.mark.parametrize("before", ["go", "pause"])
+def test_settings_change_once_each_stage_has_saved_and_all_join_again(before: str) -> None:
+    run = Run()
+    run.order(before)
+    wanted = "steps=9", "training.lr=1e-4"
+    said = "the operator changes steps=9, training.lr=1e-4, once each stage has saved its step"
+    assert run.change(*wanted) == said
+    assert [*run.machine.view.changes] == [Change(number=1, settings=wanted, pending=True)]
+    for order in ("go", "pause", "stop"):
+        with pytest.raises(Refused, match="settings are being changed"):
+            run.order(order)
+    with pytest.raises(Refused, match="settings are being changed"):
+        run.change("steps=10")
+    run.saves("a", 0, saved=7)
+    run.saves("b", 1, saved=4)
+    assert len(run.machine.view.members) == 2
+    run.saves("b", 1, saved=7)
+    view = run.machine.view
+    assert not view.members
+    assert [*view.changes] == [Change(number=1, settings=wanted, step=7)]
+    assert view.order == {"go": TRAIN, "pause": PAUSE}[before]
+    assert "each stage has saved step 7: steps=9, training.lr=1e-4 from the next" in view.reason
+    again = Membership(RULES, run.machine.key)
+    again.restore(view, 0.0)
+    join(again, joining("c", "c:1"), 0.0)
+    assert again.view.changes == view.changes
+
+
+def test_a_run_that_is_stopped_has_its_settings_until_it_is_opened() -> None:
+    run = Run()
+    run.order("stop")
+    with pytest.raises(Refused, match="is being stopped"):
+        run.change("steps=9")
+    run.order("end")
+    with pytest.raises(Refused, match="was stopped"):
+        run.change("steps=9")
+    run.order("go")
+    run.change("steps=9")
+    assert run.order("end") == "the operator ends the run", "which waits for nobody"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [Change(number=2, settings=["a=1"]), Change(number=1, settings=["a=1"])],
+        [Change(number=1, settings=["a=1"], pending=True), Change(number=2, settings=["a=1"])],
+        [Change(number=1)],
+        [Change(settings=["a=1"])],
+    ],
+)
+def test_a_view_with_changes_that_can_not_be_is_refused(changes: list[Change]) -> None:
+    run = Run()
+    view = View()
+    view.CopyFrom(run.machine.view)
+    view.changes.extend(changes)
+    sign(view, run.machine.key, View())
+    with pytest.raises(ValueError, match="change"):
+        Membership(RULES, run.machine.key).restore(view, 0.0)
+
+
 def test_a_run_that_has_finished_and_is_saved_is_stopped_at_once() -> None:
     run = Run()
     run.saves("a", 0, saved=7)
@@ -105,7 +174,7 @@ def test_nobody_joins_a_run_that_is_stopped_until_it_is_opened_again() -> None:
 
 def test_an_order_that_makes_no_sense_is_refused_and_its_reason_is_made_readable() -> None:
     run = Run()
-    with pytest.raises(Refused, match=r"'hurry': there are pause, go, stop, end"):
+    with pytest.raises(Refused, match=r"'hurry': there are pause, go, stop, end, change"):
         run.order("hurry")
     run.order("pause", "\x1b[2J" + 300 * "x")
     assert run.machine.view.ordered.isprintable()
