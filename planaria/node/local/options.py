@@ -97,8 +97,8 @@ class LossOptions:
         list[str] | None,
         typer.Option(
             metavar="STAGE[.REPLICA]@STEP",
-            help="SIGKILL every node of a stage, or one of them, during this step; replacements "
-            "start at once. Repeatable.",
+            help="SIGKILL every node of a stage, or one of them, during this step, and remove its "
+            "saves; replacements start at once. Repeatable.",
         ),
     ] = None
     replace: Annotated[

@@ -808,10 +808,13 @@ class _Swarm:
         self._check_any_node_left()
 
     def _kill(self, slot: str, step: int) -> bool:
-        """Kill the slot's process. Returns whether there was one."""
+        """Kill the slot's process, and remove its saves: so a machine is lost. Returns whether
+        there was one."""
         now = time.time()
         pid = self.processes.kill(slot)
         if pid is not None:
+            if self.save_dir is not None:
+                shutil.rmtree(self.save_dir / slot, ignore_errors=True)
             victim = self._victim(slot, pid)
             self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), at=now)
         return pid is not None
