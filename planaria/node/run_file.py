@@ -140,6 +140,18 @@ class PartsSection(Section):
     source: str = Field(max_length=64, description="digest of the code")
     ends: NamedShapes = Field(description="parameters of stage 0")
     block: NamedShapes = Field(description="parameters of each layer")
+    decoder: str = Field(
+        default="", max_length=2**16, description="config.json of a model of transformers' code"
+    )
+    layers: str = Field(
+        default="layers", max_length=200, pattern=r"^[\w.]+$", description="list of the layers"
+    )
+    others: tuple[NamedShapes, ...] = Field(
+        default=(), max_length=16, description="parameters of layers unlike the block"
+    )
+    kinds: tuple[Annotated[int, Field(ge=0, le=16)], ...] = Field(
+        default=(), max_length=2**14, description="0: like the block; N: like the Nth of the others"
+    )
 
 
 class ModelSection(Section):
@@ -156,6 +168,12 @@ class ModelSection(Section):
 
     origin: FolderName | None = Field(
         default=None, alias="from", min_length=1, description="checkpoint that the run begins from"
+    )
+    blueprint: FolderName | None = Field(
+        default=None,
+        alias="config",
+        min_length=1,
+        description="folder with the config.json of a model whose weights are new",
     )
     content: tuple[Annotated[str, Field(max_length=64)], ...] | None = Field(
         default=None, max_length=1025, description="digests of the stages' weights in it"
@@ -193,7 +211,17 @@ class ModelSection(Section):
         """The run's own architecture, if it has one."""
         if self.parts is None:
             return Own(self.module) if self.module else None
-        return Own(self.module or "", self.parts.source, self.parts.ends, self.parts.block)
+        parts = self.parts
+        return Own(
+            self.module or parts.source,
+            parts.source,
+            parts.ends,
+            parts.block,
+            parts.decoder,
+            parts.layers,
+            parts.others,
+            parts.kinds,
+        )
 
     @model_validator(mode="after")
     def one_model(self) -> ModelSection:
@@ -210,6 +238,19 @@ class ModelSection(Section):
             raise ValueError(
                 f"module = {self.module} and from = {self.origin} are two models: leave one out"
             )
+        if self.blueprint is not None and (self.origin or self.module or self.preset != "tiny"):
+            raise ValueError(
+                f"config = {self.blueprint} and from, module or preset are two models: leave one "
+                "out"
+            )
+        parts = self.parts
+        if parts is not None and parts.kinds:
+            known = len(parts.others)
+            if len(parts.kinds) != self.layers or max(parts.kinds) > known:
+                raise ValueError(
+                    f"parts.kinds has {len(parts.kinds)} kinds, up to {max(parts.kinds)}, for "
+                    f"layers = {self.layers} and {known} others: remove parts, and begin anew"
+                )
         return self
 
     @property

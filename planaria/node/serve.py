@@ -303,7 +303,8 @@ def find_own_code(run: RunFile, config: ModelConfig) -> Architecture | None:
     try:
         return load_as_said(run, config)
     except OwnCodeError as error:
-        raise NodeError(f"model.module: {error}") from error
+        key = "parts" if config.own.decoder else "module"
+        raise NodeError(f"model.{key}: {error}") from error
 
 
 def experiment_of(

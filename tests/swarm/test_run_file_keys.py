@@ -37,6 +37,7 @@ def keys(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 CHANGED = {
     "name": "other",
     "model.from": "elsewhere",
+    "model.config": "elsewhere",
     "model.content": ["0" * 32],
     "model.module": "package.module:build",
     "model.parts": {"source": "0", "ends": [["w", [512, 64]]], "block": [["w", [64, 64]]]},
@@ -95,6 +96,7 @@ USED = {
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
+    "node/hugging_face/taking_in.py": ["model.config"],
     "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
     "node/launch/resolve.py": ["data.path", "data.corpora"],
     "node/node.py": ["swarm.silence"],
@@ -157,7 +159,8 @@ def noting(read: defaultdict[str, set[str]]) -> Iterator[None]:
         if name in type(self).model_fields:
             file = Path(sys._getframe(1).f_code.co_filename).resolve()
             if file.is_relative_to(ROOT / "planaria"):
-                read[f"{type(self).__name__}.{name}"].add(str(file.relative_to(ROOT / "planaria")))
+                key = type(self).model_fields[name].alias or name
+                read[f"{type(self).__name__}.{key}"].add(str(file.relative_to(ROOT / "planaria")))
         return usual(self, name)
 
     Section.__getattribute__ = noted  # type: ignore[method-assign,assignment]

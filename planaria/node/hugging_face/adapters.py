@@ -98,7 +98,7 @@ def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
         checkpoint = Checkpoint.open(folder)
     except (UnsupportedModelError, OSError) as error:
         raise ExportError(f"--merged: {error}; {REMEDY}") from error
-    if {weight.name for weight in weights(config)} != checkpoint.places.keys():
+    if {weight.name for weight in weights(config)} != checkpoint.names:
         raise ExportError(f"--merged: {folder} {ANOTHER}")
     return checkpoint
 

@@ -89,7 +89,8 @@ def model_card(
         "layers": f"{config.layers}, of width {config.dim}, {config.heads} heads",
         "seed": str(run.seed),
     }
-    if config.own is not None:
+    own_code = config.own is not None and not config.own.decoder
+    if config.own is not None and own_code:
         rows["code"] = f"{config.own.module}, of the digest {config.own.source}"
     if base:
         rows["began from"] = base
@@ -101,7 +102,7 @@ def model_card(
     for name, label in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:
             rows[label] = f"{losses[name]:.4f} nats a token"
-    head, counted = HEAD if config.own is None else OWN_HEAD, (first, body)
+    head, counted = OWN_HEAD if own_code else HEAD, (first, body)
     if lora is not None and not merged:
         head, counted = ADAPTERS, config.trained
     text = head.format(

@@ -1,9 +1,15 @@
-"""Run files of runs that begin from a checkpoint: their derived keys."""
+"""Run files of runs that begin from a checkpoint, or from a config.json: their derived keys.
+
+A model of transformers' code is tried in another process: `python -m
+planaria.node.hugging_face.taking_in < RUN.toml`.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,10 +17,32 @@ from typing import Any, Final
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from planaria.node.data.tokenizer import LONGEST, SPECIAL, TEMPLATE, TOKENIZER, same_tokenizer
-from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE, Checkpoint, shard_names
-from planaria.node.model.config import CONFIG, NO_SENSE, UnsupportedModelError
-from planaria.node.model.shape import ModelConfig, model_config
-from planaria.node.run_file import ModelSection, RunFile, RunFileError, override
+from planaria.node.machine.imports import calling
+from planaria.node.machine.processes import describe_status
+from planaria.node.model.checkpoint import (
+    INDEX,
+    OF_ORIGIN,
+    ONE_FILE,
+    Checkpoint,
+    shard_names,
+)
+from planaria.node.model.config import (
+    CONFIG,
+    NO_SENSE,
+    UnsupportedModelError,
+    needs_transformers,
+    read_config,
+)
+from planaria.node.model.shape import ModelConfig, matrix_names, model_config
+from planaria.node.run_file import (
+    ModelSection,
+    PartsSection,
+    RunFile,
+    RunFileError,
+    dumps,
+    loads,
+    override,
+)
 
 log = logging.getLogger("planaria")
 
@@ -24,45 +52,126 @@ PARTS: Final = [CONFIG, TOKENIZER, *OF_ORIGIN, ONE_FILE, INDEX]
 """Files of a hub repository to download, besides those that its index names."""
 OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE, CONFIG]
 """Files among them that define the tokenizer."""
-OWN: Final = {"origin", "content", "preset", "stages", "context", "attn_mask_type"}
-"""Keys of [model] that may be set beside `model.from`."""
+OWN: Final = {"origin", "blueprint", "content", "preset", "stages", "context", "attn_mask_type"}
+"""Keys of [model] that may be set beside `model.from` or `model.config`."""
+TRIAL_SECONDS: Final = 600.0
+"""Seconds in which transformers is loaded and tried, and the weights are read."""
 STAGES: Final = 4
 """Default limit of body stages."""
 
 
 def take_in(run: RunFile) -> RunFile:
-    """The run file with all that follows from `model.from`: the model's shape, and digests of its
-    weights.
+    """The run file with all that follows from `model.from` or `model.config`: the model's shape,
+    and digests of its weights.
 
     The folder may be missing on this machine if the run file has all that. Raises RunFileError.
     """
-    if run.model.origin is None:
+    model = run.model
+    name = model.origin or model.blueprint
+    if name is None:
         return run
+    key = "from" if model.origin else "config"
     try:
-        folder = find(run.model.origin)
-        if folder is None:
-            stages = len(run.model.content or ()) - 1
-            if run.model.vocabulary is None or stages != run.model.stages:
-                raise RunFileError(f"model.from = {run.model.origin}: there is no such folder")
+        folder = find(name)
+        complete = model.vocabulary is not None and (
+            not model.origin or len(model.content or ()) - 1 == model.stages
+        )
+        if folder is None and not complete:
+            raise RunFileError(f"model.{key} = {name}: there is no such folder")
+        if folder is None or (complete and model.parts is not None):
             return run
-        checkpoint = Checkpoint.open(folder)
-        config = checkpoint.config
+        run = override(run, **{f"model__{key}": str(folder)})
+        return _in_other_process(run) if needs_transformers(folder) else take_in_here(run)
+    except (UnsupportedModelError, OSError) as error:
+        raise RunFileError(f"model.{key} = {name}: {error}") from error
+
+
+def _in_other_process(run: RunFile) -> RunFile:
+    """`take_in_here` in a process that may load transformers. Raises RunFileError."""
+    command = calling("planaria.node.hugging_face.taking_in")
+    try:
+        done = subprocess.run(
+            command,
+            input=dumps(run),
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunFileError(
+            f"model: its stages were not tried within {TRIAL_SECONDS:.0f} s: try again on a faster "
+            "machine"
+        ) from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise RunFileError((lines or [describe_status(done.returncode)])[-1])
+    return loads(done.stdout)
+
+
+def main() -> None:
+    """Read a run file from stdin, and write it with the keys that follow from its model."""
+    try:
+        sys.stdout.write(dumps(take_in_here(loads(sys.stdin.read()))))
+    except RunFileError as error:
+        sys.exit(" ".join(str(error).split()))
+
+
+def take_in_here(run: RunFile) -> RunFile:
+    """`take_in` of an existing folder, in this process. Raises RunFileError."""
+    origin = run.model.origin
+    key, folder = (
+        ("config" if origin is None else "from"),
+        Path(origin or run.model.blueprint or ""),
+    )
+    try:
+        checkpoint = None if origin is None else Checkpoint.open(folder)
+        config = _shape(folder) if checkpoint is None else checkpoint.config
         stages, figures = run.model.stages or stages_for(config.layers), figures_of(config)
         _check(run.model, figures, folder)
         context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
-        fields = {"from": str(folder), "stages": stages, "context": context, **figures}
+        fields = {"stages": stages, "context": context, **figures}
         content = run.model.content if len(run.model.content or ()) == stages + 1 else None
-        run = override(run, **{f"model__{key}": value for key, value in fields.items()})
+        run = override(run, **{f"model__{name}": value for name, value in fields.items()})
+        if config.own is not None:
+            _try(run, folder)
+        if checkpoint is None:
+            return run
         if content is None:
             log.info("reading %s, from which the run begins", folder)
             content = contents(checkpoint, model_config(run.model, config.vocabulary))
         return override(run, model__content=content)
     except (UnsupportedModelError, OSError) as error:
-        raise RunFileError(f"model.from = {run.model.origin}: {error}") from error
+        raise RunFileError(f"model.{key} = {folder}: {error}") from error
     except ValueError as error:
         if isinstance(error, RunFileError):
             raise
         raise RunFileError(f"the run file can't be used: {error}") from error
+
+
+def _shape(folder: Path) -> ModelConfig:
+    """The shape that the folder's config.json gives. Raises UnsupportedModelError, OSError."""
+    if not needs_transformers(folder):
+        return read_config(folder)
+    from planaria.node.model.decoder import decoder_of, shape_of
+
+    return shape_of(decoder_of(folder))
+
+
+def _try(run: RunFile, folder: Path) -> None:
+    """Check that transformers' code can be cut into this run's stages. Raises RunFileError,
+    UnsupportedModelError."""
+    from planaria.node.model.decoder import decoder_of
+    from planaria.node.model.trial import check
+
+    decoder, lora, config = decoder_of(folder), run.training.lora, run.config
+    check(decoder, config.stages, config.block_causal)
+    named = [name for name in lora.targets if name in matrix_names(config)] if lora else []
+    if unfit := [name for name in named if name not in decoder.linear()]:
+        raise RunFileError(
+            f"training.lora.targets: {', '.join(unfit)} of {decoder.name} is no torch.nn.Linear, "
+            f"which adapters need; it has {', '.join(sorted(decoder.linear())) or 'none'}"
+        )
 
 
 def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
@@ -140,6 +249,18 @@ def stages_for(layers: int) -> int:
 
 def figures_of(config: ModelConfig) -> dict[str, Any]:
     """The keys of [model] that define the model's shape."""
+    if (own := config.own) is not None:
+        names = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "positions")
+        parts = PartsSection(
+            source=own.source,
+            ends=own.ends,
+            block=own.block,
+            decoder=own.decoder,
+            layers=own.layers,
+            others=own.others,
+            kinds=own.kinds,
+        )
+        return {name: getattr(config, name) for name in names} | {"parts": parts.model_dump()}
     return {
         "vocabulary": config.vocabulary,
         "dim": config.dim,
@@ -189,3 +310,7 @@ def check_tokenizer(run: RunFile) -> None:
             "which the run begins: prepare the text anew with `planaria data prepare TEXT --out "
             f"DIR --tokenizer {tokenizer}`"
         )
+
+
+if __name__ == "__main__":
+    main()

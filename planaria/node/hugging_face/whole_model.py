@@ -29,6 +29,8 @@ class WholeModel:
     def load(cls, folder: Path, device: torch.device) -> WholeModel:
         """Load a model. Raises UnsupportedModelError when the folder doesn't hold one."""
         checkpoint = Checkpoint.open(folder)
+        if checkpoint.config.own is not None:
+            return _OfTransformers(checkpoint, device)
         model = cls(checkpoint.config, device)
         for name in checkpoint.places:
             module: nn.Module = model._body if ".layers." in name else model._ends
@@ -55,10 +57,36 @@ class WholeModel:
 
     def _through(self, tokens: Tensor, *begins: Tensor) -> Tensor:
         length = tokens.shape[1]
-        if not 0 < length <= self.config.context:
-            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
+        self._check(length)
         cos, sin = (table.to(self.device) for table in rope_tables(self.config, length))
         self._body.cos, self._body.sin = nn.Buffer(cos), nn.Buffer(sin)
+        x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
+        out: Tensor = self._body(x)
+        return out
+
+    def _check(self, length: int) -> None:
+        if not 0 < length <= self.config.context:
+            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
+
+
+class _OfTransformers(WholeModel):
+    """A model that transformers' code computes."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        from planaria.node.model.decoder import DecoderCheckpoint
+
+        assert isinstance(checkpoint, DecoderCheckpoint)
+        self.config, self.device = checkpoint.config, device
+        decoder, layers = checkpoint.decoder, range(self.config.layers)
+        parts = [decoder.stage(part, self.config.block_causal) for part in (range(0), layers)]
+        for part, of in zip(parts, (range(0), layers), strict=True):
+            tensors = decoder.read(checkpoint.folder, of)
+            for name, parameter in part.named_parameters():
+                parameter.data.copy_(tensors[name.removeprefix("model.")])
+        self._ends, self._body = (part.to(device) for part in parts)  # type: ignore[assignment]
+
+    def _through(self, tokens: Tensor, *begins: Tensor) -> Tensor:
+        self._check(tokens.shape[1])
         x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
         out: Tensor = self._body(x)
         return out

@@ -5,6 +5,7 @@
 - `subspace.py`: boundaries of a few dimensions
 - `lora.py`: adapters
 - `architecture.py`: what an architecture of a run's own provides
+- `decoder.py`: stages of transformers' code; `trial.py`: whether these compute what the whole does
 - `learning_rate.py`: the schedule
 - `config.py`: a model's config.json; `layout.py`: which tensors are in which stage
 - `checkpoint.py`: a folder of transformers, read tensor by tensor

@@ -19,6 +19,7 @@ from planaria.node.model.config import (
     NO_SENSE,
     UnsupportedModelError,
     check_not_adapters,
+    needs_transformers,
     read_config,
     read_json,
 )
@@ -79,6 +80,10 @@ class Checkpoint:
         """Raises UnsupportedModelError unless the folder has exactly the tensors of its config's
         model."""
         check_not_adapters(folder)
+        if needs_transformers(folder):
+            from planaria.node.model.decoder import DecoderCheckpoint  # loads torch
+
+            return DecoderCheckpoint.of(folder)
         try:
             config = read_config(folder)
             places = {
@@ -106,11 +111,11 @@ class Checkpoint:
         wanted = {weight.name: weight.shape for weight in weights(self.config)}
         if missing := sorted(wanted.keys() - self.places):
             raise UnsupportedModelError(
-                f"{self.folder} has only part of a model: it lacks {_some(missing)}"
+                f"{self.folder} has only part of a model: it lacks {some(missing)}"
             )
         if unexpected := sorted(self.places.keys() - wanted):
             raise UnsupportedModelError(
-                f"{self.folder}: not supported here: it has {_some(unexpected)}, which the "
+                f"{self.folder}: not supported here: it has {some(unexpected)}, which the "
                 "model of its config.json doesn't have"
             )
         for name, shape in wanted.items():
@@ -122,6 +127,11 @@ class Checkpoint:
                 raise UnsupportedModelError(
                     f"{self.folder}: {name} is {place.kind}; supported are {', '.join(SIZES)}"
                 )
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self.places)
 
     def of_stage(self, config: ModelConfig, stage: int) -> list[str]:
         """Names of a stage's tensors, in the order of its flat weights. `config`: this model's,
@@ -146,15 +156,8 @@ class Checkpoint:
         return digest(piece for name in names for piece in self._finite(name))
 
     def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:
-        import numpy as np
-
         for piece in _pieces(self.places[name]):
-            if not np.isfinite(piece).all():
-                raise UnsupportedModelError(
-                    f"{self.places[name].file}: {name} has values that aren't finite (NaN or "
-                    "infinity): nothing can be trained from it; take an earlier checkpoint"
-                )
-            yield piece
+            yield check_finite(piece, self.places[name].file, name)
 
 
 def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) -> ModelConfig:
@@ -206,6 +209,18 @@ def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
                 yield piece.astype(np.float32, copy=False)
 
 
+def check_finite(piece: NDArray[np.float32], file: Path, name: str) -> NDArray[np.float32]:
+    """The values. Raises UnsupportedModelError for some that aren't finite."""
+    import numpy as np
+
+    if not np.isfinite(piece).all():
+        raise UnsupportedModelError(
+            f"{file}: {name} has values that aren't finite (NaN or "
+            "infinity): nothing can be trained from it; take an earlier checkpoint"
+        )
+    return piece
+
+
 def digest(pieces: Iterable[NDArray[np.float32]]) -> str:
     """xxh3_128 of the concatenated values, in hexadecimal."""
     hasher = xxh3_128()
@@ -214,7 +229,8 @@ def digest(pieces: Iterable[NDArray[np.float32]]) -> str:
     return hasher.hexdigest()
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names, and the number of the others."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 

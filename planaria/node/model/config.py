@@ -94,17 +94,33 @@ def check_not_adapters(folder: Path) -> None:
         )
 
 
+def needs_transformers(folder: Path) -> bool:
+    """Whether the folder's model is of another family than planaria's own modules, and has a
+    name."""
+    try:
+        content = read_json(folder / CONFIG)
+    except (OSError, *NO_SENSE):
+        return False  # which is reported where it is read
+    kind = content.get("model_type")
+    return isinstance(kind, str) and kind not in get_args(Family)
+
+
 def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
     """The content of `config.json`; `dtype`: float32 or bfloat16. It has the names of transformers
     5 (dtype, rope_parameters) and the earlier ones (torch_dtype, rope_theta). An own architecture's
     config is for its code only."""
+    if config.own is not None and config.own.decoder:
+        content = json.loads(config.own.decoder)
+        mask = {"attn_mask_type": config.attn_mask_type} if config.block_causal else {}
+        end = content.get("eos_token_id") if end_of_document is None else end_of_document
+        return {**content, **mask, "dtype": dtype, "torch_dtype": dtype, "eos_token_id": end}
     if config.own is not None:
         figures = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "context")
         code = {"planaria_module": config.own.module, "source": config.own.source}
         return {**code, "dtype": dtype, **{name: getattr(config, name) for name in figures}}
     scaling = None if config.rope_scaling is None else config.rope_scaling.figures
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
-    content: dict[str, Any] = {
+    content = {
         "bos_token_id": None,
         "dtype": dtype,
         "eos_token_id": end_of_document,

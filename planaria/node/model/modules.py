@@ -206,7 +206,7 @@ class BodyStage(nn.Module):
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(blocks)
+        self.layers: Iterable[nn.Module] = nn.ModuleList(blocks)
         self.recompute = False  # recompute the blocks' activations in backward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -362,10 +362,12 @@ def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
         return LlamaEnds(config) if stage == 0 else LlamaBody(config)
     if own is None:
         raise ValueError(f"the code of the model, {config.own.module}, isn't loaded here")
-    if stage == 0:
-        return OwnEnds(own.ends())
     first = (stage - 1) * config.layers_per_stage
-    return BodyStage(own.block(first + layer) for layer in range(config.layers_per_stage))
+    layers = range(first, first + config.layers_per_stage) if stage else range(0)
+    if config.own.decoder:
+        built: Stage = own.stage(layers, config.block_causal)  # type: ignore[attr-defined]
+        return built
+    return BodyStage(map(own.block, layers)) if stage else OwnEnds(own.ends())
 
 
 def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None) -> Stage:

@@ -107,10 +107,17 @@ class Own(NamedTuple):
     """A run's own architecture (architecture.py) without its code. Until the code was inspected it
     has no parameters."""
 
-    module: str  # package.module:build
-    source: str = ""  # digest of its code
+    module: str  # package.module:build, or the class in transformers
+    source: str = ""  # digest of its code, or transformers' version
     ends: Shapes = ()  # of stage 0
     block: Shapes = ()  # of each layer
+    decoder: str = ""  # config.json, where the code is transformers'
+    layers: str = "layers"  # name of the list of layers
+    others: tuple[Shapes, ...] = ()  # of layers whose shapes differ from the block's
+    kinds: tuple[int, ...] = ()  # of each layer: 0 is the block's, 1 the first of the others
+
+    def of_layer(self, layer: int) -> Shapes:
+        return (self.block, *self.others)[self.kinds[layer] if self.kinds else 0]
 
 
 class Lora(NamedTuple):
@@ -185,7 +192,7 @@ class ModelConfig:
         for name in ("attention_bias", "mlp_bias"):
             if getattr(self, name) and name not in BIASES[self.family]:
                 raise ValueError(f"model: {name}: models of family {self.family} have no such bias")
-        if self.own is not None and self.block_causal:
+        if self.own is not None and self.block_causal and not self.own.decoder:
             raise ValueError(
                 f"model: attn_mask_type = block_causal is not supported by "
                 f"{self.own.module}, whose samples are one document each: leave it out"
@@ -277,9 +284,11 @@ class ModelConfig:
     def parameters(self) -> tuple[int, int]:
         """Number of parameters of stage 0, and of a body stage."""
         if self.own is not None:
-            own = (sum(math.prod(shape) for _, shape in shapes) for shapes in self.own[2:])
-            ends, block = own
-            return ends, self.layers_per_stage * block
+            ends, *bodies = (
+                sum(map(math.prod, named_shapes(self, stage).values()))
+                for stage in range(self.stages + 1 if self.own.others else 2)
+            )
+            return ends, max(bodies)
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.dim * (q + 2 * k) + self.written * q
         attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
@@ -366,7 +375,9 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
     if config.own is not None:
         layers = range(first, first + config.layers_per_stage) if stage else ()
         return dict(config.own.ends if not stage else ()) | {
-            f"layers.{layer}.{name}": shape for layer in layers for name, shape in config.own.block
+            f"{config.own.layers}.{layer}.{name}": shape
+            for layer in layers
+            for name, shape in config.own.of_layer(layer)
         }
     dim, hidden, width = config.dim, config.hidden, config.head_dim
     if stage == 0:
@@ -418,7 +429,7 @@ def model_config(
     dim = section.dim or preset.dim
     heads = section.heads or preset.heads
     layers = section.layers or preset.layers
-    if section.origin is not None and section.layers is None:
+    if (section.origin or section.blueprint) and section.layers is None:
         layers = section.stages or preset.stages  # until the checkpoint says its number
     trained_before = FINE_TUNING if lora is None else FOR_ADAPTERS
     return ModelConfig(

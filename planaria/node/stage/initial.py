@@ -54,7 +54,7 @@ class Beginning(NamedTuple):
             raise NotHereError(f"{origin} is not on this machine")
         folder, expected = self.checkpoint.folder, content[stage]
         try:
-            module = empty_stage(self.config, stage)
+            module = empty_stage(self.config, stage, self.own)
             names = self.checkpoint.of_stage(self.config, stage)
             for name, parameter in zip(names, module.parameters(), strict=True):
                 values = torch.from_numpy(self.checkpoint.read(name))
@@ -80,4 +80,4 @@ class Beginning(NamedTuple):
         except NotHereError as error:
             level = logging.INFO if self.checkpoint is None else logging.WARNING
             log.log(level, "%s: another node will send this one its weights", error)
-            return self._adapted(empty_stage(self.config, stage), stage), True
+            return self._adapted(empty_stage(self.config, stage, self.own), stage), True

@@ -165,6 +165,8 @@ def _check(part: str, output: object, wanted: list[int]) -> None:
 def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
     """The code on this machine, if it matches the run file. Raises OwnCodeError."""
     assert config.own is not None
+    if config.own.decoder:
+        return _decoder_as_said(config)
     architecture, source = load(config)
     name, parts = config.own.module, run.model.parts
     if parts is None:
@@ -177,11 +179,35 @@ def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
             f"{name} on this machine, {path}, differs from the run's code: its digest is {source}"
             f", not {parts.source}: copy the code from the machine where the run was begun"
         )
-    for expected, built in zip(config.own[2:], shapes(architecture, config), strict=True):
+    for expected, built in zip(config.own[2:4], shapes(architecture, config), strict=True):
         if expected != built:
             difference = next(_differences(expected, built))
             raise OwnCodeError(f"{name} builds another model than in the run file: {difference}")
     return architecture
+
+
+def _decoder_as_said(config: ModelConfig) -> Architecture:
+    """The class of transformers, if it matches the run file and passes the trial here, too. Raises
+    OwnCodeError."""
+    from planaria.node.model.decoder import Decoder, DecoderError
+    from planaria.node.model.trial import check
+
+    own = config.own
+    assert own is not None
+    try:
+        decoder = Decoder(own.decoder)
+        if decoder.source != own.source:
+            raise OwnCodeError(
+                f"this machine has {decoder.source}, and the run's model is computed by "
+                f"{own.source}: install that version"
+            )
+        built = decoder.own()._replace(module=own.module, decoder=own.decoder)
+        if built != own:
+            raise OwnCodeError(f"{decoder.name} builds another model than in the run file")
+        check(decoder, config.stages, config.block_causal)
+    except DecoderError as error:
+        raise OwnCodeError(str(error)) from error
+    return decoder
 
 
 def fill_in(run: RunFile) -> RunFile:

@@ -269,7 +269,8 @@ def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"model_type": "gpt2"}, 'model_type = "gpt2"'),
+        ({"model_type": "gpt2"}, r"it lacks transformer\.ln_f\.bias, "),
+        ({"model_type": "no_such"}, 'model_type = "no_such": transformers .* has no such decoder'),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias, "),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights = "),

@@ -1,0 +1,197 @@
+"""Stages whose code is transformers' own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.node.hugging_face.taking_in import take_in_here
+from planaria.node.model import trial
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.decoder import Decoder, DecoderError, decoder_of, positions_of
+from planaria.node.model.lora import adapt, initial_adapters
+from planaria.node.model.modules import build_stage, empty_stage, with_weights
+from planaria.node.run_file import RunFile, RunFileError, from_fields
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.own_code import OwnCodeError, load_as_said
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6},
+    "gpt2": {},
+    "granite": {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {},
+}
+"""Windows, positions that are added, multipliers, experts, layers without RoPE."""
+
+
+def content(kind: str, **others: Any) -> dict[str, Any]:
+    return {"model_type": kind, **SIZES, **FAMILIES.get(kind, {}), **others}
+
+
+def of(kind: str, **others: Any) -> Decoder:
+    return Decoder(json.dumps(content(kind, **others)))
+
+
+def saved(folder: Path, kind: str, **others: Any) -> Any:
+    """A model of transformers in this folder, with weights that aren't initial ones."""
+    model = trial.small(of(kind, **others), {})
+    model.save_pretrained(folder)
+    return model
+
+
+def run_of(folder: Path, key: str = "from", **model: Any) -> RunFile:
+    fields = {key: str(folder), "stages": 2, "context": 24, **model}
+    return take_in_here(from_fields({"model": fields}))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> None:
+    assert trial.compare(of(kind), 2, packed)[:2] == (0.0, 0.0)
+    trial.check(of(kind), 2, packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("gemma3_text", "layer_types", ["full_attention"] * 6),
+        ("smollm3", "no_rope_layers", [1, 1, 1, 1]),
+        ("granite", "embedding_multiplier", 1.0),
+    ],
+)
+def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, value) -> None:
+    """As one built of a model with other flags."""
+
+    def other(decoder: Decoder, layers: range) -> Any:
+        changed = Decoder(json.dumps(decoder.config.to_dict() | {key: value}))
+        return empty(changed, layers)
+
+    empty = Decoder.empty
+    monkeypatch.setattr(Decoder, "empty", other)
+    with pytest.raises(DecoderError, match=r"stages, computes logits that differ by .* at most"):
+        trial.check(of(kind), 2, block_causal=False)
+
+
+def test_documents_that_a_class_does_not_keep_apart_are_refused() -> None:
+    trial.check(of("opt"), 2, block_causal=False)
+    with pytest.raises(DecoderError, match="kept apart, computes logits of a token that depend on"):
+        trial.check(of("opt"), 2, block_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "no_such"}, '"no_such": transformers .* has no such decoder'),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "needs code of its own, which is not loaded"),
+        ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
+        ({"output_router_logits": True}, "the router's auxiliary loss needs all layers at once"),
+        ({"text_config": {"a": 1}}, "save its text model alone"),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_words(tmp_path, changes, words) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content("mixtral") | changes))
+    with pytest.raises(DecoderError, match=words):
+        decoder_of(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=words):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
+    tmp_path, monkeypatch, kind
+) -> None:
+    model = saved(tmp_path, kind)
+    run = run_of(tmp_path)
+    own = load_as_said(run, run.config)
+    checkpoint = Checkpoint.open(tmp_path)
+    tokens = trial.SHOWN
+    read: list[range] = []
+    reads = Decoder.read
+    monkeypatch.setattr(Decoder, "read", lambda *given: read.append(given[2]) or reads(*given))
+    stages = [Beginning(run, run.config, checkpoint, own).stage(stage) for stage in (1, 2, 0)]
+    assert [*map(tuple, read)] == [(0,), (1,), (2,), (3,), ()]
+    *bodies, ends = stages
+    x = ends.embed(tokens)
+    for body in bodies:
+        x = body(x)
+    assert torch.equal(ends.logits(x), model(tokens).logits)
+    flat = torch.cat([part.detach().flatten() for part in bodies[0].parameters()])
+    again = with_weights(run.config, 1, flat, own)
+    assert torch.equal(again(ends.embed(tokens)), bodies[0](ends.embed(tokens)))
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path) -> None:
+    saved(tmp_path, "gemma3_text")
+    run = run_of(tmp_path)
+    body = build_stage(run.config, 2, 0, load_as_said(run, run.config))
+    gradients = []
+    for body.recompute in (False, True):
+        x = torch.ones(1, 12, 32, requires_grad=True)
+        body.zero_grad()
+        body(x).square().sum().backward()
+        gradients.append([x.grad, *(part.grad for part in body.parameters())])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content("gemma3_text")))
+    run = run_of(tmp_path, "config")
+    own = load_as_said(run, run.config)
+    first, same, other = (build_stage(run.config, 1, seed, own) for seed in (3, 3, 4))
+    pairs = zip(first.parameters(), same.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(first.layers[0].mlp.up_proj.weight, other.layers[0].mlp.up_proj.weight)
+    assert first.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not first.layers[0].input_layernorm.weight.any()  # Gemma adds 1
+    assert not any(part.any() for part in empty_stage(run.config, 1, own).parameters())
+
+
+def test_another_version_of_transformers_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content("gpt2")))
+    run = run_of(tmp_path, "config")
+    config = run.config
+    changed = config.own._replace(source="transformers 4")
+    with pytest.raises(OwnCodeError, match="is computed by transformers 4: install"):
+        load_as_said(run, replace(config, own=changed))
+
+
+def test_adapters_need_linear_modules(tmp_path) -> None:
+    saved(tmp_path / "gpt2", "gpt2")
+    fields = {"model": {"from": str(tmp_path / "gpt2"), "stages": 2, "context": 24}}
+    lora = {"training": {"lora": {"targets": ["c_attn"]}}}
+    with pytest.raises(RunFileError, match=r"c_attn of GPT2LMHeadModel .* is no torch\.nn\.Linear"):
+        take_in_here(from_fields(fields | lora))
+    saved(tmp_path / "granite", "granite")
+    fields["model"]["from"] = str(tmp_path / "granite")
+    run = take_in_here(from_fields(fields | {"training": {"lora": {"rank": 2}}}))
+    own = load_as_said(run, run.config)
+    adapters = initial_adapters(run.config, 1, 0)
+    stage = adapt(build_stage(run.config, 1, 0, own), run.config, 1, adapters)
+    trained = [name for name, part in stage.named_parameters() if part.requires_grad]
+    assert len(trained) == 2 * 7 * 2
+    x = torch.ones(1, 5, 32)
+    assert torch.equal(stage(x), build_stage(run.config, 1, 0, own)(x))
+
+
+def test_positions_begin_anew_with_each_document() -> None:
+    begins = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 1, 1, 0]])
+    assert positions_of(begins).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]]

@@ -1,0 +1,72 @@
+"""Decoders that transformers computes: trained, healed and exported by a swarm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.export import ModelParts, export
+from planaria.node.hugging_face.taking_in import take_in_here
+from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.modules import with_weights
+from planaria.node.report.ledger import audit
+from planaria.node.run_file import from_fields
+from tests.node.model.test_decoder import content, saved
+from tests.swarm.in_process import LocalSwarm
+from tests.swarm.small import small
+from tests.swarm.test_in_process import losses, undisturbed
+
+
+@pytest.mark.parametrize("key", ["from", "config"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mixtral"])
+async def test_a_family_is_trained_healed_and_exported(
+    corpus: Corpus, tmp_path: Path, kind: str, key: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, out = tmp_path / "model", tmp_path / "out"
+    sizes = {"num_hidden_layers": 6, "vocab_size": corpus.vocabulary}
+    folder.mkdir()
+    out.mkdir()
+    if key == "from":
+        saved(folder, kind, **sizes)
+    else:
+        (folder / "config.json").write_text(json.dumps(content(kind, **sizes)))
+    others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
+    model = {key: str(folder), "stages": 3, "context": 32}
+    run = take_in_here(from_fields({**others, "model": model}))
+    checkpoint = Checkpoint.open(folder) if key == "from" else None
+    async with LocalSwarm(run, corpus, out, checkpoint=checkpoint) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+        flat = {
+            stage: node.seat.arithmetic.tensors["weights"].clone()
+            for (stage, _), (node, _) in swarm.nodes.items()
+        }
+    methods = [e["method"] for e in swarm.lines.events("rebuilt") if e["step"]]
+    assert methods == ["pretrained" if key == "from" else "checkfree"]
+    assert losses(out)[:4] == pytest.approx(undisturbed(run, corpus, 4), rel=1e-5)
+    assert audit(out).exact
+    parts = ModelParts(swarm.config, lambda of, first, n: flat[of][first : first + n])
+    export(tmp_path / "again", parts)
+    tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :32]
+    with torch.no_grad():
+        ends, *bodies = (with_weights(run.config, of, flat[of], swarm.own) for of in range(4))
+        x = ends.embed(tokens)
+        for body in bodies:
+            x = body(x)
+        logits = ends.logits(x)
+        theirs, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "again", output_loading_info=True
+        )
+        assert torch.equal(theirs.eval()(tokens).logits, logits)
+    assert not any(report.values()), report
+    ours = WholeModel.load(tmp_path / "again", torch.device("cpu"))
+    assert torch.equal(ours.logits(tokens), logits)
