@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from planaria.recovery.facts import (
-    INEXACT,
+    ANEW,
     ORIGIN,
+    PRETRAINED,
     UNKNOWN,
     Decision,
     Held,
@@ -25,15 +27,32 @@ from planaria.recovery.facts import (
 )
 from planaria.recovery.policy import Policy, begin_anew, checkfree, pretrained
 
+RECENT: Final = 50
+"""Steps: a kept state that is at most so old comes before a guess.
+
+A state lacks no more than its age, and a guess costs up to 50 steps: CheckFree's average 22 a loss
+(lab/results/relearning), and more where stage 1 or neighbours are lost. In
+lab/results/scar-language-model whole stages of 45 and 59 steps ago cost as much as an average.
+"""
+KEPT: Final[Mapping[Kind, tuple[str, str]]] = {
+    "memory": ("joiner", "a new node had received its state"),
+    "save": ("save", "its last save"),
+    "weights": ("weights", "a new node had received its weights, without Adam's moments"),
+    "copy": ("stage0-copy", "the copy of its weights at stages 1 and L"),
+    "snapshot": ("snapshot", "its running snapshot from a peer"),
+}
+"""What is kept of a stage: by kind, the method that uses it, and a description."""
+INITIAL: Final = (ANEW, PRETRAINED)
+
 
 def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
     """Chooses how a node of `stage` gets its state.
 
-    In order of preference: a replica; before the first step, the checkpoint from which the run
-    begins; this very step in memory, from before the run went back; a save of it; the policy's
-    method; unless `strict`, the best guess. Other stages' adapters contain no information about the
-    lost ones, so policies that would guess use the last save, or begin anew. State received from a
-    node that is now lost precedes every guess and all older state.
+    In order of preference: an exact state; the freshest that is kept, of at most `RECENT` steps
+    ago; the policy's guess; older ones; the best other guess. Exact are a replica; before the first
+    step, the checkpoint from which the run begins; this very step where its last node left it, in
+    memory from before the run went back, or in a save; and what the policy itself makes exact. With
+    `strict` the run stops where the policy has neither a guess nor a copy or snapshot.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} is copied from its replicas: {_nodes(len(replicas))} it"
@@ -57,50 +76,53 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     if saves := _of_this_step("save", stage, left):
         reason = f"stage {stage} has no replica left, but a save of this step"
         return Rebuild(stage, "save", saves, exact=True, reason=reason)
-    decision, lacking = policy.rebuild(stage, left)
-    if decision is not None:
-        return _arrived(stage, left, decision) or decision
+    guess, lacking = policy.rebuild(stage, left)
+    if isinstance(guess, RollBack) or (guess is not None and guess.exact):
+        return guess
+    kept = _freshest(stage, left, lacking, strict)
+    if kept is not None:
+        is_recent = abs(left.step - kept.sources[0].step) <= RECENT
+        # What a stage began with is older than all that is kept.
+        if is_recent or guess is None or guess.method in INITIAL:
+            return kept
+    if guess is not None:
+        return guess
     if strict:
         return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other method")
-    guess = _fall_back(stage, left, lacking)
-    return _arrived(stage, left, guess, lacking) or guess
+    return _fall_back(stage, left, f"stage {stage} is lost and {lacking}")
 
 
-def _arrived(stage: int, left: Left, other: Decision, lacking: str = "") -> Rebuild | None:
-    """Uses the state received by a node of the stage before its last trained source was lost,
-    unless `other` is closer to the lost state. `lacking`: why the policy fails."""
-    if isinstance(other, RollBack) or (isinstance(other, Rebuild) and other.exact):
+def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> Rebuild | None:
+    """The newest state that is kept. `lacking`: why the policy has no guess."""
+    kept: dict[Kind, tuple[Source, ...]] = {
+        "memory": left.here("memory", stage)[:1],
+        "save": newest_saves(stage, left),
+        "weights": left.here("weights", stage)[:1],
+        "copy": left.freshest("copy", stage)[:1],  # two of one step may differ, or have blocks
+        "snapshot": left.freshest("snapshot", stage)[:1],  # of different steps
+    }
+    if kept["copy"] or kept["snapshot"]:
+        lacking = ""  # the policy has sent these
+    usable = [kind for kind in kept if kept[kind]]
+    if not usable or (strict and lacking):
         return None
-    received = [(s, kind) for kind in ("memory", "weights") for s in left.here(kind, stage)]
-    if not received:
-        return None
-    source, kind = max(
-        received, key=lambda pair: pair[0].step
-    )  # of equal steps, the one with moments
-    if isinstance(other, Rebuild) and other.method not in INEXACT:
-        its_age = other.sources[0].lineage, other.sources[0].step, other.method == "save"
-        if its_age > (source.lineage, source.step, kind == "memory"):
-            return None
-    late = left.step - source.step
-    loss = f"stage {stage} is lost and {lacking}" if lacking else f"stage {stage} is lost"
-    method = "joiner" if kind == "memory" else "weights"
-    content = "state" if kind == "memory" else "weights, without Adam's moments,"
-    reason = f"{loss}: {source.node} had received its {content}{stale(late)}"
-    return Rebuild(stage, method, (source,), False, reason, fallback=bool(lacking), fresh=not late)
+    # Of equally new ones the first: it has moments, or all of its rows are of that step.
+    kind = max(usable, key=lambda kind: (kept[kind][0].lineage, kept[kind][0].step))
+    method, content = KEPT[kind]
+    late = left.step - kept[kind][0].step
+    why_not = f", and {lacking}" if lacking else ""
+    age = ", made by another commit" if kind == "save" and late <= 0 else stale(late)
+    reason = f"stage {stage} has no replica left{why_not}: {content}{age}"
+    fresh = not late and kind not in ("save", "snapshot")
+    return Rebuild(stage, method, kept[kind], False, reason, fallback=bool(lacking), fresh=fresh)
 
 
-def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
-    """The best guess: the last save, else the weights of the run's initial checkpoint, else the
-    neighbours' average, else an interpolation of the nearest stages."""
-    loss = f"stage {stage} is lost and {lacking}"
+def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
+    """The best guess that isn't the policy's: the weights of the run's initial checkpoint, else the
+    neighbours' average, else an interpolation of the nearest stages. Other stages' adapters contain
+    no information about the lost ones, so these begin anew."""
     if left.adapters:
-        return begin_anew(stage, left, loss, fallback=True)
-    saves = newest_saves(stage, left)
-    if saves:
-        other = (saves[0].lineage, saves[0].step) == (left.lineage, left.step)
-        how = ", made by another commit," if other else ""
-        reason = f"{loss}: its save of step {saves[0].step}{how} is used"
-        return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=True)
+        return begin_anew(stage, loss, fallback=True)
     if left.origin:
         return pretrained(stage, left, loss, fallback=True)
     if stage == 0:

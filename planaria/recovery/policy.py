@@ -21,8 +21,6 @@ from planaria.recovery.facts import (
     by_version,
     giver,
     newest_common,
-    newest_saves,
-    stale,
 )
 from planaria.recovery.orders import partner
 
@@ -38,7 +36,8 @@ class Policy:
     """
 
     rebuild: Callable[[int, Left], Answer]
-    """Decides where the state of a lost stage comes from."""
+    """The state of a lost stage without what is kept of it (`decide.KEPT`): a guess, or an exact
+    one."""
     guesses: bool = False
     """From other stages. Stage 0's can't be guessed, so stages 1 and L keep copies of its weights;
     and peers keep snapshots of the first body stages, as many as the run file says."""
@@ -96,15 +95,11 @@ def holder_stage(stage: int, stages: int) -> int:
 
 
 def checkfree(stage: int, left: Left) -> Answer:
-    """CheckFree, Algorithm 1: for 1 < stage < L only, since others lack a second body neighbour.
-    Stage 0 as in CheckFree+: its copies don't need swapped orders. A stage with a snapshot uses
-    that instead."""
-    if stage and left.freshest("snapshot", stage):
-        return _snapshot(stage, left)
+    """CheckFree, Algorithm 1: for 1 < stage < L only, since others lack a second body neighbour."""
     if left.adapters:
-        return begin_anew(stage, left, f"stage {stage} has no replica left"), ""
+        return begin_anew(stage, f"stage {stage} has no replica left"), ""
     if stage == 0:
-        return _stage0_copy(left)
+        return None, "stages 1 and L have no copy of stage 0"
     if left.origin:
         return pretrained(stage, left, f"stage {stage} has no replica left"), ""
     if not 1 < stage < left.stages:
@@ -123,11 +118,8 @@ def checkfree(stage: int, left: Left) -> Answer:
     return Rebuild(stage, "checkfree", sources, exact=False, reason=reason), ""
 
 
-def begin_anew(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
-    """The decision for adapters, whatever the policy."""
-    if saves := newest_saves(stage, left):
-        reason = f"{loss}: its adapters' save of step {saves[0].step} is used"
-        return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=fallback)
+def begin_anew(stage: int, loss: str, fallback: bool = False) -> Rebuild:
+    """The guess for adapters, whatever the policy."""
     reason = f"{loss}: its adapters begin anew, since other stages' adapters do not determine them"
     return Rebuild(stage, ANEW, (), exact=False, reason=reason, fallback=fallback)
 
@@ -142,7 +134,7 @@ def pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Reb
 def _checkfree_plus(stage: int, left: Left) -> Answer:
     """CheckFree+ (section 4.3): an end stage is a copy of its partner in swapped order."""
     other = partner(stage, left.stages)
-    if stage == 0 or other is None or left.origin or left.freshest("snapshot", stage):
+    if stage == 0 or other is None or left.origin:
         return checkfree(stage, left)
     if not left.trained(other):
         return None, f"its weights would come from stage {other}, and {_name([other])} lost with it"
@@ -153,22 +145,8 @@ def _checkfree_plus(stage: int, left: Left) -> Answer:
     return Rebuild(stage, "checkfree+", left.nodes(other), exact=False, reason=reason), ""
 
 
-def _stage0_copy(left: Left) -> Answer:
-    copies = left.freshest("copy", 0)[:1]  # two copies of one step may differ: stage 0 was rebuilt
-    if not copies:
-        return None, "stages 1 and L have no copy of stage 0"
-    late = left.step - copies[0].step
-    reason = "stage 0 has no replica left: the copy of its weights at stages 1 and L" + stale(late)
-    return Rebuild(0, "stage0-copy", copies, False, reason, fresh=not late), ""
-
-
 def _snapshot(stage: int, left: Left) -> Answer:
-    sources = left.freshest("snapshot", stage)[:1]  # two may have blocks of different steps
-    if not sources:
-        return None, "no peer holds a whole snapshot of it"
-    late = left.step - sources[0].step
-    reason = f"stage {stage} has no replica left: its running snapshot from a peer" + stale(late)
-    return Rebuild(stage, "snapshot", sources, exact=False, reason=reason), ""
+    return None, "no peer holds a whole snapshot of it"
 
 
 def _redundant(stage: int, left: Left) -> Answer:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import decide as deciding
-from planaria.recovery.decide import nearest, resume
-from planaria.recovery.facts import Decision, Held, Left, Rebuild, RollBack, Source, Stop
+from planaria.recovery.decide import RECENT, nearest, resume
+from planaria.recovery.facts import INEXACT, Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.policy import POLICIES
 
 STEP = 40
@@ -116,7 +116,7 @@ def test_a_save_of_adapters_however_old_is_better_than_none():
     saves = [Held("save", Source("x", 2, STEP - 30))]
     decision = rebuild(2, of_adapters(2, held=saves), "checkfree")
     assert (decision.method, nodes(decision), decision.fallback) == ("save", ["x"], False)
-    assert f"save of step {STEP - 30}" in decision.reason
+    assert "its last save, 30 steps old" in decision.reason
 
 
 @pytest.mark.parametrize("policy", ["checkfree", "checkfree+"])
@@ -225,14 +225,14 @@ def test_a_stage_guessed_just_now_is_no_source_while_there_is_another():
 def test_an_own_save_is_better_than_a_guess():
     decision = rebuild(1, without(1, held=(holds("save", 1, 30, "n9"),)), "checkfree")
     assert (decision.method, nodes(decision), decision.fallback) == ("save", ["n9"], True)
-    assert "its save of step 30 is used" in decision.reason
+    assert "its last save, 10 steps old" in decision.reason
 
 
 def test_a_save_of_a_commit_that_never_happened_is_a_fallback_that_says_so():
     held = Held("save", Source("n9", 1, STEP), (7, 2))
     decision = rebuild(1, replace(without(1, held=(held,)), made=(7, 3)), "checkfree")
     assert (decision.method, decision.exact, decision.fallback) == ("save", False, True)
-    assert "its save of step 40, made by another commit, is used" in decision.reason
+    assert "its last save, made by another commit" in decision.reason
 
 
 def test_strict_stops_where_the_policy_cannot_serve():
@@ -287,17 +287,16 @@ def test_a_stage_that_no_other_tells_of_goes_on_from_what_had_come() -> None:
         ("snapshot", "snapshot", STEP - 2, "weights"),
         ("snapshot", "snapshot", STEP - 3, "weights"),
         ("redundant", "redundant", STEP, "redundant"),
-        ("checkfree", "save", STEP - 1, "checkfree"),
+        ("checkfree", "save", STEP - 1, "save"),
         ("snapshot", "save", STEP - 1, "save"),
         ("snapshot", "save", STEP - 2, "save"),
         ("snapshot", "save", STEP - 3, "weights"),
     ],
 )
 def test_what_had_come_is_taken_where_nothing_newer_is_kept(policy, kind, step, method):
-    """A save of the same step has moments, too. Under `checkfree` a guess comes before saves."""
+    """A save of the same step has moments, too."""
     held = (came("weights", 2, STEP - 2), holds(kind, 2, step))
-    expected = "weights" if method == "checkfree" else method
-    assert rebuild(2, without(2, held=held), policy).method == expected
+    assert rebuild(2, without(2, held=held), policy).method == method
 
 
 def test_a_policy_that_is_exact_takes_all_back_whatever_had_come() -> None:
@@ -330,6 +329,54 @@ def test_a_run_of_which_all_that_is_left_had_come_to_heirs_goes_on_from_that() -
     exact = resume([*whole, *saves({10}, {10}, {10})], 2)
     assert exact is not None
     assert (exact.step, exact.exact) == (10, True)
+
+
+@pytest.mark.parametrize(("late", "method"), [(RECENT, "save"), (RECENT + 1, "checkfree")])
+def test_the_policys_guess_comes_before_a_save_of_long_ago(late: int, method: str) -> None:
+    left = replace(without(2), step=100, held=[holds("save", 2, 100 - late)])
+    assert rebuild(2, left, "checkfree").method == method
+    alone = replace(left, survivors={0: ["n0"], 1: ["n1"]})
+    assert rebuild(2, alone, "checkfree").method == "save", "the policy has no guess"
+    for first in (replace(left, origin=["n1"]), replace(left, adapters=True)):
+        assert rebuild(2, first, "checkfree").method == "save", "it began even longer ago"
+
+
+kept = st.builds(
+    holds,
+    st.sampled_from(["copy", "snapshot", "save", "memory", "weights"]),
+    st.integers(0, 5),
+    st.integers(0, 200),
+    st.sampled_from(["a", "b", "c"]),
+    st.integers(0, 1),
+)
+
+
+@given(
+    st.sampled_from([*POLICIES]),
+    st.sets(st.integers(0, 5), min_size=1),
+    st.lists(kept, max_size=12),
+    st.booleans(),
+    st.booleans(),
+)
+def test_nothing_is_guessed_while_a_recent_state_is_kept_whoever_has_it(
+    policy: str, lost: set[int], held: list[Held], adapters: bool, origin: bool
+) -> None:
+    """Whichever stages are lost together, stage 0 with the driver among them."""
+    left = without(*lost, held=tuple(held), origin=["n"] if origin else ())
+    left = replace(left, step=200, lineage=1, adapters=adapters)
+    for stage in lost:
+        decision = decide(stage, left, policy)
+        ages = [
+            200 - h.source.step
+            for h in held
+            if h.source.stage == stage and (h.source.lineage == 1 or h.kind == "save")
+        ]
+        if isinstance(decision, RollBack) or min(ages, default=RECENT + 1) > RECENT:
+            continue
+        assert isinstance(decision, Rebuild)
+        assert decision.method not in INEXACT
+        if not decision.exact:
+            assert {source.stage for source in decision.sources} == {stage}
 
 
 kinds = st.sampled_from(

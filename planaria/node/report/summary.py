@@ -539,7 +539,7 @@ def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
 
 def _resumed(row: Mapping[str, Any]) -> bool:
     """Whether the row is part of a rollback of all stages."""
-    return row["method"] in OWN and not row.get("fallback")
+    return row["method"] in OWN and "fallback" not in row  # else it was ordered for its stage
 
 
 def _methods(methods: Counter[str]) -> str:

@@ -1662,10 +1662,11 @@ def test_a_save_of_the_very_step_is_read_by_who_has_it():
     assert (syncs["f"].sync.method, syncs["f"].sync.sources[0].node) == ("save", "f")
 
 
-def test_a_run_that_is_alive_needs_no_saves():
+def test_a_lost_stage_goes_on_from_its_save_while_others_keep_their_state():
     told = asked(committed=5)
-    effects = told.statuses(5, c=saves(2, 3))
-    assert sent(effects, "sync")["c"].sync.method == "checkfree"
+    syncs = sent(told.statuses(5, c=saves(2, 3)), "sync")
+    assert {node: message.sync.method for node, message in syncs.items()} == {"c": "save"}
+    assert (syncs["c"].sync.step, syncs["c"].sync.sources[0].step) == (5, 3)
 
 
 # --- an attempt that goes on without lost nodes
