@@ -228,7 +228,7 @@ async def settle(
         identity=instance.identity,
         room=room,
         reach=await reach_by(setup.addresses.registries),
-        checkpoint=find_checkpoint(run, options),
+        checkpoint=find_checkpoint(run, options.model, folder),
         checkpoint_dir=checkpoint_dir(run, folder, options.checkpoint_dir),
         own=own,
         speed=measure_speed(device),
@@ -271,15 +271,15 @@ def check_precision(run: RunFile, device: torch.device) -> None:
         )
 
 
-def find_checkpoint(run: RunFile, options: NodeOptions) -> Checkpoint | None:
-    """The run's initial checkpoint, if it is here; otherwise the node gets its weights from others.
-    Raises NodeError when it is needed."""
-    model, origin = options.model, run.model.origin
+def find_checkpoint(run: RunFile, model: Path | None, folder: Path) -> Checkpoint | None:
+    """The run's initial checkpoint, if it is in `model`, or where the run file says below this
+    node's own `folder`; otherwise the node gets its weights from others. Raises NodeError when it
+    is needed."""
+    origin = run.model.origin
     if origin is None:
         if model is not None:
             raise NodeError(f"--model {model}: this run doesn't begin from a checkpoint; omit it")
         return None
-    folder = own_folder(options.out, run)
     try:
         return Checkpoint.open(model or below(folder, "model.from", origin, "--model"))
     except (NodeError, UnsupportedModelError) as error:

@@ -112,15 +112,14 @@ def test_an_index_names_no_shard_elsewhere(data: Path, tmp_path: Path) -> None:
 def test_the_model_is_where_the_nodes_owner_says(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     run = RunFile.model_validate({"model": {"from": "/etc", "vocabulary": 64}})
-    mine = replace(setup().options, out=tmp_path)
-    assert find_checkpoint(run, mine) is None
+    assert find_checkpoint(run, None, tmp_path) is None
     assert "model.from = '/etc'" in caplog.text and "--model DIR says" in caplog.text
     with pytest.raises(NodeError, match=r"each node needs the checkpoint.*--model DIR"):
-        find_checkpoint(override(run, recovery__policy="redundant"), mine)
+        find_checkpoint(override(run, recovery__policy="redundant"), None, tmp_path)
     with pytest.raises(NodeError, match=f"--model: .*{tmp_path}"):
-        find_checkpoint(run, replace(mine, model=tmp_path))
+        find_checkpoint(run, tmp_path, tmp_path)
     with pytest.raises(NodeError, match="doesn't begin from a checkpoint; omit it"):
-        find_checkpoint(RunFile(), replace(mine, model=tmp_path))
+        find_checkpoint(RunFile(), tmp_path, tmp_path)
 
 
 def test_checkpoints_are_where_the_nodes_owner_says(own: Path, tmp_path: Path) -> None:
