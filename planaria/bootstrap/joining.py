@@ -119,11 +119,10 @@ class Joining:
             stage, why = request.stage, f"stage {request.stage}, as requested"
         else:
             stage, why = self._choose(attempt)
-        stages = [] if stage is None else [stage, *self._also_saved(attempt, stage)]
         self._joined += 1
         member = Member(
             **{name: getattr(request, name) for name in (*PROPERTIES, "node", "standby")},
-            seats=[Seat(stage=stage) for stage in sorted(stages)],
+            seats=[] if stage is None else [Seat(stage=stage)],
             room=request.room or 1,
             joined=self._joined,
             block=attempt.block,
@@ -251,24 +250,6 @@ class Joining:
             raise Refused("UNAVAILABLE", f"{whose}, and the registry checks whether it is alive")
         return None
 
-    def _also_saved(self, attempt: JoinAttempt, stage: int) -> list[int]:
-        """The stages besides `stage` of which a node has saves, and no node the state, as many as
-        it has room for. Nodes that have nothing of them would guess them."""
-        request = attempt.request
-        wanted = [
-            other
-            for other in sorted(set(request.others) - {stage})
-            if other <= self._rules.stages
-            and not self._is_held(other)
-            and (other or self._rules.serves_stage_0(attempt.owner, request.data))
-            and self._members.unreachable(request.address, other) is None
-        ]
-        return wanted[: max(0, request.room - 1)] if stage == request.stage else []
-
-    def _is_held(self, stage: int) -> bool:
-        """Whether a node has the stage's state in a run that has begun."""
-        return self._driving.started and self._members.has_holder(stage)
-
     def _choose(self, attempt: JoinAttempt) -> tuple[int | None, str]:
         """A stage for a node that asked for none, and the reason; None: standby. The stage of its
         saves counts only while no node has its state."""
@@ -281,7 +262,8 @@ class Joining:
         vacant = [s for s in (*direct, *carried) if not staff.count[s]]
         fits = direct or carried
         saved = request.stage if request.HasField("stage") else None
-        if saved is not None and saved in fits and not self._is_held(saved):
+        held = self._driving.started and saved is not None and self._members.has_holder(saved)
+        if saved in fits and not held:
             return saved, f"stage {saved}, for which it has saves"
         if vacant:
             return vacant[0], f"stage {vacant[0]} was vacant"

@@ -110,7 +110,7 @@ class NodePlace:
     credentials: Credentials = PLAIN
     insecure: bool = False
     identity: Identity = field(default_factory=Identity.generate)  # over all its ids
-    saved: Sequence[int] = ()  # stages of its saves, of which `stage` is the first
+    saved: bool = False  # whether the stage is that of its saves
     room: int = 1  # seats that it can hold
     standby: bool = False  # whether it waits without a seat for a vacant one
     checkpoint: Checkpoint | None = None  # from which the run begins
@@ -286,8 +286,7 @@ class Node(Generic[M]):
                     run=self.run_id,
                     room=self.place.room,
                     standby=self.place.standby,
-                    saved=bool(self.place.saved),
-                    others=self.place.saved[1:],
+                    saved=self.place.saved,
                 ),
                 self.place.identity,
             )

@@ -57,7 +57,7 @@ from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps, loads
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
-from planaria.node.state.saves import newest_saved_stages
+from planaria.node.state.saves import newest_saved_stage
 from planaria.node.wire.naming import new_identity
 
 if TYPE_CHECKING:
@@ -426,12 +426,12 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
     """Raises RegistryUnreachable: no route leads to it."""
     options, addresses = setup.options, setup.addresses
-    stage, saved = options.stage, list[int]()
+    stage, saved = options.stage, False
     if stage is None and options.saves is not None:
-        saved = newest_saved_stages(options.saves)
+        stage = newest_saved_stage(options.saves)
+        saved = stage is not None
         if saved:
-            stage, names = saved[0], ", ".join(map(str, sorted(saved)))
-            log.info("asking for stage %s, of which %s has saves", names, options.saves)
+            log.info("asking for stage %d, of which %s has saves", stage, options.saves)
     place = NodePlace(
         stage=stage,
         listen=str(addresses.listen),

@@ -90,7 +90,6 @@ class Swarm:
         room: int = 1,
         standby: bool = False,
         saved: bool = False,
-        others: Sequence[int] = (),
         host: str = "",
         block: str = "",
         owner: bool = True,
@@ -109,7 +108,6 @@ class Swarm:
             room=room,
             standby=standby,
             saved=saved,
-            others=others,
             host=host,
         )
         reply, effects = join(self.machine, request, self.now, block, owner)
@@ -172,11 +170,9 @@ class Swarm:
         self.wait(0.1)
         return self.join(newcomer, question=asked.question, **join)  # type: ignore[arg-type]
 
-    def stages(self, node: str) -> list[int]:
-        return stages_of(next(m for m in self.view.members if m.node == node))
-
     def stage(self, node: str) -> int | None:
-        return next(iter(self.stages(node)), None)
+        member = next(m for m in self.view.members if m.node == node)
+        return next(iter(stages_of(member)), None)
 
     def report(self, node: str, complaints: Sequence[Complaint] = (), **seat: object) -> Report:
         """Of a node with one seat."""
@@ -256,22 +252,6 @@ def test_who_has_saves_of_a_stage_gets_it_while_nobody_has_its_state() -> None:
     assert (swarm.stage("f"), swarm.stage("g")) == (1, 1), "nobody has its state yet"
     swarm.join("h", 3, saved=True)
     assert swarm.stage("h") in (0, 1, 2), "the saves are of a stage that this run has not"
-
-
-def test_who_has_saves_of_several_stages_gets_all_that_nobody_has() -> None:
-    swarm = Swarm(stages=4, start_grace=1)
-    swarm.join("a", 1, saved=True, room=5)
-    swarm.join("b", 4, saved=True, others=[3, 2, 0, 3, 9], room=5)
-    assert swarm.stages("a") == [1]
-    assert swarm.stages("b") == [0, 2, 3, 4]
-    for node in "ab":
-        swarm.renew(node, report=swarm.report(node, committed=7))
-    swarm.after(swarm.machine.leave("b", "", swarm.now))
-    assert swarm.stages("a") == [0, 1, 2, 3, 4], "but it has only the state of one"
-    swarm.join("c", 4, saved=True, others=[1, 2, 3], room=3, owner=False)
-    assert swarm.stages("c") == [2, 3, 4], "of stage 1 another node has the state"
-    swarm.join("d", 3, saved=True, others=[0, 2])
-    assert len(swarm.stages("d")) == 1, "it has room for one"
 
 
 def test_stage_0_needs_the_data() -> None:

@@ -120,7 +120,7 @@ class Node(shipped.Node["VirtualMachine"]):
             out=None,
             host=host.name,
             identity=key_of(host.name),
-            saved=[stage] if stage is not None and host.stage is None else [],
+            saved=stage is not None and host.stage is None,
             room=host.room,
             tick=TICK,
         )

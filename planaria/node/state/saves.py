@@ -778,12 +778,9 @@ def _as_bytes(text: bytes) -> Bytes:
 # The folder
 
 
-def newest_saved_stages(folder: Path) -> list[int]:
-    """The stages in a node's folder with saves of the newest step, the last one first. Raises
-    OSError."""
-    saved = _saved_stages(folder)
-    newest = max((save for save, _ in saved), default=None)
-    return sorted((stage for save, stage in saved if save == newest), reverse=True)
+def newest_saved_stage(folder: Path) -> int | None:
+    """The stage saved last in a node's folder; None: it has no saves. Raises OSError."""
+    return max(_saved_stages(folder), default=(None, None))[1]
 
 
 def saved_run(folder: Path) -> str:
