@@ -101,7 +101,7 @@ class Joining:
             return Asked(*self._isolation.ask(request, others, now))
         self._check_block(instance, attempt.block, replaced)
         self._check_limits(len(replaced), attempt.arrived)
-        if _is_bound(request):
+        if request.HasField("stage"):
             self._check_stage(request, attempt.owner)
         why = f"restarted: {request.node} joined"
         return [
@@ -112,17 +112,17 @@ class Joining:
     def admit(self, attempt: JoinAttempt, now: float) -> Node:
         """Makes an admissible node a member or a standby."""
         request = attempt.request
-        stage: int | None
+        stages: Sequence[int]
         if request.standby:
-            stage, why = None, "standby, as requested"
-        elif _is_bound(request):
-            stage, why = request.stage, f"stage {request.stage}, as requested"
+            stages, why = (), "standby, as requested"
+        elif request.HasField("stage"):
+            stages, why = (request.stage,), f"stage {request.stage}, as requested"
         else:
-            stage, why = self._choose(attempt)
+            stages, why = self._choose(attempt)
         self._joined += 1
         member = Member(
             **{name: getattr(request, name) for name in (*PROPERTIES, "node", "standby")},
-            seats=[] if stage is None else [Seat(stage=stage)],
+            seats=[Seat(stage=stage) for stage in sorted(stages)],
             room=request.room or 1,
             joined=self._joined,
             block=attempt.block,
@@ -250,9 +250,9 @@ class Joining:
             raise Refused("UNAVAILABLE", f"{whose}, and the registry checks whether it is alive")
         return None
 
-    def _choose(self, attempt: JoinAttempt) -> tuple[int | None, str]:
-        """A stage for a node that asked for none, and the reason; None: standby. The stage of its
-        saves counts only while no node has its state."""
+    def _choose(self, attempt: JoinAttempt) -> tuple[Sequence[int], str]:
+        """Stages for a node that asked for none, and the reason; none: a standby. It gets one seat,
+        or as many as it has room for at stages of which it alone has a state, in its saves."""
         request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
         wanted = [s for s in numbers if staff.count[s] < self._rules.max_replicas]
@@ -261,21 +261,28 @@ class Joining:
         carried = served if self._members.has_relay() else direct
         vacant = [s for s in (*direct, *carried) if not staff.count[s]]
         fits = direct or carried
-        saved = request.stage if request.HasField("stage") else None
-        held = self._driving.started and saved is not None and self._members.has_holder(saved)
-        if saved in fits and not held:
-            return saved, f"stage {saved}, for which it has saves"
+        started, newest = self._driving.started, request.saves[:1]
+        saved = [
+            s
+            for s in request.saves
+            if s in fits
+            and not (self._members.has_holder(s) if started else staff.count[s] and s not in newest)
+        ]
+        if saved := saved[: request.room or 1]:
+            named = ", ".join(map(str, sorted(saved)))
+            return saved, f"stage{'s' * (len(saved) > 1)} {named}, for which it has saves"
         if vacant:
-            return vacant[0], f"stage {vacant[0]} was vacant"
+            return vacant[:1], f"stage {vacant[0]} was vacant"
         if fits:
-            return choose_among(fits, staff, place)
+            stage, why = choose_among(fits, staff, place)
+            return (stage,), why
         if not wanted:
-            return None, f"standby: every stage has {self._rules.max_replicas} nodes or more"
+            return (), f"standby: every stage has {self._rules.max_replicas} nodes or more"
         if not served:
             lacking = "lacks the run's data" if attempt.owner else "is not the run owner's"
-            return None, f"standby: only stage 0 has room, and the node {lacking}"
+            return (), f"standby: only stage 0 has room, and the node {lacking}"
         other = self._members.unreachable(request.address, served[0])
-        return None, (
+        return (), (
             "standby: it only dials out, and every stage with room needs a link to such a node "
             f"({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
@@ -300,18 +307,13 @@ def _check_request(request: JoinRequest) -> None:
 
 def _check_repeated(request: JoinRequest, member: Member) -> None:
     differs = any(getattr(request, name) != getattr(member, name) for name in PROPERTIES)
-    if differs or (_is_bound(request) and request.stage not in stages_of(member)):
+    if differs or (request.HasField("stage") and request.stage not in stages_of(member)):
         raise Refused(
             "ALREADY_EXISTS",
             f"node {request.node} is already a member, with other properties "
             f"({place_of(member)}, address {member.address or 'none'}); "
             "choose a new node id at each start",
         )
-
-
-def _is_bound(request: JoinRequest) -> bool:
-    """Whether the node accepts only the stage in its request."""
-    return request.HasField("stage") and not request.saved
 
 
 def gone(name: str, history: History) -> Refused:

@@ -190,7 +190,7 @@ class Quarantined(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., why: _Optional[str] = ..., times: _Optional[int] = ..., divergences: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "room", "standby", "saved", "run", "key", "signature")
+    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "room", "standby", "saves", "run", "key", "signature")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -203,7 +203,7 @@ class JoinRequest(_message.Message):
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
-    SAVED_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
@@ -219,11 +219,11 @@ class JoinRequest(_message.Message):
     answered: _containers.RepeatedScalarFieldContainer[str]
     room: int
     standby: bool
-    saved: bool
+    saves: _containers.RepeatedScalarFieldContainer[int]
     run: str
     key: bytes
     signature: bytes
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saved: _Optional[bool] = ..., run: _Optional[str] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saves: _Optional[_Iterable[int]] = ..., run: _Optional[str] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine", "key", "packed")

@@ -110,7 +110,7 @@ class NodePlace:
     credentials: Credentials = PLAIN
     insecure: bool = False
     identity: Identity = field(default_factory=Identity.generate)  # over all its ids
-    saved: bool = False  # whether the stage is that of its saves
+    saves: Sequence[int] = ()  # stages of which it has saves, the newest first
     room: int = 1  # seats that it can hold
     standby: bool = False  # whether it waits without a seat for a vacant one
     checkpoint: Checkpoint | None = None  # from which the run begins
@@ -286,7 +286,7 @@ class Node(Generic[M]):
                     run=self.run_id,
                     room=self.place.room,
                     standby=self.place.standby,
-                    saved=self.place.saved,
+                    saves=self.place.saves,
                 ),
                 self.place.identity,
             )

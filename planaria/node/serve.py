@@ -57,7 +57,7 @@ from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps, loads
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
-from planaria.node.state.saves import newest_saved_stage
+from planaria.node.state.saves import saved_stages
 from planaria.node.wire.naming import new_identity
 
 if TYPE_CHECKING:
@@ -426,14 +426,14 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
     """Raises RegistryUnreachable: no route leads to it."""
     options, addresses = setup.options, setup.addresses
-    stage, saved = options.stage, False
-    if stage is None and options.saves is not None:
-        stage = newest_saved_stage(options.saves)
-        saved = stage is not None
-        if saved:
-            log.info("asking for stage %d, of which %s has saves", stage, options.saves)
+    saves: list[int] = []
+    if options.stage is None and options.saves is not None:
+        saves = saved_stages(options.saves)
+        if saves:
+            named = ", ".join(map(str, saves))
+            log.info("asking for stage %s, of which %s has saves", named, options.saves)
     place = NodePlace(
-        stage=stage,
+        stage=options.stage,
         listen=str(addresses.listen),
         advertise=str(addresses.advertise or addresses.listen),
         device=device,
@@ -445,7 +445,7 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
         credentials=setup.credentials,
         insecure=options.insecure,
         standby=options.standby,
-        saved=saved,
+        saves=saves,
     )
     if addresses.dials_only:
         return replace(place, listen=None, advertise="")

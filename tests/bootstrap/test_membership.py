@@ -89,7 +89,7 @@ class Swarm:
         key: str | bytes = "",
         room: int = 1,
         standby: bool = False,
-        saved: bool = False,
+        saves: Sequence[int] = (),
         host: str = "",
         block: str = "",
         owner: bool = True,
@@ -107,7 +107,7 @@ class Swarm:
             key=key if isinstance(key, bytes) else (key or node).encode(),
             room=room,
             standby=standby,
-            saved=saved,
+            saves=saves,
             host=host,
         )
         reply, effects = join(self.machine, request, self.now, block, owner)
@@ -237,21 +237,36 @@ def test_a_join_that_makes_no_sense_is_refused(asked: dict[str, Any], code: str,
 
 def test_who_has_saves_of_a_stage_gets_it_while_nobody_has_its_state() -> None:
     swarm = Swarm(stages=2, start_grace=1)
-    swarm.join("a", 2, saved=True)
-    swarm.join("b", 2, saved=True)
+    swarm.join("a", saves=[2])
+    swarm.join("b", saves=[2])
     assert (swarm.stage("a"), swarm.stage("b")) == (2, 2), "the run has not begun"
     swarm.join("c", 0)
     swarm.join("d", 1)
     for node in "abcd":
         swarm.renew(node, report=swarm.report(node, committed=7))
-    swarm.join("e", 2, saved=True)
+    swarm.join("e", saves=[2])
     assert swarm.stage("e") == 0, "stage 2 has two already"
     swarm.after(swarm.machine.leave("d", "", swarm.now))
-    swarm.join("f", 1, saved=True)
-    swarm.join("g", 1, saved=True)
+    swarm.join("f", saves=[1])
+    swarm.join("g", saves=[1])
     assert (swarm.stage("f"), swarm.stage("g")) == (1, 1), "nobody has its state yet"
-    swarm.join("h", 3, saved=True)
+    swarm.join("h", saves=[3])
     assert swarm.stage("h") in (0, 1, 2), "the saves are of a stage that this run has not"
+
+
+def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
+    swarm = Swarm(stages=4, start_grace=1)
+    swarm.join("b", 1, room=5)
+    swarm.join("a", saves=[3, 0, 4, 2], room=5)
+    assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1]}
+    assert "stages 0, 2, 3, 4, for which it has saves" in swarm.view.reason
+    swarm.open("a", "b")
+    for node in "ab":
+        swarm.renew(node, report=swarm.report(node, committed=7))
+    swarm.after(swarm.machine.leave("a", "killed", swarm.now))
+    assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}
+    swarm.join("c", saves=[3, 0, 4, 2, 1], room=3)
+    assert seats(swarm)["c"] == [0, 3, 4], "as many as it has room for, the newest"
 
 
 def test_stage_0_needs_the_data() -> None:
@@ -271,7 +286,7 @@ def test_stage_0_is_served_by_the_owners_nodes_only() -> None:
     with pytest.raises(Refused, match=r"only nodes of the run's owner.*--role owner"):
         swarm.join("s", 0, owner=False)
     for name, stage in (("b", 0), ("c", None), ("d", 0), ("e", None)):
-        swarm.join(name, stage, saved=stage is not None, room=3, owner=False)
+        swarm.join(name, saves=[] if stage is None else [stage], room=3, owner=False)
     waiting = "stage 0 is vacant: waiting for a node of the run's owner (`planaria node --join @"
     assert (seats(swarm)["d"], waiting in swarm.view.reason) == ([1], True)
     swarm.join("a", room=3)
@@ -285,7 +300,7 @@ def test_stage_0_is_served_by_the_owners_nodes_only() -> None:
         swarm.wait(1)
         for name in swarm.nodes():
             swarm.renew(name, report=swarm.report(name, phase="idle", committed=7))
-    swarm.join("f", saved=True, stage=0, room=3, owner=False)
+    swarm.join("f", saves=[0], room=3, owner=False)
     assert seats(swarm) == {n: s for n, s in before.items() if n != "a"} | {"f": [1]}
     assert (swarm.view.driver, waiting in swarm.view.reason) == ("", True)
     swarm.join("a2", key="a")

@@ -282,10 +282,8 @@ class Cluster:
 
     def _new_node(self, host: Host) -> None:
         assert host.process is not None
-        stage = host.stage
-        if stage is None and host.saves:
-            stage = self.files.stage_of(host.name)
-        host.node = Node(self, host, stage)
+        asks = host.stage is None and host.saves
+        host.node = Node(self, host, self.files.stages_of(host.name) if asks else ())
         host.process.check = host.node.validate
         self.world.say(host.node.name, f"starts on {host.name}")
         host.process.spawn(self._live(host, host.node))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -108,19 +108,19 @@ class Seat(Agent):
 class Node(shipped.Node["VirtualMachine"]):
     """A node that ships, on a host of the cluster."""
 
-    def __init__(self, cluster: Cluster, host: Host, stage: int | None) -> None:
+    def __init__(self, cluster: Cluster, host: Host, saves: Sequence[int]) -> None:
         assert host.process is not None
         self.cluster, self.process = cluster, host.process
         name = cluster.new_name()
         place = NodePlace(
-            stage=stage,
+            stage=host.stage,
             listen=None if host.dials_only else f"h{name}:1",
             advertise="" if host.dials_only else f"h{name}:1",
             device=torch.device("cpu"),
             out=None,
             host=host.name,
             identity=key_of(host.name),
-            saved=stage is not None and host.stage is None,
+            saves=saves,
             room=host.room,
             tick=TICK,
         )

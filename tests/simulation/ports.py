@@ -18,6 +18,7 @@ from planaria.node.machine.compute import kind_of
 from planaria.node.machine.watch import Hang, Watch
 from planaria.node.ports import Priority
 from planaria.node.report.line_file import LineFile
+from planaria.node.state.saves import newest_stages
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from simulation.fingerprints import chain_of
 from simulation.world import Process
@@ -142,14 +143,13 @@ class Files:
         common = set.intersection(*(chains[stage] for stage in range(stages + 1)))
         return max(common)[0] if common else None
 
-    def stage_of(self, owner: str) -> int | None:
+    def stages_of(self, owner: str) -> list[int]:
         """What the host served when it saved last."""
-        newest = [
+        return newest_stages(
             (max(files), stage)
             for (kind, host, stage), files in self._files.items()
             if (kind, host) == ("save", owner) and files
-        ]
-        return max(newest)[1] if newest else None
+        )
 
 
 class LedgerDisks:

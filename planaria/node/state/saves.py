@@ -53,6 +53,7 @@ from planaria.node.ports import OpenDisk
 from planaria.node.report.line_file import STALLED
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import RECENT
 
 log = logging.getLogger(__name__)
 
@@ -778,9 +779,18 @@ def _as_bytes(text: bytes) -> Bytes:
 # The folder
 
 
-def newest_saved_stage(folder: Path) -> int | None:
-    """The stage saved last in a node's folder; None: it has no saves. Raises OSError."""
-    return max(_saved_stages(folder), default=(None, None))[1]
+def saved_stages(folder: Path) -> list[int]:
+    """The stages saved last in a node's folder, the newest first. Raises OSError."""
+    return newest_stages(_saved_stages(folder))
+
+
+def newest_stages(saves: Iterable[tuple[Age, int]]) -> list[int]:
+    """The stages of saves, the newest first, without those that lack `RECENT` steps."""
+    newest: dict[int, Age] = {}
+    for save, stage in sorted(saves, reverse=True):
+        newest.setdefault(stage, save)
+    last = max((save.step for save in newest.values()), default=0)
+    return [stage for stage, save in newest.items() if last - save.step <= RECENT]
 
 
 def saved_run(folder: Path) -> str:
