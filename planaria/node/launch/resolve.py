@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import subprocess
 from pathlib import Path
 
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
-from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
-from planaria.node.machine.imports import calling
-from planaria.node.machine.processes import describe_status
+from planaria.node.hugging_face.taking_in import check_tokenizer, in_other_process, take_in
 from planaria.node.model.checkpoint import some
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
@@ -23,8 +20,6 @@ from planaria.node.run_file import (
     DataSection,
     RunFile,
     RunFileError,
-    dumps,
-    loads,
     override,
 )
 from planaria.recovery.orders import partner
@@ -78,29 +73,19 @@ def resolve(run: RunFile) -> RunFile:
 def _with_parts(run: RunFile) -> RunFile:
     """Add `model.parts`, found by another process that builds `model.module`: this one needs
     neither torch nor that code. Raises RunFileError."""
-    command = calling("planaria.node.stage.own_code")
     try:
-        done = subprocess.run(
-            command,
-            input=dumps(run),
-            capture_output=True,
-            text=True,
-            timeout=BUILD_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
+        return in_other_process("planaria.node.stage.own_code", run, BUILD_SECONDS)
+    except TimeoutError as error:
         raise RunFileError(
             f"model.module = {run.model.module}: its model was not built within "
             f"{BUILD_SECONDS:.0f} s; build it faster, or give model.parts "
             "(docs/own-architecture.md)"
         ) from error
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [describe_status(done.returncode)])[-1]
+    except RunFileError as error:
         raise RunFileError(
-            f"model.module: {why}. A run file in which model.parts says what the code builds needs "
-            "none here: docs/own-architecture.md says how to make one"
-        )
-    return loads(done.stdout)
+            f"model.module: {error}. A run file in which model.parts says what the code builds "
+            "needs none here: docs/own-architecture.md says how to make one"
+        ) from error
 
 
 def _absolute(data: DataSection) -> DataSection:
