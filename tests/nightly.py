@@ -69,6 +69,7 @@ def pieces(seeds: int, seconds: int) -> Iterator[Piece]:
     for target in TARGETS:
         fuzz = *python, "tests.fuzz", target, "--seconds", str(seconds)
         yield Piece(f"fuzz {target} for {seconds} s", command=fuzz)
+    yield Piece("families of decoders", command=(*python, "planaria_lab.bench.decoders"))
     for folder in sorted({test.parent for test in ROOT.glob("**/tests/**/test_*.py")}):
         tests = map(str, sorted(folder.glob("test_*.py")))
         test = *OTHER_PROCESSOR, *python, "pytest", *tests

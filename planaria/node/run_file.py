@@ -211,17 +211,7 @@ class ModelSection(Section):
         """The run's own architecture, if it has one."""
         if self.parts is None:
             return Own(self.module) if self.module else None
-        parts = self.parts
-        return Own(
-            self.module or parts.source,
-            parts.source,
-            parts.ends,
-            parts.block,
-            parts.decoder,
-            parts.layers,
-            parts.others,
-            parts.kinds,
-        )
+        return Own(self.module or self.parts.source, **dict(self.parts))
 
     @model_validator(mode="after")
     def one_model(self) -> ModelSection:

@@ -12,14 +12,23 @@ from planaria.node.data.corpus import Corpus
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.taking_in import take_in_here
 from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.modules import with_weights
 from planaria.node.report.ledger import audit
-from planaria.node.run_file import from_fields
+from planaria.node.run_file import RunFile, RunFileError, from_fields, override
+from planaria.node.state.regroup import stages_of
+from planaria.node.state.saves import SaveError, find_saves
 from tests.node.model.test_decoder import content, saved
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
 from tests.swarm.test_in_process import losses, undisturbed
+
+
+def run_of(folder: Path, key: str) -> RunFile:
+    others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
+    model = {key: str(folder), "stages": 3, "context": 32}
+    return take_in_here(from_fields({**others, "model": model}))
 
 
 @pytest.mark.parametrize("key", ["from", "config"])
@@ -37,9 +46,7 @@ async def test_a_family_is_trained_healed_and_exported(
         saved(folder, kind, **sizes)
     else:
         (folder / "config.json").write_text(json.dumps(content(kind, **sizes)))
-    others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
-    model = {key: str(folder), "stages": 3, "context": 32}
-    run = take_in_here(from_fields({**others, "model": model}))
+    run = run_of(folder, key)
     checkpoint = Checkpoint.open(folder) if key == "from" else None
     async with LocalSwarm(run, corpus, out, checkpoint=checkpoint) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
@@ -70,3 +77,40 @@ async def test_a_family_is_trained_healed_and_exported(
     assert not any(report.values()), report
     ours = WholeModel.load(tmp_path / "again", torch.device("cpu"))
     assert torch.equal(ours.logits(tokens), logits)
+
+
+async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
+    corpus: Corpus, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of six layers the third has no experts: it is the first one of stage 2."""
+    sizes = {"num_hidden_layers": 6, "vocab_size": corpus.vocabulary}
+    (tmp_path / "config.json").write_text(json.dumps(content("qwen3_moe", **sizes)))
+    run = override(run_of(tmp_path, "config"), data__path=str(data))
+    config = run.config
+    assert len({config.trained_in(stage) for stage in range(1, 4)}) == 2
+    assert config.trained[1] == config.trained_in(1)
+    resolve(run)
+    assert (
+        "values of stage 2: layers of its neighbours differ, and the rest would begin anew "
+        "(model.layers.2.mlp.gate_proj.weight, "
+    ) in caplog.text
+    unlike = content("qwen3_moe", **sizes | {"num_hidden_layers": 4}, mlp_only_layers=[1])
+    (tmp_path / "config.json").write_text(json.dumps(unlike))
+    model = {"config": str(tmp_path), "stages": 4, "context": 32}
+    other = take_in_here(from_fields({"model": model}))
+    other = override(other, recovery__policy="checkfree+", data__path=str(data))
+    with pytest.raises(RunFileError, match="stage 1 would be estimated from stage 2, whose layers"):
+        resolve(other)
+    async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+    rebuilt = [e["method"] for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
+    assert rebuilt == ["checkfree"]
+    assert "tensors begin anew, since not all stages" in caplog.text
+    assert audit(tmp_path).exact
+    saves = find_saves(tmp_path / "saves")
+    assert stages_of(saves, config) == 3
+    with pytest.raises(SaveError, match="layers of this model differ in shape, so keep"):
+        stages_of(saves, override(run, model__stages=2).config)

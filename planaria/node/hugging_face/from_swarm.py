@@ -85,7 +85,7 @@ class LivingModel(LivingRun):
 
     async def read(self, stage: int, first: int, count: int) -> Tensor:
         """A slice of the stage's flat weights, float32 [count]. Raises ExportError."""
-        due = {WEIGHTS: self.config.trained[min(stage, 1)]}
+        due = {WEIGHTS: self.config.trained_in(stage)}
         age = Age(self.lineage, self.step)
         wanted = WantedState(stage, age, due, kind=PIN, part=(first, count))
         fetch = self._states.fetch(wanted, self.seats[stage], TRANSFER)

@@ -36,7 +36,6 @@ from planaria.node.model.config import (
 from planaria.node.model.shape import ModelConfig, matrix_names, model_config
 from planaria.node.run_file import (
     ModelSection,
-    PartsSection,
     RunFile,
     RunFileError,
     dumps,
@@ -81,28 +80,23 @@ def take_in(run: RunFile) -> RunFile:
         if folder is None or (complete and model.parts is not None):
             return run
         run = override(run, **{f"model__{key}": str(folder)})
-        return _in_other_process(run) if needs_transformers(folder) else take_in_here(run)
+        if not needs_transformers(folder):
+            return take_in_here(run)
+        return in_other_process("planaria.node.hugging_face.taking_in", run, TRIAL_SECONDS)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {name}: {error}") from error
 
 
-def _in_other_process(run: RunFile) -> RunFile:
-    """`take_in_here` in a process that may load transformers. Raises RunFileError."""
-    command = calling("planaria.node.hugging_face.taking_in")
+def in_other_process(module: str, run: RunFile, seconds: float) -> RunFile:
+    """What `main` of the module, which may load torch and more, makes of a run file. Raises
+    RunFileError with the last line of its errors, TimeoutError."""
+    command, text = calling(module), dumps(run)
     try:
         done = subprocess.run(
-            command,
-            input=dumps(run),
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_SECONDS,
-            check=False,
+            command, input=text, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise RunFileError(
-            f"model: its stages were not tried within {TRIAL_SECONDS:.0f} s: try again on a faster "
-            "machine"
-        ) from error
+        raise TimeoutError(f"not done within {seconds:.0f} s") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise RunFileError((lines or [describe_status(done.returncode)])[-1])
@@ -134,7 +128,7 @@ def take_in_here(run: RunFile) -> RunFile:
         content = run.model.content if len(run.model.content or ()) == stages + 1 else None
         run = override(run, **{f"model__{name}": value for name, value in fields.items()})
         if config.own is not None:
-            _try(run, folder)
+            _try(run)
         if checkpoint is None:
             return run
         if content is None:
@@ -158,13 +152,15 @@ def _shape(folder: Path) -> ModelConfig:
     return shape_of(decoder_of(folder))
 
 
-def _try(run: RunFile, folder: Path) -> None:
+def _try(run: RunFile) -> None:
     """Check that transformers' code can be cut into this run's stages. Raises RunFileError,
     UnsupportedModelError."""
-    from planaria.node.model.decoder import decoder_of
+    from planaria.node.model.decoder import Decoder
     from planaria.node.model.trial import check
 
-    decoder, lora, config = decoder_of(folder), run.training.lora, run.config
+    lora, config = run.training.lora, run.config
+    assert config.own is not None
+    decoder = Decoder(config.own.decoder)
     check(decoder, config.stages, config.block_causal)
     named = [name for name in lora.targets if name in matrix_names(config)] if lora else []
     if unfit := [name for name in named if name not in decoder.linear()]:
@@ -251,16 +247,8 @@ def figures_of(config: ModelConfig) -> dict[str, Any]:
     """The keys of [model] that define the model's shape."""
     if (own := config.own) is not None:
         names = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "positions")
-        parts = PartsSection(
-            source=own.source,
-            ends=own.ends,
-            block=own.block,
-            decoder=own.decoder,
-            layers=own.layers,
-            others=own.others,
-            kinds=own.kinds,
-        )
-        return {name: getattr(config, name) for name in names} | {"parts": parts.model_dump()}
+        parts = {name: value for name, value in own._asdict().items() if name != "module"}
+        return {**{name: getattr(config, name) for name in names}, "parts": parts}
     return {
         "vocabulary": config.vocabulary,
         "dim": config.dim,

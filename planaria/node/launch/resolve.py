@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
+import logging
 from pathlib import Path
 
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
-from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
-from planaria.node.machine.imports import calling
-from planaria.node.machine.processes import describe_status
+from planaria.node.hugging_face.taking_in import check_tokenizer, in_other_process, take_in
+from planaria.node.model.checkpoint import some
+from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.model.shape import matrix_names
-from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, dumps, loads, override
+from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, override
+from planaria.recovery.orders import partner
+
+log = logging.getLogger("planaria")
 
 SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
 """Prose in the package."""
@@ -64,29 +67,19 @@ def resolve(run: RunFile) -> RunFile:
 def _with_parts(run: RunFile) -> RunFile:
     """Add `model.parts`, found by another process that builds `model.module`: this one needs
     neither torch nor that code. Raises RunFileError."""
-    command = calling("planaria.node.stage.own_code")
     try:
-        done = subprocess.run(
-            command,
-            input=dumps(run),
-            capture_output=True,
-            text=True,
-            timeout=BUILD_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
+        return in_other_process("planaria.node.stage.own_code", run, BUILD_SECONDS)
+    except TimeoutError as error:
         raise RunFileError(
             f"model.module = {run.model.module}: its model was not built within "
             f"{BUILD_SECONDS:.0f} s; build it faster, or give model.parts "
             "(docs/own-architecture.md)"
         ) from error
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [describe_status(done.returncode)])[-1]
+    except RunFileError as error:
         raise RunFileError(
-            f"model.module: {why}. A run file in which model.parts says what the code builds needs "
-            "none here: docs/own-architecture.md says how to make one"
-        )
-    return loads(done.stdout)
+            f"model.module: {error}. A run file in which model.parts says what the code builds "
+            "needs none here: docs/own-architecture.md says how to make one"
+        ) from error
 
 
 def _absolute(data: DataSection) -> DataSection:
@@ -106,10 +99,41 @@ def check_policy(run: RunFile) -> None:
             f"recovery.policy = {name} swaps the first two and the last two body stages, so it "
             f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
         )
+    if policy.guesses and run.model.origin is None:
+        _check_alike(run)
     if policy.checkpoints and not run.recovery.checkpoint.dir:
         raise RunFileError(
             f"recovery.policy = {name} needs recovery.checkpoint.dir, a folder that all nodes share"
         )
+
+
+def _check_alike(run: RunFile) -> None:
+    """Say what a guess of each stage lacks where layers differ along the depth. Raises RunFileError
+    for a stage of which nothing can be guessed."""
+    name, config = run.recovery.policy, run.config
+    if config.own is None or not config.own.others:
+        return
+    for stage in range(1, config.stages + 1):
+        others = [of for of in (stage - 1, stage + 1) if 0 < of <= config.stages]
+        other = partner(stage, config.stages) if run.policy.swapped else None
+        if other is not None:  # which computes in its place
+            others = [other]
+        rows = list(zip(*(counterparts(config, stage, of) for of in others), strict=True))
+        lacking = [row[0][0] for row in rows if any(weight is None for _, weight in row)]
+        if rows and (len(lacking) == len(rows) or (lacking and other is not None)):
+            raise RunFileError(
+                f"recovery.policy = {name}: stage {stage} would be estimated from stage "
+                f"{' and '.join(map(str, others))}, whose layers have other shapes: use snapshot, "
+                "or other model.stages"
+            )
+        if lacking:
+            size = sum(weight.size for weight in lacking)
+            log.warning(
+                "recovery.policy = %s can estimate %s of the %s values of stage %d: layers of its "
+                "neighbours differ, and the rest would begin anew (%s). With snapshot all are kept",
+                *(name, f"{config.trained_in(stage) - size:,}", f"{config.trained_in(stage):,}"),
+                *(stage, some([weight.name for weight in lacking])),
+            )
 
 
 def _check_lora(run: RunFile) -> None:

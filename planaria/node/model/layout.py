@@ -37,6 +37,27 @@ def adapters(config: ModelConfig) -> list[Weight]:
     return [weight for stage in stages for weight in _laid(stage, trained_shapes(config, stage))]
 
 
+def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weight, Weight | None]]:
+    """Each trained tensor of the body stage, and that at its place in the other one; None: it has
+    another shape there, or is missing."""
+
+    def placed(of: int) -> dict[str, Weight]:
+        first, names = (of - 1) * config.layers_per_stage, {}
+        for weight in _laid(of, trained_shapes(config, of)):
+            start, _, rest = weight.name.partition(f"{_list_name(config)}.")
+            number, _, name = rest.partition(".")
+            names[f"{start}{int(number) - first}.{name}"] = weight
+        return names
+
+    there = placed(other)
+    pairs = ((weight, there.get(name)) for name, weight in placed(stage).items())
+    return [(w, found if found and found.shape == w.shape else None) for w, found in pairs]
+
+
+def _list_name(config: ModelConfig) -> str:
+    return "model.layers" if config.own is None else config.own.layers
+
+
 def _laid(stage: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:
     offset = 0
     for name, shape in shapes.items():

@@ -282,11 +282,10 @@ class ModelConfig:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Number of parameters of stage 0, and of a body stage."""
+        """Number of parameters of stage 0, and of the largest body stage."""
         if self.own is not None:
             ends, *bodies = (
-                sum(map(math.prod, named_shapes(self, stage).values()))
-                for stage in range(self.stages + 1 if self.own.others else 2)
+                sum(map(math.prod, named_shapes(self, stage).values())) for stage in self._unlike
             )
             return ends, max(bodies)
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -301,12 +300,21 @@ class ModelConfig:
 
     @property
     def trained(self) -> tuple[int, int]:
-        """Number of trained parameters of stage 0, and of a body stage."""
+        """Number of trained parameters of stage 0, and of the largest body stage."""
         if self.lora is None:
             return self.parameters
-        shapes_of_stages = [trained_shapes(self, stage).values() for stage in (0, 1)]
-        first, body = (sum(map(math.prod, shapes)) for shapes in shapes_of_stages)
-        return first, body
+        first, *bodies = map(self.trained_in, self._unlike)
+        return first, max(bodies)
+
+    def trained_in(self, stage: int) -> int:
+        """Number of trained parameters of a stage, whose layers may be unlike other stages'."""
+        return sum(map(math.prod, trained_shapes(self, stage).values()))
+
+    @property
+    def _unlike(self) -> range:
+        """Stages with shapes of their own: 0, 1, and more where layers differ along the depth."""
+        unlike = self.own is not None and self.own.others
+        return range(self.stages + 1 if unlike else 2)
 
     @property
     def stage_bytes(self) -> tuple[int, int]:

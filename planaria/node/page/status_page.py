@@ -251,7 +251,7 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
         seats = state.at(stage)
         links = seats[0].entry.report.links
         if len(seats) == 1 and links:
-            parameters = config.trained[min(stage, 1)]
+            parameters = config.trained_in(stage)
             rtt = max(link.rtt_ms for link in links) / 1e3
             mbps = min(link.mbps for link in links)
             heirs.append(Handover(stage, parameters, step, rtt, mbps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -15,9 +16,16 @@ from planaria.node.data.corpus import UNSCORED
 from planaria.node.data.mixture import Data
 from planaria.node.data.tokenizer import part_of
 from planaria.node.model.architecture import Architecture
-from planaria.node.model.checkpoint import Checkpoint, digest
+from planaria.node.model.checkpoint import Checkpoint, digest, some
+from planaria.node.model.layout import counterparts
 from planaria.node.model.lora import Frozen, copied
-from planaria.node.model.modules import BodyStage, EmbeddingStage, Stage, with_weights
+from planaria.node.model.modules import (
+    BodyStage,
+    EmbeddingStage,
+    Stage,
+    build_stage,
+    with_weights,
+)
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned
 from planaria.node.stage.initial import Beginning, NotHereError
@@ -40,6 +48,8 @@ from planaria.recovery.snapshot import Layout
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
+
+log = logging.getLogger("planaria")
 
 
 class TorchStage:
@@ -153,9 +163,38 @@ class TorchStage:
             checkfree.Trained(stage, state.tensors["weights"], state.omega)
             for stage, state in zip(stages, states, strict=True)
         ]
-        weights, self._omega = checkfree.guess(self.stage, sync.method, sources)
+        weights, self._omega = self._guess(sync.method, sources)
         self.optimizer.load([("weights", weights)], 0)
         return self._learned()
+
+    def _guess(self, method: str, sources: Sequence[checkfree.Trained]) -> tuple[Tensor, float]:
+        """`checkfree.guess` of each tensor that all sources have in its shape, at its place. Others
+        begin anew, and are named in the log."""
+        by_source = [counterparts(self.config, self.stage, source.stage) for source in sources]
+        rows = list(zip(*by_source, strict=True))
+        if all(found and found.first == own.first for row in rows for own, found in row):
+            return checkfree.guess(self.stage, method, sources)
+        initial = build_stage(self.config, self.stage, self.run.seed, self._beginning.own)
+        weights = torch.cat([part.detach().flatten() for part in initial.parameters()])
+        lacking, omega = [], 0.0
+        for row in rows:
+            own = row[0][0]
+            found = [weight for _, weight in row if weight is not None]
+            if len(found) < len(sources):
+                lacking.append(own.name)
+                continue
+            parts = [
+                source._replace(weights=source.weights[weight.first :][: weight.size])
+                for source, weight in zip(sources, found, strict=True)
+            ]
+            part, omega = checkfree.guess(self.stage, method, parts)
+            weights[own.first :][: own.size] = part
+        log.warning(
+            "stage %d: %d of %d tensors begin anew, since not all stages that it is estimated from "
+            "have them in the same shape: %s",
+            *(self.stage, len(lacking), len(rows), some(lacking)),
+        )
+        return weights, omega
 
     def _check_origin(self, weights: Tensor, giver: str) -> None:
         """Check that these are the run's initial weights. Raises ComplaintError."""

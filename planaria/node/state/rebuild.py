@@ -198,10 +198,10 @@ class Rebuilding:
         by_stage: dict[int, list[pb.Source]] = {}
         for source in sync.sources:
             by_stage.setdefault(source.stage, []).append(source)
-        tensors = self.arithmetic.tensors  # a guess is made from stages of the same form
+        tensors = self.arithmetic.tensors
         if sync.method == "twin" and self.holdings.twin is not None:
             tensors = self.holdings.twin.state.tensors
-        expected = {name: tensor.numel() for name, tensor in tensors.items()}
+        own = {name: tensor.numel() for name, tensor in tensors.items()}
         received = dict.fromkeys(by_stage, 0)
         report = self._fetching(sync)
         report(0)
@@ -211,6 +211,8 @@ class Rebuilding:
             report(sum(received.values()))
 
         def fetch(stage: int, sources: list[pb.Source]) -> Coroutine[Any, Any, Delivery]:
+            guessed = sync.method in INEXACT and stage != self.stage  # its layers may differ
+            expected = dict.fromkeys(own, self.config.trained_in(stage)) if guessed else own
             wanted = WantedState(
                 stage,
                 Age(sources[0].lineage, sources[0].step),

@@ -133,7 +133,7 @@ def averaging_of(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
         return Signing(seat.ports.identity, seat.member.view)
 
     audited = signing if seat.stage > 0 and seat.run.trust.gradients != "off" else None
-    size, progress = seat.config.trained[1], seat.run.swarm.progress
+    size, progress = seat.config.trained_in(max(1, seat.stage)), seat.run.swarm.progress
     return (
         Averaging(seat.exchanges, seat.send, coding, some, audited),
         Auditor(seat.exchanges, coding, size, signing, progress),

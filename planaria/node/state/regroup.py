@@ -88,9 +88,25 @@ def moment_scale(decay: float, before: int, after: int) -> float:
     return (1 - decay**after) / (1 - decay**before) if before else 1.0
 
 
+def _stages_as_they_are(saves: Iterable[SaveFile], config: ModelConfig) -> int:
+    """`stages_of` for layers that differ along the depth: other stages can't be made of them."""
+    for save in saves:
+        values, stage = save.tensors.get("weights", 0), save.state.id.stage
+        wanted = config.trained_in(stage) if stage <= config.stages else 0
+        if values != wanted:
+            raise SaveError(
+                f"{save.path} has {values} weights, and stage {stage} of {config.stages} has "
+                f"{wanted}: layers of this model differ in shape, so keep model.stages, and name "
+                "only saves of this model"
+            )
+    return config.stages
+
+
 def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
     """The number of body stages of one run's saves. Raises SaveError if they are of another
     model than `config`."""
+    if config.own is not None and config.own.others:
+        return _stages_as_they_are(saves, config)
     first, body = config.trained
     layer = body // config.layers_per_stage
     layer_counts = set()

@@ -36,6 +36,13 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6},
     "gpt2": {},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "mlp_only_layers": [2],
+    },
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {},
