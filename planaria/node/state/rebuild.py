@@ -211,8 +211,9 @@ class Rebuilding:
             report(sum(received.values()))
 
         def fetch(stage: int, sources: list[pb.Source]) -> Coroutine[Any, Any, Delivery]:
-            guessed = sync.method in INEXACT and stage != self.stage  # its layers may differ
-            expected = dict.fromkeys(own, self.config.trained_in(stage)) if guessed else own
+            shape = self.config.own  # whose layers may differ
+            differs = shape is not None and bool(shape.others) and sync.method in INEXACT
+            expected = dict.fromkeys(own, self.config.trained_in(stage)) if differs else own
             wanted = WantedState(
                 stage,
                 Age(sources[0].lineage, sources[0].step),
