@@ -211,8 +211,9 @@ class Rebuilding:
             report(sum(received.values()))
 
         def fetch(stage: int, sources: list[pb.Source]) -> Coroutine[Any, Any, Delivery]:
-            guessed = sync.method in INEXACT and stage != self.stage  # its layers may differ
-            expected = dict.fromkeys(own, self.config.trained_in(stage)) if guessed else own
+            expected = own
+            if sync.method in INEXACT and stage != self.stage and not self.config.alike:
+                expected = dict.fromkeys(own, self.config.trained_in(stage))
             wanted = WantedState(
                 stage,
                 Age(sources[0].lineage, sources[0].step),
