@@ -99,7 +99,7 @@ def check_policy(run: RunFile) -> None:
             f"recovery.policy = {name} swaps the first two and the last two body stages, so it "
             f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
         )
-    if policy.guesses and run.model.origin is None:
+    if policy.guesses and run.model.origin is None and not run.config.alike:
         _check_alike(run)
     if policy.checkpoints and not run.recovery.checkpoint.dir:
         raise RunFileError(
@@ -111,8 +111,6 @@ def _check_alike(run: RunFile) -> None:
     """Say what a guess of each stage lacks where layers differ along the depth. Raises RunFileError
     for a stage of which nothing can be guessed."""
     name, config = run.recovery.policy, run.config
-    if config.own is None or not config.own.others:
-        return
     for stage in range(1, config.stages + 1):
         others = [of for of in (stage - 1, stage + 1) if 0 < of <= config.stages]
         other = partner(stage, config.stages) if run.policy.swapped else None

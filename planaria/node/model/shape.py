@@ -311,10 +311,14 @@ class ModelConfig:
         return sum(map(math.prod, trained_shapes(self, stage).values()))
 
     @property
+    def alike(self) -> bool:
+        """Whether the parameters of all layers have the same shapes."""
+        return self.own is None or not self.own.others
+
+    @property
     def _unlike(self) -> range:
         """Stages with shapes of their own: 0, 1, and more where layers differ along the depth."""
-        unlike = self.own is not None and self.own.others
-        return range(self.stages + 1 if unlike else 2)
+        return range(2 if self.alike else self.stages + 1)
 
     @property
     def stage_bytes(self) -> tuple[int, int]:

@@ -211,9 +211,9 @@ class Rebuilding:
             report(sum(received.values()))
 
         def fetch(stage: int, sources: list[pb.Source]) -> Coroutine[Any, Any, Delivery]:
-            shape = self.config.own  # whose layers may differ
-            differs = shape is not None and bool(shape.others) and sync.method in INEXACT
-            expected = dict.fromkeys(own, self.config.trained_in(stage)) if differs else own
+            expected = own
+            if sync.method in INEXACT and stage != self.stage and not self.config.alike:
+                expected = dict.fromkeys(own, self.config.trained_in(stage))
             wanted = WantedState(
                 stage,
                 Age(sources[0].lineage, sources[0].step),

@@ -105,7 +105,7 @@ def _stages_as_they_are(saves: Iterable[SaveFile], config: ModelConfig) -> int:
 def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
     """The number of body stages of one run's saves. Raises SaveError if they are of another
     model than `config`."""
-    if config.own is not None and config.own.others:
+    if not config.alike:
         return _stages_as_they_are(saves, config)
     first, body = config.trained
     layer = body // config.layers_per_stage

@@ -54,6 +54,21 @@ def test_a_run_has_the_shape_and_each_stage_the_weights_of_the_checkpoint(tmp_pa
         assert torch.equal(torch.cat(found), wanted)
 
 
+@CONFIGS
+def test_a_config_alone_gives_the_shape_of_a_model_with_new_weights(tmp_path, config) -> None:
+    exported(tmp_path, config)
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    run = take_in(from_fields({"model": {"config": str(tmp_path), "stages": 3, "context": 24}}))
+    rate = of(RunFile(model=run.model)).learning_rate
+    assert of(run) == replace(config, positions=of(run).positions, learning_rate=rate)
+    assert run.model.content is None
+    with pytest.raises(RunFileError, match=r"model\.from = .*has no readable model"):
+        take_in(run_from(tmp_path, stages=3))
+    with pytest.raises(RunFileError, match="and from, module or preset are two models: leave one"):
+        run_from(tmp_path, config=str(tmp_path))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype) -> None:
     exported(tmp_path, QWEN2)

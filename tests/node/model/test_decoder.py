@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.taking_in import take_in_here
+from planaria.node.hugging_face.taking_in import take_in, take_in_here
 from planaria.node.model import trial
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
@@ -170,6 +170,15 @@ def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
     assert first.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not first.layers[0].input_layernorm.weight.any()  # Gemma adds 1
     assert not any(part.any() for part in empty_stage(run.config, 1, own).parameters())
+
+
+def test_another_process_takes_it_in_and_says_what_is_wrong(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content("opt")))
+    model = {"config": str(tmp_path), "stages": 2, "context": 24}
+    assert take_in(from_fields({"model": model})) == take_in_here(from_fields({"model": model}))
+    refusal = r"model\.config = .*: OPTForCausalLM of .* with documents kept apart, computes logits"
+    with pytest.raises(RunFileError, match=refusal):
+        take_in(from_fields({"model": model | {"attn_mask_type": "block_causal"}}))
 
 
 def test_another_version_of_transformers_is_refused(tmp_path) -> None:
