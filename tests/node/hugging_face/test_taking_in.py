@@ -63,7 +63,7 @@ def test_a_config_alone_gives_the_shape_of_a_model_with_new_weights(tmp_path, co
     rate = of(RunFile(model=run.model)).learning_rate
     assert of(run) == replace(config, positions=of(run).positions, learning_rate=rate)
     assert run.model.content is None
-    with pytest.raises(RunFileError, match=r"model\.from = .*has no readable model"):
+    with pytest.raises(RunFileError, match=r"^model\.from = .*safetensors is missing: "):
         take_in(run_from(tmp_path, stages=3))
     with pytest.raises(RunFileError, match="and from, module or preset are two models: leave one"):
         run_from(tmp_path, config=str(tmp_path))
