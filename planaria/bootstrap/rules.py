@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planaria.bootstrap.failure_domains import is_block
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.operator_orders import problem_with_changes
 from planaria.bootstrap.quarantine import MOST_KEPT
-from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.registry_pb2 import Change, View
 from planaria.bootstrap.spelling import first_misspelt
 from planaria.recovery.policy import POLICIES, Policy
 
@@ -66,6 +68,20 @@ class MembershipRules:
         """Whether a node may serve stage 0. `owner`: the run's owner started it; `data`: content
         hash of its data."""
         return owner and (not self.data or data == self.data)
+
+
+class Resettled(NamedTuple):
+    """A run after changes of its settings."""
+
+    run_file: str
+    rules: MembershipRules
+    number: int  # of the newest change
+    described: Sequence[str]  # what the changes change, in sentences
+
+
+Resettle = Callable[[str, Sequence[Change]], Resettled]
+"""Applies to a run file those changes that it lacks and that aren't pending. Raises ValueError if
+they can't be."""
 
 
 def problem_with(view: View, rules: MembershipRules) -> str:

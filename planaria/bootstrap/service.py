@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext,
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
@@ -71,7 +71,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.reply_budget import ReplyBudget
-from planaria.bootstrap.rules import PROTOCOL, MembershipRules
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
@@ -111,20 +111,6 @@ class Limits:
 
 
 ViewStore = Journal | Store  # durable storage of views before they are published
-
-
-class Resettled(NamedTuple):
-    """A run after changes of its settings."""
-
-    run_file: str
-    rules: MembershipRules
-    number: int  # of the newest change
-    described: Sequence[str]  # what the changes change, in sentences
-
-
-Resettle = Callable[[str, Sequence[Change]], Resettled]
-"""Applies to a run file those changes that it lacks and that aren't pending. Raises ValueError if
-they can't be."""
 
 
 class RegistryServer:
@@ -261,7 +247,7 @@ class RegistryServer:
             raise Refused("INVALID_ARGUMENT", reason)
         if not described:
             raise Refused("INVALID_ARGUMENT", "the run has these settings already")
-        return number, ["once each stage has saved its step:", *described[1:]]
+        return number, ["once each stage has saved its step:", *described]
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""

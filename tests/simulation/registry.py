@@ -13,7 +13,7 @@ from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import Invites
 from planaria.bootstrap.journal import JournalError
-from planaria.bootstrap.rules import MembershipRules
+from planaria.bootstrap.rules import MembershipRules, Resettle
 from planaria.bootstrap.service import RegistryServer
 from planaria.bootstrap.views import apply, difference
 from simulation.transport import MemoryTransport
@@ -67,6 +67,8 @@ class Registry:
 
     name = "registry"
     addresses: tuple[str, ...] = (ADDRESS,)
+    run_file = ""
+    resettle: Resettle | None = None
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.world = cluster, cluster.world
@@ -94,7 +96,9 @@ class Registry:
 
     def make_server(self, journal: Any) -> RegistryServer:
         admission: Any = SimpleNamespace(key=KEY, invites=Invites(), certifies=False)
-        return RegistryServer(self.rules, "", journal, admission=admission)
+        return RegistryServer(
+            self.rules, self.run_file, journal, admission=admission, resettle=self.resettle
+        )
 
     def take_note(self, view: pb.View) -> None:
         """A view is issued."""

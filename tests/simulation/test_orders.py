@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.operator_orders import changes_in_force
-from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN, Change, View
-from planaria.bootstrap.service import RegistryServer, Resettled
-from planaria.node.launch.settings import describe_change, with_changes
-from planaria.node.run_file import dumps, loads
+from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN, View
+from planaria.bootstrap.rules import MembershipRules
+from planaria.node.launch.settings import resettled, with_changes
+from planaria.node.run_file import RunFile, dumps
 from planaria.node.transaction.rules import TransactionRules
-from simulation.cluster import Host
+from simulation.cluster import Cluster, Host
 from simulation.ports import Files
 from simulation.registry import Registry
 from simulation.scenario import LONGEST, Result, Scenario, run
@@ -87,12 +87,18 @@ class Commanded(Scenario):
         return Result("stopped by its operator", world.now, cluster.counts)
 
 
-def test_a_run_that_is_paused_holds_and_one_that_is_stopped_is_saved_whole() -> None:
+def several(kind: type[Scenario]) -> tuple[Counter[str], Counter[str]]:
+    """What happened in six runs, and how they ended."""
     counts, outcomes = Counter[str](), Counter[str]()
     for seed in range(6):
-        result = run(seed, kind=Commanded)
+        result = run(seed, kind=kind)
         counts += result.counts
         outcomes[result.outcome] += 1
+    return counts, outcomes
+
+
+def test_a_run_that_is_paused_holds_and_one_that_is_stopped_is_saved_whole() -> None:
+    counts, outcomes = several(Commanded)
     assert counts["held"] > 2
     assert outcomes["stopped by its operator"]
 
@@ -100,22 +106,13 @@ def test_a_run_that_is_paused_holds_and_one_that_is_stopped_is_saved_whole() -> 
 class ChangingRegistry(Registry):
     """Its cluster goes by the settings in its views."""
 
-    def make_server(self, journal: Any) -> RegistryServer:
-        server = super().make_server(journal)
-        return RegistryServer(
-            self.rules,
-            dumps(self.cluster.run),
-            journal,
-            admission=server._admission,
-            resettle=self.resettle,
-        )
+    def __init__(self, cluster: Cluster) -> None:
+        self.run_file = dumps(cluster.run)
+        self.resettle = partial(resettled, self._rules_of)
+        super().__init__(cluster)
 
-    def resettle(self, run_file: str, changes: Sequence[Change]) -> Resettled:
-        before = loads(run_file)
-        run = with_changes(before, changes)
-        described = describe_change(before, run) if run != before else []
-        rules = replace(self.rules, steps=run.steps)
-        return Resettled(dumps(run), rules, len(run.changes), described)
+    def _rules_of(self, run: RunFile) -> MembershipRules:
+        return replace(self.rules, steps=run.steps)
 
     def fill_disk(self, seconds: float) -> None:
         """Not here: a change that no disk has is undone with its registry."""
@@ -172,10 +169,6 @@ class Changed(Scenario):
 
 
 def test_settings_change_at_a_commit_for_all_and_training_goes_on() -> None:
-    counts, outcomes = Counter[str](), Counter[str]()
-    for seed in range(6):
-        result = run(seed, kind=Changed)
-        counts += result.counts
-        outcomes[result.outcome] += 1
+    counts, outcomes = several(Changed)
     assert counts["changed"] > 3
     assert outcomes["finished"] > 3

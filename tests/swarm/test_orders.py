@@ -67,6 +67,7 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         for settings, why in (
             (["model.dim=64"], "model.dim = 64, and the run has"),
             (["steps=1"], "steps = 1: the run is at step"),
+            (["steps=200000"], "the run has these settings already"),
             (["training.lrr=1"], "did you mean lr"),
             (["steps"], "'steps' is no setting: write KEY=VALUE"),
             (["steps.of=1"], "steps.of is no key"),

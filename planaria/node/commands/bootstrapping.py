@@ -18,16 +18,15 @@ from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
 from planaria.bootstrap.journal import Journal, read_view
 from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
-from planaria.bootstrap.registry_pb2 import Change
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.service import RegistryServer, Resettled, ViewStore, over_grpc, serve
+from planaria.bootstrap.service import RegistryServer, ViewStore, over_grpc, serve
 from planaria.bootstrap.store import Store
 from planaria.node.commands.registry import run_on_loop
 from planaria.node.commands.terminal import console, say
 from planaria.node.launch.resolve import registry_rules, run_id
-from planaria.node.launch.settings import describe_change, with_changes
+from planaria.node.launch.settings import resettled
 from planaria.node.page.place import PageAddress
-from planaria.node.run_file import RunFile, RunFileError, dumps, loads
+from planaria.node.run_file import RunFile, dumps
 
 if TYPE_CHECKING:
     from planaria.node.commands.machines import BootstrapOptions
@@ -102,19 +101,6 @@ class Bootstrapping:
     def rules_of(self, run: RunFile) -> MembershipRules:
         return replace(registry_rules(run), **self.limits)
 
-    def resettle(self, run_file: str, changes: Sequence[Change]) -> Resettled:
-        """The port `Resettle`. Raises RunFileError."""
-        before = loads(run_file)
-        run = with_changes(before, changes)
-        if _needs_folders(run) != _needs_folders(before):
-            raise RunFileError(
-                f"recovery.policy = {run.recovery.policy}, and the run has "
-                f"{before.recovery.policy}: of these, one needs folders that nodes are given when "
-                "they start. planaria stop, then resume the run with it"
-            )
-        described = describe_change(before, run) if run != before else []
-        return Resettled(dumps(run), self.rules_of(run), len(run.changes), described)
-
     # -- inside ----------------------------------------------------------------------------------
 
     @cached_property
@@ -146,7 +132,7 @@ class Bootstrapping:
     ) -> Coroutine[object, object, None]:
         rules, run_file = self.rules_of(self.run), dumps(self.run)
         registry = RegistryServer(
-            rules, run_file, store, admission=admission, resettle=self.resettle
+            rules, run_file, store, admission=admission, resettle=partial(resettled, self.rules_of)
         )
         if self.page is not None:
             parts = (*parts, partial(self._page_beside, self.page))
@@ -186,11 +172,6 @@ async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncI
         for part in parts:
             await stack.enter_async_context(part(registry))
         yield
-
-
-def _needs_folders(run: RunFile) -> bool:
-    """Whether nodes need a folder of checkpoints, or each the whole model to begin from."""
-    return run.policy.checkpoints or (run.policy.twins and run.model.origin is not None)
 
 
 def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:

@@ -19,13 +19,7 @@ from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from planaria.node.data.tokenizer import LONGEST, SPECIAL, TEMPLATE, TOKENIZER, same_tokenizer
 from planaria.node.machine.imports import calling
 from planaria.node.machine.processes import describe_status
-from planaria.node.model.checkpoint import (
-    INDEX,
-    OF_ORIGIN,
-    ONE_FILE,
-    Checkpoint,
-    shard_names,
-)
+from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE, Checkpoint, shard_names
 from planaria.node.model.config import (
     CONFIG,
     NO_SENSE,
@@ -34,14 +28,7 @@ from planaria.node.model.config import (
     read_config,
 )
 from planaria.node.model.shape import ModelConfig, matrix_names, model_config
-from planaria.node.run_file import (
-    ModelSection,
-    RunFile,
-    RunFileError,
-    dumps,
-    loads,
-    override,
-)
+from planaria.node.run_file import ModelSection, RunFile, RunFileError, dumps, loads, override
 
 log = logging.getLogger("planaria")
 

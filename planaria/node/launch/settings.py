@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from planaria.bootstrap.registry_pb2 import Change
+from planaria.bootstrap.rules import MembershipRules, Resettled
 from planaria.node.launch.resolve import check_policy
 from planaria.node.model.learning_rate import of_run
 from planaria.node.run_file import (
     ChangeSection,
     RunFile,
     RunFileError,
+    dumps,
+    loads,
     override,
     parse_settings,
     setting,
@@ -85,13 +88,36 @@ def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
     return run
 
 
+def resettled(
+    rules_of: Callable[[RunFile], MembershipRules], run_file: str, changes: Iterable[Change]
+) -> Resettled:
+    """The registry's port `Resettle`, by its rules for a run. Raises RunFileError."""
+    before = loads(run_file)
+    run = with_changes(before, changes)
+    if _needs_folders(run) != _needs_folders(before):
+        raise RunFileError(
+            f"recovery.policy = {run.recovery.policy}, and the run has {before.recovery.policy}: "
+            "of these, one needs folders that nodes are given when they start. planaria stop, then "
+            "resume the run with it"
+        )
+    return Resettled(dumps(run), rules_of(run), len(run.changes), _rows(before, run))
+
+
+def _needs_folders(run: RunFile) -> bool:
+    """Whether nodes need a folder of checkpoints, or each the whole model to begin from."""
+    return run.policy.checkpoints or (run.policy.twins and run.model.origin is not None)
+
+
 def describe_change(before: RunFile, run: RunFile) -> list[str]:
     """What the newest change of settings changes, in sentences."""
+    step, rows = run.changed_at, _rows(before, run)
+    return [f"from step {step + 1} on:" if rows else f"going on from step {step}", *rows]
+
+
+def _rows(before: RunFile, run: RunFile) -> list[str]:
+    """The settings that differ, and what becomes of the learning rate, in sentences."""
     step, rows = run.changed_at + 1, differences(before, run)
-    sentences = [f"from step {step} on:" if rows else f"going on from step {step - 1}"]
-    sentences += [
-        f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()
-    ]
+    sentences = [f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()]
     was, rate = of_run(step, before), of_run(step, run)
     if abs(rate - was) > 1e-3 * was:
         gently = "; training.rewarm=50 makes that 50 steps long"
