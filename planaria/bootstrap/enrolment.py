@@ -156,7 +156,7 @@ class OperatorServer:
         return Done(what=f"{request.instance} may join again")
 
     async def Command(self, request: CommandRequest, stream: AcceptedStream) -> Done:
-        changed = self._registry.command(request.word, request.why, request.settings)
+        changed = self._registry.command(request.word, request.why, request.settings, request.step)
         return Done(what=changed or "that is the run's order already")
 
 

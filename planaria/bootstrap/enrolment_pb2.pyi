@@ -139,14 +139,16 @@ class AllowRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ...) -> None: ...
 
 class CommandRequest(_message.Message):
-    __slots__ = ("word", "why", "settings")
+    __slots__ = ("word", "why", "settings", "step")
     WORD_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     word: str
     why: str
     settings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, word: _Optional[str] = ..., why: _Optional[str] = ..., settings: _Optional[_Iterable[str]] = ...) -> None: ...
+    step: int
+    def __init__(self, word: _Optional[str] = ..., why: _Optional[str] = ..., settings: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("what",)

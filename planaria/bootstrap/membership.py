@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
@@ -38,6 +38,7 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     STOP,
     STOPPED,
+    Change,
     Description,
     JoinReply,
     Renewal,
@@ -241,19 +242,19 @@ class Membership:
             self._is_saved()
         return changed, self._finish(now)
 
-    def change(self, settings: Sequence[str], number: int, now: float) -> tuple[str, list[Effect]]:
-        """Orders a change of settings; arguments, result and errors as of `Orders.change`, and
-        effects."""
-        changed = self._orders.change(settings, number)
-        self._changes.append(changed)
+    def change(self, change: Change, now: float) -> list[Effect]:
+        """Orders a change of settings. Raises Refused as `Orders.change` does."""
+        seats, stages = self.members.seat_reports(), self.rules.stages
+        self._changes.append(self._orders.change(change, seats, stages))
         self._is_saved()
-        return changed, self._finish(now)
+        return self._finish(now)
 
     def _is_saved(self) -> bool:
         """Whether a run is saved that is to be stopped, or to have other settings; then it is over,
         or all nodes have to join again."""
         changing = self._orders.order != STOP
-        saved = self._orders.review(self.members.seat_reports(), self.rules.stages)
+        seats, number = self.members.seat_reports(), self.view.number
+        saved = self._orders.review(seats, self.rules.stages, number)
         if saved:
             self._changes.append(saved)
         if saved and changing:

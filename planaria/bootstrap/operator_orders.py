@@ -27,7 +27,8 @@ MOST_CHANGES: Final = 1000
 class Orders:
     """The order in force, and all changes of settings. `pause` holds until `go`. `stop` ends the
     run once each stage has saved its step, `end` at once; then `go` lets nodes join again. `change`
-    has all nodes join again with other settings, once each stage has saved its step."""
+    has all nodes join again with other settings, once each stage has saved its step, `back` from
+    an earlier save."""
 
     def __init__(self) -> None:
         self.order: Order = TRAIN
@@ -66,17 +67,23 @@ class Orders:
         }
         return f"the operator {does[order]}{f': {self.why}' if self.why else ''}"
 
-    def change(self, settings: Sequence[str], number: int) -> str:
-        """Orders a change of settings, KEY=VALUE each, that fit the run; `number`: of the change.
-        Returns a sentence. Raises Refused."""
+    def change(self, change: Change, seats: Iterable[SeatReport], stages: int) -> str:
+        """Orders a change of settings that fit the run, or its return to a step that each of stages
+        0 to `stages` has saved. Returns a sentence. Raises Refused."""
         self._check_free(stopping=True)
         if self.order == STOPPED:
             raise Refused("FAILED_PRECONDITION", stopped_at(0))
         if len(self.changes) == MOST_CHANGES:
             reason = f"the run's settings were changed {MOST_CHANGES} times; resume it anew"
             raise Refused("RESOURCE_EXHAUSTED", reason)
-        self.changes.append(Change(number=number, settings=settings, pending=True))
-        return f"the operator changes {', '.join(settings)}, once each stage has saved its step"
+        if change.step and change.step not in (steps := saved_by_all(seats, stages)):
+            listed = ", ".join(map(str, sorted(steps))) or "none"
+            raise Refused(
+                "FAILED_PRECONDITION",
+                f"not each stage has saved step {change.step}; steps that each has: {listed}",
+            )
+        self.changes.append(change)
+        return f"the operator orders: {in_short(change)}, once each stage has saved its step"
 
     def _check_free(self, stopping: bool) -> None:
         """Raises Refused while nodes are about to end, or, if `stopping` counts, to stop."""
@@ -89,25 +96,49 @@ class Orders:
             reason = "the run's settings are being changed; try again when its nodes have joined"
             raise Refused("FAILED_PRECONDITION", reason)
 
-    def review(self, seats: Iterable[SeatReport], stages: int) -> str:
+    def review(self, seats: Iterable[SeatReport], stages: int, view: int) -> str:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
-        settings are changed; then that is done, as the returned sentence says."""
+        settings are changed; then that is done, as the returned sentence says. A run that can't go
+        on goes back without that. `view`: the newest view's number."""
         if not self.awaits_saves:
             return ""
-        saved = {
-            seat.stage: seat.committed
+        back = self._pending and self.changes[-1].step
+        resting = [
+            seat
             for seat in seats
-            if seat.finished and seat.saved >= seat.committed
-        }
-        if len(saved) <= stages:
+            if (seat.finished and seat.saved >= seat.committed) or (back and seat.stopped)
+        ]
+        if len({seat.stage for seat in resting}) <= stages:
             return ""
-        step = max(saved.values())
+        step = max(seat.committed for seat in resting)
         if self.order == STOP:
             self.order = STOPPED
             return f"each stage has saved step {step}: the run is stopped"
-        (settings,) = (change.settings for change in self.changes if change.pending)
-        self.changes[-1] = Change(number=self.changes[-1].number, settings=settings, step=step)
-        return f"each stage has saved step {step}: {', '.join(settings)} from the next one on"
+        change = self.changes.pop()
+        if back and back not in saved_by_all(resting, stages):
+            return f"not each stage has step {back} any more: the run goes on from step {step}"
+        self.changes.append(
+            Change(
+                number=change.number,
+                settings=change.settings,
+                step=back or step,
+                undone=view if back else 0,
+            )
+        )
+        return f"each stage has saved step {step}: {in_short(change)}"
+
+
+def saved_by_all(seats: Iterable[SeatReport], stages: int) -> set[int]:
+    """The steps of which each of stages 0 to `stages` has reported a save."""
+    saves = [(seat.stage, {*seat.saves}) for seat in seats]
+    by_stage = (set().union(*(s for of, s in saves if of == stage)) for stage in range(stages + 1))
+    return set.intersection(*by_stage)
+
+
+def in_short(change: Change) -> str:
+    """What a pending change changes."""
+    back = [f"back to step {change.step}"] * (change.step > 0)
+    return ", ".join([*back, *change.settings])
 
 
 def ends(view: View) -> bool:
@@ -127,7 +158,7 @@ def problem_with_changes(changes: Sequence[Change]) -> str:
         return "its changes of settings are not in order, or too many"
     if any(change.pending for change in changes[:-1]):
         return "a change of settings is pending before another"
-    if any(not change.settings for change in changes):
+    if any(not (change.settings or change.step) for change in changes):
         return "a change of settings changes none"
     return ""
 
@@ -136,8 +167,7 @@ def in_words(view: View) -> str:
     """The order in a view, for people; empty: the run trains."""
     why = f": {view.ordered}" if view.ordered else ""
     if view.order == TRAIN and ends(view):
-        settings = ", ".join(view.changes[-1].settings)
-        return f"changing {settings} once each stage has saved its step"
+        return f"ordered: {in_short(view.changes[-1])}, once each stage has saved its step"
     return {
         TRAIN: "",
         PAUSE: f"paused by the run's operator{why}",

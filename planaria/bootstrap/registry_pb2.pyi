@@ -112,16 +112,18 @@ class View(_message.Message):
     def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., order: _Optional[_Union[Order, str]] = ..., ordered: _Optional[str] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Change(_message.Message):
-    __slots__ = ("number", "settings", "pending", "step")
+    __slots__ = ("number", "settings", "pending", "step", "undone")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    UNDONE_FIELD_NUMBER: _ClassVar[int]
     number: int
     settings: _containers.RepeatedScalarFieldContainer[str]
     pending: bool
     step: int
-    def __init__(self, number: _Optional[int] = ..., settings: _Optional[_Iterable[str]] = ..., pending: _Optional[bool] = ..., step: _Optional[int] = ...) -> None: ...
+    undone: int
+    def __init__(self, number: _Optional[int] = ..., settings: _Optional[_Iterable[str]] = ..., pending: _Optional[bool] = ..., step: _Optional[int] = ..., undone: _Optional[int] = ...) -> None: ...
 
 class NewView(_message.Message):
     __slots__ = ("whole", "difference", "packed")
@@ -252,7 +254,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ..., key: _Optional[bytes] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class SeatReport(_message.Message):
-    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished", "in_flight", "saved")
+    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished", "in_flight", "saved", "saves")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +267,7 @@ class SeatReport(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
     stage: int
     committed: int
     lineage: int
@@ -277,7 +280,8 @@ class SeatReport(_message.Message):
     finished: bool
     in_flight: int
     saved: int
-    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., in_flight: _Optional[int] = ..., saved: _Optional[int] = ...) -> None: ...
+    saves: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., in_flight: _Optional[int] = ..., saved: _Optional[int] = ..., saves: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples", "rebuilds")

@@ -218,36 +218,39 @@ class RegistryServer:
         """Evicts a node. The node is notified at once, the other members by the next view."""
         self._carry_out(self.machine.evict(node, why, self._loop.time()))
 
-    def command(self, word: str, why: str, settings: Sequence[str] = ()) -> str:
-        """Gives an order to the run, as `Membership.command` does, or changes `settings`. Returns
-        what that changes. Raises Refused."""
+    def command(self, word: str, why: str, settings: Sequence[str] = (), step: int = 0) -> str:
+        """Gives an order to the run, as `Membership.command` does, or changes `settings`, and goes
+        back to `step`, unless it is 0. Returns what that changes. Raises Refused."""
         now, described = self._loop.time(), list[str]()
         if word == CHANGE:
-            number, described = self._examine(settings)
-            _, effects = self.machine.change(settings, number, now)
+            change = Change(settings=settings, step=step, pending=True)
+            described = self._examine(change)
+            effects = self.machine.change(change, now)
         else:
             changed, effects = self.machine.command(word, why, now)
             described = [changed] if changed else []
         self._carry_out(effects)
         return "\n".join(described)
 
-    def _examine(self, settings: Sequence[str]) -> tuple[int, list[str]]:
-        """The number of a change of settings, and what it changes. Raises Refused."""
+    def _examine(self, change: Change) -> list[str]:
+        """Numbers a change of settings; returns what it changes. Raises Refused."""
         if self._resettle is None:
             raise Refused("FAILED_PRECONDITION", "this registry can't change a run's settings")
-        number = self._resettle(self.run_file, ()).number + 1
-        step = self.machine.committed
+        change.number = self._resettle(self.run_file, ()).number + 1
+        step = change.step or self.machine.committed
         try:
-            change = Change(number=number, settings=settings, step=step)
-            _, rules, _, described = self._resettle(self.run_file, [change])
+            held = Change(number=change.number, settings=change.settings, step=step)
+            _, rules, _, described = self._resettle(self.run_file, [held])
         except ValueError as error:
             raise Refused("INVALID_ARGUMENT", str(error)) from error
         if rules.steps and rules.steps <= step:
             reason = f"steps = {rules.steps}: the run is at step {step} already; choose more"
             raise Refused("INVALID_ARGUMENT", reason)
-        if not described:
+        if change.step:
+            described = [f"  back to step {step}", *described]
+        elif not described:
             raise Refused("INVALID_ARGUMENT", "the run has these settings already")
-        return number, ["once each stage has saved its step:", *described]
+        return ["once each stage has saved its step:", *described]
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""

@@ -573,6 +573,7 @@ class Agent:
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,
             saved=self.own_saves.step,
+            saves=self.own_saves.steps,
         )
 
 

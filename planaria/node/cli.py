@@ -43,6 +43,7 @@ BY_USE: dict[str, Callable[..., None] | typer.Typer] = {
     "pause": operating.pause_command,
     "go": operating.go_command,
     "change": operating.change_command,
+    "back": operating.back_command,
     "stop": operating.stop_command,
     "audit": saves.audit_command,
     "data": data_app,

@@ -555,6 +555,12 @@ class ChangeSection(Section):
         default=(), max_length=1000, description="settings before, KEY=VALUE each"
     )
     anew: bool = Field(default=False, description="whether saves were written anew for it")
+    undone: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="newest view whose later steps don't count, as the run went back; 0: it didn't",
+    )
 
 
 class RunFile(Section):
@@ -575,6 +581,10 @@ class RunFile(Section):
     def changed_at(self) -> int:
         """Last step under other settings; 0: there is none."""
         return self.changes[-1].step if self.changes else 0
+
+    def is_undone(self, step: int, view: int) -> bool:
+        """Whether the run has gone back to before this step, which a commit of `view` made."""
+        return any(step > change.step and view <= change.undone for change in self.changes)
 
     @property
     def original(self) -> RunFile:

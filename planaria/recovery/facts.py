@@ -56,6 +56,7 @@ class Held:
     kind: Kind
     source: Source
     made: Made = UNKNOWN  # the commit
+    digest: bytes = b""  # of the values; empty: not known
 
 
 def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
@@ -167,7 +168,8 @@ Files = dict[int, dict[Version, list[Held]]]
 
 
 def by_version(held: Iterable[Held], *kinds: Kind) -> Files:
-    """Holdings by stage and version, in the order of `kinds`: memory is preferred to files."""
+    """Holdings by stage and version, in the order of `kinds`: memory is preferred to files. Those
+    of one version have the same values."""
     files: Files = {}
     wanted = [holding for holding in held if holding.kind in kinds]
     for holding in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
@@ -175,7 +177,18 @@ def by_version(held: Iterable[Held], *kinds: Kind) -> Files:
         holdings = files.setdefault(holding.source.stage, {}).setdefault(version, [])
         if all(earlier.source.node != holding.source.node for earlier in holdings):
             holdings.append(holding)
-    return files
+    return {
+        stage: {version: _of_equal_values(holdings) for version, holdings in versions.items()}
+        for stage, versions in files.items()
+    }
+
+
+def _of_equal_values(holdings: list[Held]) -> list[Held]:
+    """Without holdings whose values differ from those of most: a stage that was guessed after a
+    commit, and what was saved before it was lost, are of one version."""
+    digests = sorted(holding.digest for holding in holdings if holding.digest)
+    most = max(digests, key=digests.count, default=b"")
+    return [holding for holding in holdings if holding.digest in (b"", most)]
 
 
 def newest_common(files: Files, stages: int) -> Version | None:

@@ -1,4 +1,4 @@
-"""What a run's operator orders: pause, go, change, stop, end."""
+"""What a run's operator orders: pause, go, change, back, stop, end."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class Run:
         validate_state(self.machine)
         return changed
 
-    def change(self, *settings: str) -> str:
+    def change(self, *settings: str, back: int = 0) -> str:
         number = len(self.machine.view.changes) + 1
-        changed, _ = self.machine.change(settings, number, self.now)
+        change = Change(number=number, settings=settings, step=back, pending=True)
+        self.machine.change(change, self.now)
         validate_state(self.machine)
-        return changed
+        return self.machine.view.reason
 
     def report(self, node: str, *seats: SeatReport) -> Sequence[Effect]:
         renewal = Renewal(node=node, report=Report(seats=seats))
@@ -95,7 +96,7 @@ def test_settings_change_once_each_stage_has_saved_and_all_join_again(before: st
     run = Run()
     run.order(before)
     wanted = "steps=9", "training.lr=1e-4"
-    said = "the operator changes steps=9, training.lr=1e-4, once each stage has saved its step"
+    said = "the operator orders: steps=9, training.lr=1e-4, once each stage has saved its step"
     assert run.change(*wanted) == said
     assert [*run.machine.view.changes] == [Change(number=1, settings=wanted, pending=True)]
     for order in ("go", "pause", "stop"):
@@ -111,11 +112,65 @@ def test_settings_change_once_each_stage_has_saved_and_all_join_again(before: st
     assert not view.members
     assert [*view.changes] == [Change(number=1, settings=wanted, step=7)]
     assert view.order == {"go": TRAIN, "pause": PAUSE}[before]
-    assert "each stage has saved step 7: steps=9, training.lr=1e-4 from the next" in view.reason
+    assert "each stage has saved step 7: steps=9, training.lr=1e-4; " in view.reason
     again = Membership(RULES, run.machine.key)
     again.restore(view, 0.0)
     join(again, joining("c", "c:1"), 0.0)
     assert again.view.changes == view.changes
+
+
+def saved(stage: int, *steps: int, **more: bool) -> SeatReport:
+    return SeatReport(stage=stage, committed=9, saved=max(steps), saves=steps, **more)
+
+
+@pytest.mark.parametrize("before", ["go", "pause"])
+def test_a_run_goes_back_to_a_step_once_each_stage_rests_and_has_it(before: str) -> None:
+    run = Run()
+    run.order(before)
+    run.report("a", saved(0, 8, 6, 4))
+    with pytest.raises(Refused, match=r"not each stage has saved step 6; steps .* each has: none"):
+        run.change(back=6)
+    run.report("b", saved(1, 6, 4, 2))
+    for step in (8, 2, 5, 9):
+        with pytest.raises(Refused, match=f"saved step {step}; steps that each has: 4, 6"):
+            run.change(back=step)
+    reason = run.change("steps=12", back=6)
+    said = "the operator orders: back to step 6, steps=12, once each stage has saved its step"
+    assert reason == said
+    run.report("a", saved(0, 9, 8, 6, finished=True))
+    run.report("b", saved(1, 6, 4, 2))
+    number, members = run.machine.view.number, run.machine.view.members
+    assert len(members) == 2
+    run.report("b", saved(1, 9, 6, 4, finished=True))
+    view = run.machine.view
+    assert not view.members
+    assert view.reason.startswith("each stage has saved step 9: back to step 6, steps=12;")
+    assert [*view.changes] == [Change(number=1, settings=["steps=12"], step=6, undone=number)]
+    assert view.order == {"go": TRAIN, "pause": PAUSE}[before]
+    join(run.machine, joining("c", "c:1", stage=0), run.now)
+    assert run.machine.view.number > number, "so its commits count"
+
+
+def test_a_run_goes_on_with_what_it_has_if_the_step_is_gone_when_all_rest() -> None:
+    run = Run()
+    run.report("a", saved(0, 8, 6))
+    run.report("b", saved(1, 8, 6))
+    run.change("steps=12", back=6)
+    run.report("a", saved(0, 9, 8, finished=True))
+    run.report("b", saved(1, 9, 8, 6, finished=True))
+    view = run.machine.view
+    assert not view.members
+    assert view.reason.startswith("not each stage has step 6 any more: the run goes on from step 9")
+    assert not view.changes
+
+
+def test_a_run_that_can_not_go_on_goes_back_at_once() -> None:
+    run = Run()
+    run.report("a", saved(0, 8, 6, stopped=True))
+    run.report("b", saved(1, 8, 6, stopped=True))
+    run.change(back=6)
+    assert run.machine.view.changes[0].undone
+    assert not run.machine.view.members
 
 
 def test_a_run_that_is_stopped_has_its_settings_until_it_is_opened() -> None:

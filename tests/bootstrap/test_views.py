@@ -106,7 +106,7 @@ def whole() -> View:
         quarantined=[banned],
         order=PAUSE,
         ordered="why",
-        changes=[Change(number=1, settings=["steps=9"], pending=True, step=5)],
+        changes=[Change(number=1, settings=["steps=9"], pending=True, step=5, undone=4)],
         banned=["i"],
     )
 

@@ -467,6 +467,20 @@ def test_files_of_one_step_made_by_different_commits_are_no_common_step():
     assert (found.step, found.exact) == (20, True)
 
 
+def test_of_different_files_of_one_step_and_commit_those_count_that_most_have():
+    def of_1(node: str, digest: bytes) -> Held:
+        return Held("save", Source(node, 1, 10), (1, 3), digest)
+
+    first = [Held("save", Source("a", 0, 10), (1, 3), b"0")]
+    guessed = [of_1(node, b"guessed") for node in "bd"]
+    resumed = resume([*first, of_1("c", b"true"), *guessed], 1)
+    assert resumed is not None
+    assert [held.source.node for held in resumed.held[1]] == ["b", "d"]
+    resumed = resume([*first, of_1("c", b"b"), of_1("b", b"c")], 1)
+    assert resumed is not None
+    assert [held.source.node for held in resumed.held[1]] == ["c"]
+
+
 def test_what_is_in_memory_counts_as_a_save_does_and_is_read_before_it():
     def at(kind: str, stage: int, step: int) -> Held:
         return Held(kind, Source(f"n{stage}", stage, step), (2, step))

@@ -384,6 +384,7 @@ class Cluster:
                 one.kind,  # type: ignore[arg-type]
                 Source(seat.name, one.stage, one.step, one.lineage),
                 Ballot.of(one.made),
+                one.digest,
             )
             for seat in seats
             for one in seat.serving.listed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import heapq
 import itertools
 import os
@@ -152,6 +153,11 @@ class Files:
         )
 
 
+def _digest_of(state: StageState) -> bytes:
+    values = (tensor.numpy().tobytes() for tensor in state.tensors.values())
+    return hashlib.blake2b(b"".join(values), digest_size=8).digest()
+
+
 class LedgerDisks:
     """What node/report/line_file.py has of the operating system. A ledger is named HOST-NODE, and
     its lines are steps."""
@@ -230,7 +236,8 @@ class VirtualDisk:
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         there = self._files.of(*self._folder)
-        return [there[age].id for age in sorted(there, reverse=True) if age not in refused]
+        saves = [there[age] for age in sorted(there, reverse=True) if age not in refused]
+        return [replace(save.id, digest=_digest_of(save)) for save in saves]
 
     def damaged(self) -> set[Age]:
         return set()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.operator_orders import changes_in_force
+from planaria.bootstrap.operator_orders import changes_in_force, saved_by_all
 from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN, View
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.launch.settings import resettled, with_changes
@@ -22,6 +22,8 @@ from simulation.scenario import LONGEST, Result, Scenario, run
 
 PAUSED = 12.0
 """Seconds until all that can hear of a pause has."""
+LOOK = 0.1
+"""Seconds between two looks at how far the run is."""
 UNSAVED = 30.0
 """Seconds until all that can be saved is."""
 
@@ -171,4 +173,38 @@ class Changed(Scenario):
 def test_settings_change_at_a_commit_for_all_and_training_goes_on() -> None:
     counts, outcomes = several(Changed)
     assert counts["changed"] > 3
+    assert outcomes["finished"] > 3
+
+
+class TakenBack(Changed):
+    """The run goes back to saved steps, too, in the middle of losses."""
+
+    def _plan_faults(self) -> float:
+        self.back_at = [self.random.randint(3, 9) for _ in range(2)]
+        self.world.after(LOOK, self._look)
+        return super()._plan_faults()
+
+    def _look(self) -> None:
+        registry = self.cluster.registry
+        if registry.process.responsive and self.back_at[-1] <= registry.server.machine.committed:
+            self._go_back()
+        if self.back_at:
+            self.world.after(LOOK, self._look)
+
+    def _go_back(self) -> None:
+        server = self.cluster.registry.server
+        reports = server.machine.members.seat_reports()
+        steps = saved_by_all(reports, self.cluster.rules.stages) - {server.machine.committed}
+        if steps:
+            with suppress(Refused):  # a change is pending
+                server.command("change", "", [], self.random.choice(sorted(steps)))
+                self.cluster.counts["sent back"] += 1
+                self.quiet_from = max(self.quiet_from, self.world.now)
+                self.back_at.pop()
+
+
+def test_a_run_goes_back_to_a_saved_step_and_what_it_left_never_counts_again() -> None:
+    counts, outcomes = several(TakenBack)
+    assert counts["sent back"] > 3
+    assert counts["steps lost"] > 3
     assert outcomes["finished"] > 3

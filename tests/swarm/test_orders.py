@@ -1,4 +1,4 @@
-"""A run on several machines is paused and stopped by its operator."""
+"""A run on several machines is paused, changed, taken back and stopped by its operator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_run_is_paused_and_goes_on_and_is_stopped_for_good(
 
 
 async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_path: Path) -> None:
-    with machines(tmp_path, data, 1) as here:
+    with machines(tmp_path, data, 1, saves__every=2, saves__keep=99) as here:
         address = await here.registry_with_journal()
         owner, node = encode(await here.invite("owner")), encode(await here.invite("node"))
         operator = await here.invite("operator")
@@ -85,7 +85,7 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         )
         assert re.search(r"^once each stage .*:\n +training.batch = 6 \(was 4\)\n", said)
         assert "training.lr = 0.25 (was " in said
-        assert re.search(r"^they hold from step \d+ on$", said, re.MULTILINE)
+        assert re.search(r"^the run goes on from step \d+$", said, re.MULTILINE)
         assert re.search(r"the learning rate at step \d+ goes from .* to ", said)
         await here.logged("a", "the run has other settings; joining again")
         newest = await here.committed(beyond=5)
@@ -102,7 +102,7 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         here.processes.kill("b")  # a stage is lost at that very commit
         here.start_node("again", node, None, *here.saved("b"))
         output, _ = await changing.communicate()
-        assert re.search(r"^they hold from step \d+ on$", output.decode(), re.MULTILINE)
+        assert re.search(r"^the run goes on from step \d+$", output.decode(), re.MULTILINE)
         newest = await here.committed(beyond=newest)
         newest = await here.committed(beyond=newest + 2)
         audited = audit(tmp_path / "a")
@@ -116,3 +116,26 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         assert [change["number"] for change in status["view"]["changes"]] == [1, 2]
         newest = await here.committed(beyond=newest)
         await here.committed(beyond=newest + 2)
+
+        saved = "not each stage has saved step 100000; steps that each has: "
+        with pytest.raises(AssertionError, match=saved) as refused:
+            await here.command("back", "--to", "100000", join=operator)
+        steps = str(refused.value).split(saved)[1].split("\n")[0]
+        to = int(steps.split(", ")[-2])
+        with pytest.raises(AssertionError, match="operator"):
+            await here.command("back", "--to", str(to), join=await here.invite("node"))
+        said = await here.command("back", "--to", str(to), join=operator)
+        assert f"the run goes on from step {to + 1}" in said
+        again: list[dict[str, object]] = []
+        while len(again) < 2:
+            await here.committed(beyond=to)
+            rows = [line for path in tmp_path.glob("*/ledger-*") for line in path.open()]
+            lines = [json.loads(row) for row in rows if row.endswith("\n")]
+            again = [line for line in lines if line.get("step") == to + 1]
+        assert again[0]["loss"] == again[1]["loss"], "of the same weights and samples"
+        assert again[0].get("lineage", 0) != again[1].get("lineage", 0)
+        newest = await here.committed(beyond=newest)
+        await here.committed(beyond=newest + 2)
+        audited = audit(tmp_path / "a")
+        assert (audited.duplicates, audited.missing, audited.extra) == (0, 0, 0)
+        assert audited.superseded

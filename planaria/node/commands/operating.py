@@ -1,9 +1,10 @@
-"""Commands of a run's operator: invite, members, evict, ban, allow, pause, go, change, stop."""
+"""Commands of a run's operator: who is in it, and pause, go, change, back, stop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -206,15 +207,39 @@ def change_command(
     security: Security,
 ) -> None:
     """Change settings of a run: each stage saves its step, and the nodes go on under the others."""
+    _change(join, security, settings, 0)
+
+
+@flattened
+def back_command(
+    to: Annotated[int, typer.Option(min=1, metavar="STEP", help="One that each stage has saved.")],
+    join: Join,
+    security: Security,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE...]", help="Settings to change, too."),
+    ] = None,
+) -> None:
+    """Take a run back to a saved step: later steps don't count, and the nodes go on from there."""
+    _change(join, security, settings or [], to)
+
+
+def _change(join: str, security: Security, settings: Sequence[str], back: int) -> None:
+    """Changes settings, and takes the run back to a step, unless it is 0."""
     from planaria.bootstrap.enrolment_pb2 import CommandRequest
     from planaria.bootstrap.operator_orders import CHANGE
+    from planaria.bootstrap.registry_pb2 import Change
 
     async def change(client: RegistryClient) -> None:
-        request = CommandRequest(word=CHANGE, settings=settings)
+        request = CommandRequest(word=CHANGE, settings=settings, step=back)
         say((await client.command("Command", request)).what)
-        while (view := (await client.describe()).view).changes[-1].pending:  # noqa: ASYNC110
+        changes = [Change(pending=True)]
+        while changes and changes[-1].pending:
             await asyncio.sleep(LOOK)
-        say(f"they hold from step {view.changes[-1].step + 1} on")
+            changes = [*(await client.describe()).view.changes]
+        if back and not (changes and changes[-1].undone and changes[-1].step == back):
+            end(f"not each stage has step {back} any more: the run goes on from its newest step")
+        say(f"the run goes on from step {changes[-1].step + 1}")
 
     ask_registry(join, credentials_for(join, security, "operator"), change)
 

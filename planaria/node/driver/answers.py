@@ -161,6 +161,7 @@ class Answers:
                 holding.kind,  # type: ignore[arg-type]
                 Source(node, holding.stage, holding.step, holding.lineage),
                 (holding.made.view, holding.made.attempt),
+                holding.digest,
             )
             for node, status in sorted(self.statuses.items())
             for holding in status.holdings

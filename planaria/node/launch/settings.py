@@ -68,15 +68,18 @@ def _shown(value: Any) -> Any:
     return "none" if value in (None, "") else value
 
 
-def changed(before: RunFile, wanted: RunFile, step: int, anew: bool = False) -> RunFile:
+def changed(
+    before: RunFile, wanted: RunFile, step: int, anew: bool = False, undone: int = 0
+) -> RunFile:
     """The run with the settings of `wanted`, which hold behind `step`. `anew`: the run's saves are
-    written anew for that. Raises RunFileError."""
+    written anew for that; `undone`: the newest view whose later steps don't count. Raises
+    RunFileError."""
     rows = differences(before, wanted)
     check_identity(rows, [STAGES] if anew else [])
     check_policy(wanted)
     was = tuple(setting(key, old) for key, (old, _) in rows.items())
-    changes = (*before.changes, ChangeSection(step=step, was=was, anew=anew))
-    return wanted.model_copy(update={"changes": changes})
+    change = ChangeSection(step=step, was=was, anew=anew, undone=undone)
+    return wanted.model_copy(update={"changes": (*before.changes, change)})
 
 
 def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
@@ -84,7 +87,7 @@ def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
     for change in changes:
         if change.number > len(run.changes) and not change.pending:
             wanted = override(run, **parse_settings(change.settings))
-            run = changed(run, wanted, change.step)
+            run = changed(run, wanted, change.step, undone=change.undone)
     return run
 
 

@@ -100,7 +100,8 @@ class KeptRun(NamedTuple):
                 f"{self.id}: restore the run file of the saves, and change numbers of stages and "
                 "replicas only by --stages and --replicas"
             )
-        return own
+        is_undone = self.run.is_undone
+        return [s for s in own if not is_undone(s.state.id.step, s.state.id.made.view)]
 
     def find_at(self, step: int) -> list[SaveFile]:
         """Saves of that step, of each stage, under the present settings or else the last that have

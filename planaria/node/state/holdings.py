@@ -18,7 +18,7 @@ from planaria.node.report.events import HoldingCost
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.copies import Kind as CopyKind
-from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId, is_milestone
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -30,19 +30,25 @@ from planaria.recovery.snapshot import Layout, route
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
+    from planaria.node.run_file import RunFile
 
 CLOSE: Final = 10.0  # seconds that the last saves have to reach the disk
+MOST_STEPS: Final = 64
+"""Saves that a node reports."""
 
 
 class Files:
     """Saves of the node's own stage: one kind of holding, every so many steps."""
 
-    def __init__(self, kind: Kind, disk: Disk, every: int) -> None:
-        self.kind, self.disk, self.every = kind, disk, every
+    def __init__(self, kind: Kind, disk: Disk, every: int, run: RunFile) -> None:
+        self.kind, self.disk, self.every, self._run = kind, disk, every, run
         self.refused = disk.damaged()
 
-    def holdings(self) -> list[pb.Holding]:
-        return [save.holding(self.kind) for save in self.disk.listed(self.refused)]
+    def listed(self) -> list[StateId]:
+        """The saves that count, newest first."""
+        is_undone = self._run.is_undone
+        saves = self.disk.listed(self.refused)
+        return [save for save in saves if not is_undone(save.step, save.made.view)]
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
         """Load a save. Raises SaveError; a save that can't be loaded isn't offered again."""
@@ -124,7 +130,7 @@ class Holdings:
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
         saved, failed = partial(self.host.own_saves.saved, kind), self.host.own_saves.failed
         disk = self._open_disk(folder, keep, saved, failed)
-        self.files.append(Files(kind, disk, every))
+        self.files.append(Files(kind, disk, every, self.run))
 
     # --- training
 
@@ -241,7 +247,16 @@ class Holdings:
             state_id, digest = self._twin_digest
             twin.digest = digest if state_id == self.twin.state.id else b""
             holdings.append(twin)
-        return holdings + [holding for files in self.files for holding in files.holdings()]
+        return holdings + [
+            save.holding(files.kind) for files in self.files for save in files.listed()
+        ]
+
+    def saved_steps(self) -> list[int]:
+        """Steps of saves that the next save doesn't replace, the newest first."""
+        steps = {save.step for files in self.files for save in files.listed()}
+        newest, saves = sorted(steps, reverse=True), self.run.saves
+        recent = newest[: saves.keep - 1]
+        return [s for s in newest if s in recent or is_milestone(s, saves.milestones)][:MOST_STEPS]
 
     def served(self, kind: str, stage: int) -> StageState | None:
         """The held state that a joiner requests; None: this node has none."""

@@ -25,12 +25,20 @@ class OwnSaves:
         self.trouble = ""  # why saving fails
         self._newest = Age(lineage=0, step=0)  # on disk, or exported
         self._tried = 0.0  # when a save of the last step was last begun
+        self._steps: list[int] | None = None  # of saves on disk; None: to be listed
 
     @property
     def step(self) -> int:
         """The newest step that is on disk, or was exported."""
         lineage, step = self._newest
         return step if lineage == self._seat.member.lineage else 0
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the saves on disk, the newest first."""
+        if self._steps is None:
+            self._steps = self._seat.holdings.saved_steps()
+        return self._steps
 
     @property
     def lacks_last(self) -> bool:
@@ -78,7 +86,7 @@ class OwnSaves:
             self._seat.holdings.save(state, first=False, always=True)
 
     def saved(self, kind: Kind, save: Age) -> None:
-        self.trouble = ""
+        self.trouble, self._steps = "", None
         self._seat.record.tell(Saved(holding=kind, step=save.step))
         self.exported(save)
 

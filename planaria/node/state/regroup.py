@@ -146,7 +146,7 @@ def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, li
         for path, save in candidates.items():
             state = save.state.id
             source = Source(path, state.stage, state.step, state.lineage)
-            holdings.append(Held("save", source, state.made))
+            holdings.append(Held("save", source, state.made, state.digest))
         resumed = resume(holdings, stages)
         if resumed is None:
             raise SaveError("there is no readable save of any stage: name other folders")

@@ -43,7 +43,7 @@ import torch
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
-from xxhash import xxh3_64, xxh3_64_hexdigest
+from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_hexdigest
 
 from planaria.bootstrap.files import flush_folder
 from planaria.node.machine.compute import waiting_for_disk
@@ -51,7 +51,7 @@ from planaria.node.model.config import to_config
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import OpenDisk
 from planaria.node.report.line_file import STALLED
-from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId, is_milestone
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import RECENT
 
@@ -181,7 +181,8 @@ class Saves:
     def id_of(self, save: Age) -> StateId:
         """The state's id, from the header alone. Raises SaveError."""
         with _opened(self._path(save)) as (_, fields):
-            return StateId.after(_state(fields).last, self.stage, *save)
+            state_id = _state(fields).id
+            return replace(state_id, stage=self.stage, lineage=save.lineage, step=save.step)
 
     def load(self, save: Age) -> StageState:
         """Raises SaveError for a missing, unreadable or damaged save, or one of another run or
@@ -265,13 +266,11 @@ class Saves:
             # would go first, while other stages may have no newer one yet. (One from between two
             # regular saves can't be recognised, and takes a place until it is the oldest.)
             goes_on = not keeping or save.step < keeping[-1].step
-            if goes_on and (len(keeping) < self.keep or self._is_milestone(save)):
+            milestone = is_milestone(save.step, self._milestones)
+            if goes_on and (len(keeping) < self.keep or milestone):
                 keeping.append(save)
             elif self._run_of(save) in (None, self.run):
                 self._path(save).unlink(missing_ok=True)  # a replica may have been faster
-
-    def _is_milestone(self, save: Age) -> bool:
-        return self._milestones > 0 and save.step % self._milestones == 0
 
     def _run_of(self, save: Age) -> str | None:
         """The run in a save's header; None: it can't be read."""
@@ -648,7 +647,7 @@ def _state(fields: Fields) -> StageState:
     last = pb.Commit.FromString(b64decode(fields["last"]))
     stage, lineage, step = (int(fields[name]) for name in ("stage", "lineage", "step"))
     return StageState(
-        id=StateId.after(last, stage, lineage, step),
+        id=StateId.after(last, stage, lineage, step, _digest_of_values(fields)),
         tensors={},
         omega=float(fields["omega"]),
         boosted_at=int(fields["boosted_at"]),
@@ -656,6 +655,10 @@ def _state(fields: Fields) -> StageState:
         optimizer_step=int(fields["optimizer_step"]),
         relearning=int(fields.get("relearning", 0)),
     )
+
+
+def _digest_of_values(fields: Fields) -> bytes:
+    return xxh3_64_digest(fields["tensors"].encode())
 
 
 def _listed(fields: Fields) -> list[Listed]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from planaria.bootstrap.errors import UserError
@@ -32,19 +32,23 @@ class StateId:
     `made`: the ballot of the commit that made the step. A commit known only to lost nodes never
     happened; its step is made again, with the same number and another ballot. NEVER without such a
     commit: initial weights, or a state of older commits that counts as of this step since the run
-    was resumed with it.
+    was resumed with it. `digest`: of the values in a file, since a stage may be guessed twice after
+    one commit; empty: not known.
     """
 
     stage: int
     lineage: int
     step: int
     made: Ballot
+    digest: bytes = field(default=b"", compare=False)
 
     @classmethod
-    def after(cls, last: pb.Commit, stage: int, lineage: int, step: int) -> StateId:
+    def after(
+        cls, last: pb.Commit, stage: int, lineage: int, step: int, digest: bytes = b""
+    ) -> StateId:
         """The id of a state that counts as of `step`; `last` is the newest commit in it."""
         made = Ballot.of(last.ballot) if last.step == step else NEVER
-        return cls(stage, lineage, step, made)
+        return cls(stage, lineage, step, made, digest)
 
     @property
     def age(self) -> Age:
@@ -54,7 +58,12 @@ class StateId:
         """The id as a holding to report; `kind` as in recovery/facts.py."""
         made = None if self.made == NEVER else self.made.message()
         return pb.Holding(
-            kind=kind, stage=self.stage, step=self.step, lineage=self.lineage, made=made
+            kind=kind,
+            stage=self.stage,
+            step=self.step,
+            lineage=self.lineage,
+            made=made,
+            digest=self.digest,
         )
 
 
@@ -80,3 +89,8 @@ class StageState:
     def bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def is_milestone(step: int, every: int) -> bool:
+    """Whether a save of this step is kept for ever; `every`: steps between such saves, 0: none."""
+    return every > 0 and step % every == 0

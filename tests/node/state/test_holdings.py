@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from planaria.node.stage.arithmetic import make_twin
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import saves_on_disk
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
-from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
@@ -92,18 +93,22 @@ class Host:
 
 
 def holdings(
-    folder: Path, policy: str = "checkfree", open_disk: OpenDisk | None = None
+    folder: Path,
+    policy: str = "checkfree",
+    open_disk: OpenDisk | None = None,
+    **changes: Any,
 ) -> Holdings:
-    run = override(RUN, recovery__policy=policy, recovery__checkpoint__every=2)
-
-    def at_once(work: Callable[..., object], *arguments: Any) -> object:
-        return work(*arguments)
+    run = override(RUN, recovery__policy=policy, recovery__checkpoint__every=2, **changes)
 
     disk = open_disk or saves_on_disk("run", STAGE, 2, at_once, flat(3))
     host = Host(run)
     twin = make_twin(host, torch.device("cpu")) if policy == "redundant" else None
     shared = folder / "shared" if policy == "checkpoint" else None
     return Holdings(host, twin, layout, disk, folder / "own", shared)
+
+
+def at_once(work: Callable[..., object], *arguments: Any) -> object:
+    return work(*arguments)
 
 
 def layout(stage: int) -> Layout:
@@ -161,6 +166,40 @@ def test_a_state_of_an_older_commit_than_it_counts_as_of_was_made_by_none(tmp_pa
     (holding,) = keeps.listed()
     assert holding.step == 4
     assert not holding.HasField("made")
+
+
+def test_files_of_what_the_run_has_undone_are_not_offered(tmp_path: Path) -> None:
+    def offered(**changes: Any) -> list[int]:
+        return [one.step for one in holdings(tmp_path, **changes).listed()]
+
+    back = [{"step": 2, "undone": 5}]
+    for step, by in {2: Ballot(5, 1), 4: Ballot(5, 2), 6: Ballot(6, 1)}.items():
+        save(holdings(tmp_path), state(step, commit_of(step, by)))
+    assert offered() == [6, 4, 2]
+    assert offered(changes=back) == [6, 2]
+    save(holdings(tmp_path), state(8, commit_of(1, Ballot(6, 1))))
+    assert offered(changes=back) == [6, 2], "since when that one was made is not known"
+
+
+def test_a_run_can_go_back_to_what_the_next_save_does_not_replace(tmp_path: Path) -> None:
+    settings = {"saves__every": 2, "saves__keep": 4, "saves__milestones": 6}
+    disk = saves_on_disk("run", STAGE, 2, at_once, flat(3), 6)
+    for step in (2, 4, 6, 8, 10, 12, 14):
+        save(holdings(tmp_path, open_disk=disk, **settings), state(step, commit_of(step, NEVER)))
+    keeps = holdings(tmp_path, open_disk=disk, **settings)
+    assert [save.step for save in keeps.listed()] == [14, 12, 10, 8, 6]
+    assert keeps.saved_steps() == [14, 12, 10, 6]
+
+
+def test_files_of_other_values_have_other_digests(tmp_path: Path) -> None:
+    digests = set()
+    for folder, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        keeps = holdings(tmp_path / folder)
+        made = state(2, commit_of(2, Ballot(3, 5)))
+        save(keeps, replace(made, tensors={"weights": torch.full((3,), value)}))
+        (holding,) = keeps.listed()
+        digests.add(holding.digest)
+    assert len(digests) == 2
 
 
 def test_a_file_that_is_damaged_while_the_node_lives_is_not_offered(tmp_path: Path) -> None:
