@@ -20,6 +20,7 @@ from planaria.bootstrap.spelling import readable
 
 BY_WORD: Final = {"pause": PAUSE, "go": TRAIN, "stop": STOP, "end": STOPPED}
 CHANGE: Final = "change"
+BACK: Final = "back"
 LONGEST_WHY: Final = 200  # characters
 MOST_CHANGES: Final = 1000
 
@@ -50,15 +51,17 @@ class Orders:
     def give(self, word: str, why: str) -> str:
         """Gives an order. Returns what it changes, a sentence; empty: nothing. Raises Refused."""
         if (order := BY_WORD.get(word)) is None:
-            words = ", ".join([*BY_WORD, CHANGE])
+            words = ", ".join([*BY_WORD, CHANGE, BACK])
             raise Refused("INVALID_ARGUMENT", f"{readable(word)!r}: there are {words}")
-        if order != STOPPED:
-            self._check_free(order in (TRAIN, PAUSE))
+        if order in (TRAIN, PAUSE):
+            self._check_not_stopping()
         if self.order == STOPPED and order == PAUSE:
             raise Refused("FAILED_PRECONDITION", stopped_at(0))
         if order == self.order or (self.order, order) == (STOPPED, STOP):
             return ""
         self.order, self.why = order, readable(why)[:LONGEST_WHY]
+        if order in (STOP, STOPPED) and self._pending:
+            self.changes.pop()
         does = {
             PAUSE: "pauses the run",
             TRAIN: "lets the run go on",
@@ -68,33 +71,34 @@ class Orders:
         return f"the operator {does[order]}{f': {self.why}' if self.why else ''}"
 
     def change(self, change: Change, seats: Iterable[SeatReport], stages: int) -> str:
-        """Orders a change of settings that fit the run, or its return to a step that each of stages
-        0 to `stages` has saved. Returns a sentence. Raises Refused."""
-        self._check_free(stopping=True)
+        """Orders a change of settings that fit the run, once `change.step` is committed; or, with
+        `undone`, that the run goes back to it, of which each of stages 0 to `stages` must have a
+        save. Returns a sentence. Raises Refused."""
+        self._check_not_stopping()
+        if self._pending:
+            at = f" after step {step}" if (step := self.changes[-1].step) else ""
+            reason = f"the run's settings are being changed{at}; try again when nodes have joined"
+            raise Refused("FAILED_PRECONDITION", reason)
         if self.order == STOPPED:
             raise Refused("FAILED_PRECONDITION", stopped_at(0))
         if len(self.changes) == MOST_CHANGES:
             reason = f"the run's settings were changed {MOST_CHANGES} times; resume it anew"
             raise Refused("RESOURCE_EXHAUSTED", reason)
-        if change.step and change.step not in (steps := saved_by_all(seats, stages)):
+        if change.undone and change.step not in (steps := saved(seats, stages)):
             listed = ", ".join(map(str, sorted(steps))) or "none"
             raise Refused(
                 "FAILED_PRECONDITION",
                 f"not each stage has saved step {change.step}; steps that each has: {listed}",
             )
         self.changes.append(change)
-        return f"the operator orders: {in_short(change)}, once each stage has saved its step"
+        return f"the operator orders: {in_short(change)}"
 
-    def _check_free(self, stopping: bool) -> None:
-        """Raises Refused while nodes are about to end, or, if `stopping` counts, to stop."""
-        if self.order == STOP and stopping:
+    def _check_not_stopping(self) -> None:
+        if self.order == STOP:
             raise Refused(
                 "FAILED_PRECONDITION",
                 "the run is being stopped; when its nodes have ended, `planaria go` opens it again",
             )
-        if self._pending:
-            reason = "the run's settings are being changed; try again when its nodes have joined"
-            raise Refused("FAILED_PRECONDITION", reason)
 
     def review(self, seats: Iterable[SeatReport], stages: int, view: int) -> str:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
@@ -102,7 +106,7 @@ class Orders:
         on goes back without that. `view`: the newest view's number."""
         if not self.awaits_saves:
             return ""
-        back = self._pending and self.changes[-1].step
+        back = self.changes[-1].step if self._pending and self.changes[-1].undone else 0
         resting = [
             seat
             for seat in seats
@@ -115,20 +119,15 @@ class Orders:
             self.order = STOPPED
             return f"each stage has saved step {step}: the run is stopped"
         change = self.changes.pop()
-        if back and back not in saved_by_all(resting, stages):
+        if back and back not in saved(resting, stages):
             return f"not each stage has step {back} any more: the run goes on from step {step}"
-        self.changes.append(
-            Change(
-                number=change.number,
-                settings=change.settings,
-                step=back or step,
-                undone=view if back else 0,
-            )
-        )
-        return f"each stage has saved step {step}: {in_short(change)}"
+        holds = Change(number=change.number, settings=change.settings, step=back or step)
+        holds.undone = view if back else 0
+        self.changes.append(holds)
+        return f"each stage has saved step {step}: {in_short(holds)}"
 
 
-def saved_by_all(seats: Iterable[SeatReport], stages: int) -> set[int]:
+def saved(seats: Iterable[SeatReport], stages: int) -> set[int]:
     """The steps of which each of stages 0 to `stages` has reported a save."""
     saves = [(seat.stage, {*seat.saves}) for seat in seats]
     by_stage = (set().union(*(s for of, s in saves if of == stage)) for stage in range(stages + 1))
@@ -136,14 +135,20 @@ def saved_by_all(seats: Iterable[SeatReport], stages: int) -> set[int]:
 
 
 def in_short(change: Change) -> str:
-    """What a pending change changes."""
-    back = [f"back to step {change.step}"] * (change.step > 0)
-    return ", ".join([*back, *change.settings])
+    """What a change changes, and when."""
+    settings = ", ".join(change.settings)
+    if change.undone:
+        return ", ".join(filter(None, (f"back to step {change.step}", settings)))
+    return f"{settings}, after step {change.step}" if change.pending and change.step else settings
 
 
-def ends(view: View) -> bool:
-    """Whether the run is over, for these nodes, with the step that it has."""
-    return view.order in (STOP, STOPPED) or any(change.pending for change in view.changes)
+def last_step(view: View, committed: int, steps: int) -> int:
+    """The last step for these nodes of a run of so many steps: the one that it has, if it is to be
+    stopped; the last one under its present settings, if they are to change."""
+    if view.order in (STOP, STOPPED):
+        return committed
+    pending = [min(change.step, steps) for change in view.changes if change.pending]
+    return max(committed, *pending) if pending else steps
 
 
 def changes_in_force(view: View) -> list[Change]:
@@ -166,8 +171,8 @@ def problem_with_changes(changes: Sequence[Change]) -> str:
 def in_words(view: View) -> str:
     """The order in a view, for people; empty: the run trains."""
     why = f": {view.ordered}" if view.ordered else ""
-    if view.order == TRAIN and ends(view):
-        return f"ordered: {in_short(view.changes[-1])}, once each stage has saved its step"
+    if view.order == TRAIN and view.changes and view.changes[-1].pending:
+        return f"ordered: {in_short(view.changes[-1])}"
     return {
         TRAIN: "",
         PAUSE: f"paused by the run's operator{why}",

@@ -48,7 +48,7 @@ from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import Membership
-from planaria.bootstrap.operator_orders import CHANGE, changes_in_force
+from planaria.bootstrap.operator_orders import BACK, CHANGE, changes_in_force
 from planaria.bootstrap.registry_pb2 import (
     Change,
     DescribeRequest,
@@ -219,11 +219,12 @@ class RegistryServer:
         self._carry_out(self.machine.evict(node, why, self._loop.time()))
 
     def command(self, word: str, why: str, settings: Sequence[str] = (), step: int = 0) -> str:
-        """Gives an order to the run, as `Membership.command` does, or changes `settings`, and goes
-        back to `step`, unless it is 0. Returns what that changes. Raises Refused."""
+        """Gives an order to the run, as `Membership.command` does; or changes `settings` after
+        `step`, 0: the newest; or goes back to it. Returns what that changes. Raises Refused."""
         now, described = self._loop.time(), list[str]()
-        if word == CHANGE:
-            change = Change(settings=settings, step=step, pending=True)
+        if word in (CHANGE, BACK):
+            undone = self.machine.view.number if word == BACK else 0
+            change = Change(settings=settings, pending=True, step=step, undone=undone)
             described = self._examine(change)
             effects = self.machine.change(change, now)
         else:
@@ -244,13 +245,15 @@ class RegistryServer:
         except ValueError as error:
             raise Refused("INVALID_ARGUMENT", str(error)) from error
         if rules.steps and rules.steps <= step:
-            reason = f"steps = {rules.steps}: the run is at step {step} already; choose more"
+            reason = f"steps = {rules.steps}: this is to hold after step {step}; choose more"
             raise Refused("INVALID_ARGUMENT", reason)
-        if change.step:
+        if change.undone:
             described = [f"  back to step {step}", *described]
         elif not described:
             raise Refused("INVALID_ARGUMENT", "the run has these settings already")
-        return ["once each stage has saved its step:", *described]
+        begins = f"once step {step} is committed, and each stage has saved it:"
+        saves = "once each stage has saved its step:"
+        return [begins if change.step and not change.undone else saves, *described]
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""

@@ -8,6 +8,7 @@ import pytest
 
 from planaria.bootstrap.effects import Effect, Refused
 from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.operator_orders import last_step
 from planaria.bootstrap.registry_pb2 import (
     PAUSE,
     STOP,
@@ -40,9 +41,12 @@ class Run:
         validate_state(self.machine)
         return changed
 
-    def change(self, *settings: str, back: int = 0) -> str:
+    def change(self, *settings: str, at: int = 0, back: int = 0) -> str:
         number = len(self.machine.view.changes) + 1
-        change = Change(number=number, settings=settings, step=back, pending=True)
+        undone = self.machine.view.number if back else 0
+        change = Change(
+            number=number, settings=settings, step=at or back, undone=undone, pending=True
+        )
         self.machine.change(change, self.now)
         validate_state(self.machine)
         return self.machine.view.reason
@@ -96,12 +100,9 @@ def test_settings_change_once_each_stage_has_saved_and_all_join_again(before: st
     run = Run()
     run.order(before)
     wanted = "steps=9", "training.lr=1e-4"
-    said = "the operator orders: steps=9, training.lr=1e-4, once each stage has saved its step"
+    said = "the operator orders: steps=9, training.lr=1e-4"
     assert run.change(*wanted) == said
     assert [*run.machine.view.changes] == [Change(number=1, settings=wanted, pending=True)]
-    for order in ("go", "pause", "stop"):
-        with pytest.raises(Refused, match="settings are being changed"):
-            run.order(order)
     with pytest.raises(Refused, match="settings are being changed"):
         run.change("steps=10")
     run.saves("a", 0, saved=7)
@@ -135,7 +136,7 @@ def test_a_run_goes_back_to_a_step_once_each_stage_rests_and_has_it(before: str)
         with pytest.raises(Refused, match=f"saved step {step}; steps that each has: 4, 6"):
             run.change(back=step)
     reason = run.change("steps=12", back=6)
-    said = "the operator orders: back to step 6, steps=12, once each stage has saved its step"
+    said = "the operator orders: back to step 6, steps=12"
     assert reason == said
     run.report("a", saved(0, 9, 8, 6, finished=True))
     run.report("b", saved(1, 6, 4, 2))
@@ -164,6 +165,21 @@ def test_a_run_goes_on_with_what_it_has_if_the_step_is_gone_when_all_rest() -> N
     assert not view.changes
 
 
+def test_settings_change_after_a_step_that_is_to_come() -> None:
+    run = Run()
+    run.report("a", saved(0, 9))
+    run.report("b", saved(1, 9))
+    assert run.change("steps=12", at=11) == "the operator orders: steps=12, after step 11"
+    view = run.machine.view
+    assert [last_step(view, committed, 20) for committed in (9, 10, 11)] == [11, 11, 11]
+    with pytest.raises(Refused, match="are being changed after step 11"):
+        run.change("steps=13")
+    run.order("pause")
+    for node, stage in (("a", 0), ("b", 1)):
+        run.report(node, SeatReport(stage=stage, committed=11, saved=11, finished=True))
+    assert [*run.machine.view.changes] == [Change(number=1, settings=["steps=12"], step=11)]
+
+
 def test_a_run_that_can_not_go_on_goes_back_at_once() -> None:
     run = Run()
     run.report("a", saved(0, 8, 6, stopped=True))
@@ -184,6 +200,7 @@ def test_a_run_that_is_stopped_has_its_settings_until_it_is_opened() -> None:
     run.order("go")
     run.change("steps=9")
     assert run.order("end") == "the operator ends the run", "which waits for nobody"
+    assert not run.machine.view.changes, "one that doesn't hold yet is withdrawn"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +246,7 @@ def test_nobody_joins_a_run_that_is_stopped_until_it_is_opened_again() -> None:
 
 def test_an_order_that_makes_no_sense_is_refused_and_its_reason_is_made_readable() -> None:
     run = Run()
-    with pytest.raises(Refused, match=r"'hurry': there are pause, go, stop, end, change"):
+    with pytest.raises(Refused, match=r"'hurry': there are pause, go, stop, end, change, back"):
         run.order("hurry")
     run.order("pause", "\x1b[2J" + 300 * "x")
     assert run.machine.view.ordered.isprintable()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.operator_orders import changes_in_force, saved_by_all
+from planaria.bootstrap.operator_orders import changes_in_force, saved
 from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, TRAIN, View
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.launch.settings import resettled, with_changes
@@ -165,7 +165,8 @@ class Changed(Scenario):
         registry = self.cluster.registry
         if registry.process.responsive:
             with suppress(Refused):  # one is pending, or the run is over
-                registry.server.command("change", "", settings)
+                step = registry.server.machine.committed + self.random.randint(0, 3)
+                registry.server.command("change", "", settings, step)
                 self.cluster.counts["ordered"] += 1
                 self.quiet_from = max(self.quiet_from, self.world.now)
 
@@ -194,10 +195,10 @@ class TakenBack(Changed):
     def _go_back(self) -> None:
         server = self.cluster.registry.server
         reports = server.machine.members.seat_reports()
-        steps = saved_by_all(reports, self.cluster.rules.stages) - {server.machine.committed}
+        steps = saved(reports, self.cluster.rules.stages) - {server.machine.committed}
         if steps:
             with suppress(Refused):  # a change is pending
-                server.command("change", "", [], self.random.choice(sorted(steps)))
+                server.command("back", "", [], self.random.choice(sorted(steps)))
                 self.cluster.counts["sent back"] += 1
                 self.quiet_from = max(self.quiet_from, self.world.now)
                 self.back_at.pop()

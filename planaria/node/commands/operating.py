@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from planaria.bootstrap.client import RegistryClient
 
+PATIENCE: Final = 20.0
+"""Seconds until an operator hears what a change waits for."""
 LOOK: Final = 0.5
 """Seconds between two looks whether a change of settings holds."""
 
@@ -205,9 +208,13 @@ def change_command(
     ],
     join: Join,
     security: Security,
+    at: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEP", help="The first with them. Default: the next."),
+    ] = None,
 ) -> None:
     """Change settings of a run: each stage saves its step, and the nodes go on under the others."""
-    _change(join, security, settings, 0)
+    _change(join, security, settings, None if at is None else at - 1)
 
 
 @flattened
@@ -221,27 +228,55 @@ def back_command(
     ] = None,
 ) -> None:
     """Take a run back to a saved step: later steps don't count, and the nodes go on from there."""
-    _change(join, security, settings or [], to)
+    _change(join, security, settings or [], to, goes_back=True)
 
 
-def _change(join: str, security: Security, settings: Sequence[str], back: int) -> None:
-    """Changes settings, and takes the run back to a step, unless it is 0."""
+def _change(
+    join: str,
+    security: Security,
+    settings: Sequence[str],
+    after: int | None,
+    goes_back: bool = False,
+) -> None:
+    """Changes settings after a step; None: the newest. The run goes back to one that is past."""
     from planaria.bootstrap.enrolment_pb2 import CommandRequest
-    from planaria.bootstrap.operator_orders import CHANGE
-    from planaria.bootstrap.registry_pb2 import Change
+    from planaria.bootstrap.operator_orders import BACK, CHANGE
+    from planaria.node.report.run_state import RunState
 
     async def change(client: RegistryClient) -> None:
-        request = CommandRequest(word=CHANGE, settings=settings, step=back)
+        described = await client.describe()
+        before, committed = len(described.view.changes), RunState(described).committed
+        step = committed if after is None else after
+        if not goes_back and step < committed:
+            end(f"--at {step + 1}: the run is at step {committed} already; choose a later one")
+        request = CommandRequest(
+            word=BACK if goes_back else CHANGE, settings=settings, step=after or 0
+        )
         say((await client.command("Command", request)).what)
-        changes = [Change(pending=True)]
-        while changes and changes[-1].pending:
-            await asyncio.sleep(LOOK)
-            changes = [*(await client.describe()).view.changes]
-        if back and not (changes and changes[-1].undone and changes[-1].step == back):
-            end(f"not each stage has step {back} any more: the run goes on from its newest step")
-        say(f"the run goes on from step {changes[-1].step + 1}")
+        if step <= committed:
+            await _until_it_holds(client, before)
 
     ask_registry(join, credentials_for(join, security, "operator"), change)
+
+
+async def _until_it_holds(client: RegistryClient, before: int) -> None:
+    """Waits until a change holds that was ordered when there were `before` others."""
+    from planaria.node.report.run_state import RunState
+    from planaria.node.report.unsaved import named, unsaved
+
+    for look in itertools.count(1):
+        await asyncio.sleep(LOOK)
+        described = await client.describe()
+        changes = described.view.changes
+        if len(changes) == before:
+            end("that was withdrawn; `planaria status` says why")
+        if not changes[-1].pending:
+            say(f"the run goes on from step {changes[-1].step + 1}")
+            return
+        state = RunState(described)
+        lacking = unsaved(described, {seat.stage for seat in state.reports}, state.committed)
+        if look * LOOK == PATIENCE and lacking:
+            say(f"waiting for a save of {named(lacking)}: have its nodes a --save-dir?", "yellow")
 
 
 @flattened

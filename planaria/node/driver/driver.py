@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.operator_orders import ends, in_words
+from planaria.bootstrap.operator_orders import in_words, last_step
 from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing
@@ -299,13 +299,13 @@ class Driver:
 
     @property
     def last_step(self) -> int:
-        """The run's last step; if its operator stops or changes it, the one that it has."""
-        return self.standing.committed if ends(self._newest_view()) else self.rules.steps
+        """The run's last step, for these nodes."""
+        return last_step(self._newest_view(), self.standing.committed, self.rules.steps)
 
     def paused_by_operator(self) -> str:
         """Why no step is begun; empty: the run isn't paused."""
-        view = self._newest_view()
-        return in_words(view) if view.order == registry.PAUSE and not ends(view) else ""
+        view, has_next = self._newest_view(), self.standing.committed < self.last_step
+        return in_words(view) if view.order == registry.PAUSE and has_next else ""
 
     def what_next(self) -> pb.Begin | None:
         """The next step or validation; None: a pause, or the end."""
