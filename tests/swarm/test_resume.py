@@ -37,7 +37,7 @@ def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
 
 def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path):
     """From 2 stages to 4, then from a step before that to 1 of two nodes each, with another batch
-    and rate, for longer, in a copy; what a node had saved lies elsewhere, so do folders and data."""
+    and rate, for longer, in a copy; saves of a node lie elsewhere, and so do folders and data."""
     saves, first = tmp_path / "saves", tmp_path / "first"
     at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
     swarm = up(RUN, "--save-dir", str(saves), *at_once, at=shutil.copytree(data, first))

@@ -84,7 +84,8 @@ class Notifier:
         self, state: RunState, history: History, run: RunFile, now: float
     ) -> Iterator[Condition]:
         """At most one of a kind. About the whole run only registry and driver are believed."""
-        view, driving = state.description.view, state.driving or SeatReport()
+        view, story = state.description.view, history.story
+        driving = state.driving or SeatReport()
         if view.order == PAUSE:
             yield Condition("paused", Severity.NOTICE, f"the run is {in_words(view)}")
         elif history.paused:
@@ -93,7 +94,10 @@ class Notifier:
             yield Condition("stopped", Severity.NOTICE, in_words(view))
         elif driving.stopped:
             yield Condition("stopped", Severity.ERROR, f"the run is stopped: {driving.message}")
+        elif story.stopped is not None and state.driving is None:
+            yield Condition("stopped", Severity.ERROR, story.stopped.sentence(None))
         is_finished = driving.finished and driving.committed >= run.steps
+        is_finished |= story.finished is not None  # its nodes may have left since
         if is_finished:
             yield Condition("finished", Severity.INFO, f"all {run.steps} steps are committed")
         if not (is_finished or view.order == STOPPED) and (late := self._vacant(state, run, now)):

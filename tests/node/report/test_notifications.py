@@ -140,6 +140,21 @@ def test_a_finished_run_is_told_once_and_waits_for_nobody() -> None:
     assert only[1:] == ("finished", "info", "all 50 steps are committed", RUN.steps, NOW)
 
 
+@pytest.mark.parametrize(
+    ("event", "told_of"),
+    [
+        ({"kind": "finished", "step": 50}, ("finished", "all 50 steps are committed")),
+        ({"kind": "stopped", "step": 7}, ("stopped", "the run is stopped at step 7: why")),
+    ],
+)
+def test_the_end_is_told_when_the_nodes_have_left(event: dict[str, Any], told_of) -> None:
+    """As those of `planaria up` have when its registry looks for the last time."""
+    history = heard({"reason": "why", "validation": 6.5, **event})
+    state = RunState(described(lost=NODES, driver="", committed=50), history.story)
+    [only] = Notifier().look(state, history, RUN, NOW)
+    assert (only.kind, only.sentence) == told_of
+
+
 def test_a_stage_without_a_node_is_told_after_a_minute() -> None:
     notifier = Notifier()
     assert told(notifier, lost=("body",)) == []
