@@ -1,13 +1,16 @@
 """docs/formats.md has the keys that the code writes."""
 
 import dataclasses
+import inspect
 import re
 from inspect import get_annotations
 from pathlib import Path
 
 from planaria.bootstrap import registry_pb2
+from planaria.node.report import notifications
 from planaria.node.report.events import Event
 from planaria.node.report.ledger import LedgerHeader, Line
+from planaria.node.report.notifications import Notification
 
 PAGE = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
 EVENTS = dict(re.findall(r"^\| ([a-z ]+) \| (.*?) \| .*\|$", PAGE.partition("## Ledgers")[0], re.M))
@@ -35,6 +38,13 @@ def test_the_ledgers_keys() -> None:
             for key, kind in get_annotations(line).items()
         )
         assert listed in " ".join(PAGE.split())
+
+
+def test_the_keys_and_kinds_of_a_notification() -> None:
+    section = PAGE.partition("## Notifications")[2]
+    assert ", ".join(f"`{key}`" for key in Notification._fields) in section
+    kinds = re.findall(r'Condition\("(\w+)"', inspect.getsource(notifications))
+    assert re.findall(r"^- `(\w+)`", section, re.M) == list(dict.fromkeys(kinds))
 
 
 def test_each_message_of_the_status_has_its_keys() -> None:

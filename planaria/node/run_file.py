@@ -65,6 +65,8 @@ MOST_VISITS = 2**19
 """Maximum visits of a step's microbatches to stages: the message that begins it names each."""
 
 DATA = "data/prose"
+PRIVATE: Final = "notify"
+"""The section that stays on the registry's machine: a command may contain a secret."""
 LOCAL = "local"
 """Key in the context of validation: the run file is on this machine, where `~` has a meaning."""
 
@@ -547,6 +549,17 @@ class WireSection(Section):
         return {"lowrank": self.rank_after}.get(self.averaging, 0)
 
 
+class NotifySection(Section):
+    """What the registry runs for events that somebody should hear of. Nodes don't get it."""
+
+    command: str = Field(
+        default="",
+        max_length=4096,
+        pattern=r"^[^\x00]*$",
+        description="command line, which gets the event as JSON; empty: none",
+    )
+
+
 class ChangeSection(Section):
     """A change of settings, which planaria writes when it makes one."""
 
@@ -575,6 +588,7 @@ class RunFile(Section):
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
     trust: TrustSection = TrustSection()
+    notify: NotifySection = NotifySection()
     changes: tuple[ChangeSection, ...] = Field(default=(), max_length=1000)
 
     @property
@@ -610,15 +624,16 @@ class RunFile(Section):
 
     def identifying_fields(self, *left_out: str) -> dict[str, Any]:
         """The fields that distinguish this run from others, without the sections `left_out`.
-        Default values are left out, so that a new key changes nothing. For `training.warmup` and
-        [wire] the former defaults count: 20 steps, codec none. Of changes, only those count for
-        which saves were written anew."""
+        Default values are left out, so that a new key changes nothing, and so is PRIVATE. For
+        `training.warmup` and [wire] the former defaults count: 20 steps, codec none. Of changes,
+        only those count for which saves were written anew."""
         if self.changes:
             anew = {"changes": [change.step for change in self.changes if change.anew]}
             return self.original.identifying_fields(*left_out) | (
                 anew if any(anew.values()) else {}
             )
-        fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
+        excluded = {"wire", PRIVATE, *left_out}
+        fields = self.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
         defaults = {"lr": self.config.learning_rate, "warmup": WARMUP}
         training = {k: v for k, v in fields.pop("training", {}).items() if v != defaults.get(k)}
         fields |= {"training": training} if training else {}
@@ -806,3 +821,8 @@ def setting(key: str, value: Any) -> str:
 
 def dumps(run: RunFile) -> str:
     return tomli_w.dumps(run.model_dump(exclude_none=True))
+
+
+def public(run: RunFile) -> str:
+    """The run file as nodes and readers get it."""
+    return tomli_w.dumps(run.model_dump(exclude_none=True, exclude={PRIVATE}))

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import PAUSED_ABOVE
 from planaria.node.cli import app
-from planaria.node.launch.resolve import registry_rules
+from planaria.node.launch.resolve import registry_rules, run_id
+from planaria.node.launch.settings import differences
 from planaria.node.model.learning_rate import boost, peak_of, scheduled, warmup_of
 from planaria.node.run_file import (
     HEARTBEAT,
@@ -29,6 +30,7 @@ from planaria.node.run_file import (
     load,
     loads,
     override,
+    public,
 )
 from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
@@ -270,3 +272,11 @@ def test_a_rank_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
     assert averaged_after == [9, 0]
     with pytest.raises(RunFileError, match=r"wire\.rank"):
         loads("[wire]\naveraging = 'lowrank'\nrank = 0")
+
+
+def test_who_hears_of_events_is_no_part_of_the_run_and_nobody_elses_business() -> None:
+    run = loads('steps = 7\n[notify]\ncommand = "curl -d @- https://example.org/s3cret"')
+    assert run_id(run) == run_id(loads("steps = 7"))
+    assert differences(run, loads("steps = 7")) == {}
+    assert "notify" not in public(run) and loads(public(run)).steps == 7
+    assert loads(dumps(run)).notify == run.notify

@@ -37,7 +37,7 @@ def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
 
 def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path):
     """From 2 stages to 4, then from a step before that to 1 of two nodes each, with another batch
-    and rate, and for longer; what one node had saved lies elsewhere, and so do folders and data."""
+    and rate, for longer, in a copy; saves of a node lie elsewhere, and so do folders and data."""
     saves, first = tmp_path / "saves", tmp_path / "first"
     at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
     swarm = up(RUN, "--save-dir", str(saves), *at_once, at=shutil.copytree(data, first))
@@ -61,9 +61,14 @@ def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path)
     listed = CliRunner().invoke(app, ["saves", str(out), str(moved / "saves"), "--verify"])
     assert listed.exit_code == 0, listed.output
     assert re.search(rf"│ {RUN.name}-\w+ │ +8 │ all ", listed.output)
-    swarm = up(out, *settings, *elsewhere)
+    before, copy = (out / "run.toml").read_text(), tmp_path / "copy"
+    swarm = up(out, *settings, *elsewhere, "--out", str(copy))
+    swarm.out, swarm.lines = copy, Lines(copy)
     status, output = swarm.finish()
     assert status == 0, output
+    assert (out / "run.toml").read_text() == before
+    assert not (out / "saves").exists() and (copy / "saves").exists()
+    out = copy
     assert "  model.stages = 1 (was 4)\n  steps = 40 (was 32)\n" in output
     run = load(out / "run.toml")
     assert run.changed_at == 8

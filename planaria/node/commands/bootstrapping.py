@@ -26,7 +26,7 @@ from planaria.node.commands.terminal import console, say
 from planaria.node.launch.resolve import registry_rules, run_id
 from planaria.node.launch.settings import resettled
 from planaria.node.page.place import PageAddress
-from planaria.node.run_file import RunFile, dumps
+from planaria.node.run_file import RunFile, public
 
 if TYPE_CHECKING:
     from planaria.node.commands.machines import BootstrapOptions
@@ -130,12 +130,11 @@ class Bootstrapping:
         stop: asyncio.Event | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
-        rules, run_file = self.rules_of(self.run), dumps(self.run)
+        rules, run_file = self.rules_of(self.run), public(self.run)
         registry = RegistryServer(
             rules, run_file, store, admission=admission, resettle=partial(resettled, self.rules_of)
         )
-        if self.page is not None:
-            parts = (*parts, partial(self._page_beside, self.page))
+        parts = (*parts, self._watched)
         if certified is not None:
             parts = (*parts, partial(self._invites_beside, admission, certified))
         listen, credentials = str(self.listen), self._credentials(certified)
@@ -158,12 +157,23 @@ class Bootstrapping:
         named = admission, certified, run_id(self.run), at, addresses_for, show, self.others
         return Admitting(*named).serving()
 
-    def _page_beside(
-        self, place: PageAddress, registry: RegistryServer
-    ) -> AbstractAsyncContextManager[None]:
-        from planaria.node.page.serving import page_beside
+    @asynccontextmanager
+    async def _watched(self, registry: RegistryServer) -> AsyncIterator[None]:
+        """Beside the registry, its page, and the command that hears of events."""
+        command = self.run.notify.command
+        if self.page is None and not command:
+            yield
+            return
+        from planaria.node.page.notifying import notifying
+        from planaria.node.page.serving import Living, page_beside
 
-        return page_beside(registry, self.run, place, self.options.price)
+        living = Living(registry, self.run, self.options.price)
+        async with AsyncExitStack() as stack:
+            if self.page is not None:
+                await stack.enter_async_context(page_beside(living, self.page))
+            if command:
+                await stack.enter_async_context(notifying(living, command))
+            yield
 
 
 @asynccontextmanager

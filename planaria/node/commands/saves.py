@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,6 +63,14 @@ def saves_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read them all, to find damaged ones.")
     ] = False,
+    prune: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="KEEP",
+            help="Remove each run's saves, but not the newest KEEP whole steps and newer ones.",
+        ),
+    ] = None,
 ) -> None:
     """List a run's saves: which steps are whole, and how large."""
     from planaria.node.report.log_stream import begin_log
@@ -70,9 +79,9 @@ def saves_command(
 
     begin_log()
     places = [place for folder in folders for place in (folder, *_below(folder))]
-    steps: dict[tuple[str, int], dict[int, SaveFile]] = {}
+    steps: dict[str, dict[int, list[SaveFile]]] = {}
     damaged = 0
-    for save in find_saves(*places):
+    for save in {save.path.resolve(): save for save in find_saves(*places)}.values():
         if verify:
             try:
                 save.check()
@@ -80,19 +89,52 @@ def saves_command(
                 warn(str(error))
                 damaged += 1
                 continue
-        steps.setdefault((save.run, save.state.id.step), {})[save.state.id.stage] = save
+        steps.setdefault(save.run, {}).setdefault(save.state.id.step, []).append(save)
     if not steps and not damaged:
         end(f"there are no saves in {', '.join(map(str, folders))}: name the folder of a run")
+    if prune is not None:
+        _prune(steps, prune)
     table = Table("run", Column("step", justify="right"), "stages", Column("MB", justify="right"))
-    for (run, step), by_stage in sorted(steps.items()):
-        last = max(stage for (of, _), saved in steps.items() if of == run for stage in saved)
-        lacking = [stage for stage in range(last + 1) if stage not in by_stage]
-        state = f"lacks {', '.join(map(str, lacking))}" if lacking else "all"
-        size = sum(save.path.stat().st_size for save in by_stage.values())
-        table.add_row(run, str(step), state, f"{size / 1e6:,.1f}")
+    for run, by_step in sorted(steps.items()):
+        for step, saves in sorted(by_step.items()):
+            lacking = ", ".join(map(str, _lacking(by_step, step)))
+            by_stage = {save.state.id.stage: save for save in saves}
+            state = f"lacks {lacking}" if lacking else "all"
+            table.add_row(run, str(step), state, _megabytes(by_stage.values()))
     console.print(table)
     if damaged:
         raise typer.Exit(1)
+
+
+def _lacking(by_step: Mapping[int, Sequence[SaveFile]], step: int) -> list[int]:
+    """The stages of a run of which that step has no save."""
+    saves = [save for saves in by_step.values() for save in saves]
+    last = max(max(save.state.id.stage, save.stages) for save in saves)
+    having = {save.state.id.stage for save in by_step[step]}
+    return [stage for stage in range(last + 1) if stage not in having]
+
+
+def _prune(steps: Mapping[str, dict[int, list[SaveFile]]], keep: int) -> None:
+    """Remove older saves from the disk and from `steps`."""
+    whole = {run: [at for at in of if not _lacking(of, at)] for run, of in steps.items()}
+    if without := [run for run, found in whole.items() if not found]:
+        end(
+            f"nothing is removed: {', '.join(without)} has no step that each stage has saved in "
+            "these folders; name those of all stages"
+        )
+    for run, by_step in steps.items():
+        kept = sorted(whole[run])[-keep:]
+        gone = [at for at in sorted(by_step) if at < kept[-1] and at not in kept]
+        removed = [save for at in gone for save in by_step.pop(at)]
+        size = _megabytes(removed)
+        for save in removed:
+            save.path.unlink(missing_ok=True)  # the run may go on, and remove it itself
+        listed = f" of step {', '.join(map(str, gone))}" if gone else ""
+        say(f"{run}: {len(removed)} saves{listed} are removed, {size} MB")
+
+
+def _megabytes(saves: Iterable[SaveFile]) -> str:
+    return f"{sum(save.path.stat().st_size for save in saves) / 1e6:,.1f}"
 
 
 def _below(folder: Path) -> list[Path]:

@@ -26,21 +26,23 @@ def up_command(options: UpOptions) -> None:
         read_plan,
         up,
     )
-    from planaria.node.run_file import RunFile, load
+    from planaria.node.run_file import PRIVATE, RunFile, load
 
     check_tracker(options.swarm.track)
     Security().place(options.swarm.http, insecure=False)
     changes, losses = options.changes, options.losses
     if options.resume is not None:
-        if refused := not_with_resume(options):
+        if options.save_dir is not None:
             raise SwarmError(
-                f"{', '.join(refused)}: --resume continues in the run's own folders; leave it out"
+                "--save-dir: --resume continues in the run's own folders; leave it out. --out NEW "
+                "continues in a copy of them"
             )
         resumed = read_plan(options.resume, options.data or ())
         file, run = options.run_file, resumed.run
         wanted = changes.of(run if file is None else with_settings_of(load(file), run))
-        run = goes_on_as(resumed.kept, wanted, options.at is not None)
-        plan = resumed._replace(run=run, at=options.at)
+        plan = resumed._replace(out=options.out or resumed.out, at=options.at)
+        run = goes_on_as(resumed.kept._replace(out=plan.out), wanted, options.at is not None)
+        plan = plan._replace(run=run.model_copy(update={PRIVATE: wanted.notify}))
     else:
         if options.data:
             raise SwarmError("--data: a new run's data is data.path in its run file")
@@ -57,9 +59,3 @@ def up_command(options: UpOptions) -> None:
     drawn = choose_losses(plan.run, losses.loss_rate, losses.trace, losses.speedup)
     ending = asyncio.run(up(plan, kills, console, resumed, losses.replace, drawn))
     raise typer.Exit(ending.status)
-
-
-def not_with_resume(options: UpOptions) -> list[str]:
-    """The given options that a resumed run can't have, as they are written."""
-    given = {"--out": options.out, "--save-dir": options.save_dir}
-    return [name for name, value in given.items() if value is not None]

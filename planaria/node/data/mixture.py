@@ -9,11 +9,12 @@ A registry reads the indexes, and has neither numpy nor tokenizers.
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import xxhash
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from planaria.node.data.batches import Batches
     from planaria.node.data.windows import AnyWindows
     from planaria.node.run_file import DataSection
+
+SEARCHED: Final = "PLANARIA_DATA"
+"""Environment variable with folders in which prepared data is looked for."""
 
 
 class Mixture:
@@ -204,15 +208,15 @@ def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
     contain them, under any names. Raises CorpusError."""
     if not given:
         return section.folders
-    if not section.corpora:
-        if len(given) > 1:
-            raise CorpusError(
-                f"the run has one corpus, but {_named(given)} are several folders: name one"
-            )
-        return list(given)
     inside = (sorted(folder.iterdir()) if folder.is_dir() else () for folder in given)
     prepared = [folder for folder in chain(given, *inside) if (folder / "index.json").is_file()]
     by_content = {read_index(folder).content: folder for folder in prepared}
+    if not section.corpora:
+        if section.content not in by_content and len(given) > 1:
+            raise CorpusError(
+                f"the run has one corpus, but {_named(given)} are several folders: name one"
+            )
+        return [by_content.get(section.content, given[0])]
     missing = [corpus for corpus in section.corpora if corpus.content not in by_content]
     if missing:
         raise CorpusError(
@@ -221,6 +225,18 @@ def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
             "there, or is named itself"
         )
     return [by_content[corpus.content] for corpus in section.corpora]
+
+
+def found_by_content(section: DataSection) -> list[str]:
+    """Folders of a run's corpora in those that `PLANARIA_DATA` names; empty: not all are there."""
+    given = [Path(name).absolute() for name in os.environ.get(SEARCHED, "").split()]
+    wanted = [corpus.content for corpus in section.corpora] or [section.content]
+    try:
+        folders = folders_of(section, given) if given else []
+        contents = [read_index(folder).content for folder in folders]
+    except (CorpusError, OSError):
+        return []
+    return [str(folder) for folder in folders] if contents == wanted else []
 
 
 def _named(folders: Sequence[Path]) -> str:

@@ -167,30 +167,31 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
-    """The prepared data, from --data or else the run file's path below this node's own folder;
-    needed at stage 0 only.
+    """The prepared data, from --data, else by content in `PLANARIA_DATA`, else the run file's path
+    below this node's own folder; needed at stage 0 only.
 
     Raises NodeError when stage 0 or --data was requested, and the data can't be used.
     """
     from planaria.node.data.corpus import CorpusError
     from planaria.node.data.elsewhere import folder_of
-    from planaria.node.data.mixture import open_data
+    from planaria.node.data.mixture import found_by_content, open_data
     from planaria.node.launch.own_folders import data_below, own_folder
 
     links = (options.saves or options.out or Path("out")) / "data"
+    places = options.data or found_by_content(run.data)
     needed = options.stage == 0 or bool(options.data)
     data: DataSection | None
     try:
-        data = run.data if options.data else data_below(own_folder(options.out, run), run.data)
+        data = run.data if places else data_below(own_folder(options.out, run), run.data)
     except NodeError:
         if needed:
             raise
         data = None
-    if data is None or not (needed or all(path.exists() for path in data.folders)):
+    if data is None or not (needed or places or all(path.exists() for path in data.folders)):
         log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
         return None
     try:
-        corpus = open_data(data, [folder_of(place, links) for place in options.data or ()])
+        corpus = open_data(data, [folder_of(place, links) for place in places])
     except CorpusError as error:
         if needed:
             raise NodeError(
@@ -199,7 +200,7 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
         log.warning("this node can't serve stage 0: %s", error)
         return None
     if problem := corpus.index.misfit(corpus.path, run.data.content, run.model.vocabulary):
-        place = " with ".join(options.data or ()) or data.where
+        place = " with ".join(places) or data.where
         if needed:
             raise NodeError(f"{place} {problem}")
         log.warning("this node can't serve stage 0: %s %s", place, problem)

@@ -32,7 +32,7 @@ from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.elsewhere import folder_of
-from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.data.mixture import folders_of, found_by_content, index_of
 from planaria.node.launch.begin import check_reachable
 from planaria.node.launch.diagnosis import (
     Clock,
@@ -318,6 +318,7 @@ def _look_at(folder: Path) -> DiskFacts:
 
 
 def _data_at(places: Sequence[str], run: RunFile) -> Data:
+    places = places or found_by_content(run.data)
     where, data = " with ".join(places) or run.data.where, run.data
     try:
         data = data if places else data_below(own_folder(None, run), data)

@@ -10,13 +10,14 @@ from planaria.bootstrap.rules import MembershipRules, Resettled
 from planaria.node.launch.resolve import check_policy
 from planaria.node.model.learning_rate import of_run
 from planaria.node.run_file import (
+    PRIVATE,
     ChangeSection,
     RunFile,
     RunFileError,
-    dumps,
     loads,
     override,
     parse_settings,
+    public,
     setting,
 )
 
@@ -34,7 +35,7 @@ def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
 
 
 def _flat_of(run: RunFile) -> dict[str, Any]:
-    return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes"}))
+    return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes", PRIVATE}))
 
 
 def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -86,7 +87,13 @@ def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
     """The run with those changes of a view that hold and that it lacks. Raises RunFileError."""
     for change in changes:
         if change.number > len(run.changes) and not change.pending:
-            wanted = override(run, **parse_settings(change.settings))
+            settings = parse_settings(change.settings)
+            if any(key.partition("__")[0] == PRIVATE for key in settings):
+                raise RunFileError(
+                    f"{PRIVATE}: nobody can change that from elsewhere; write it into the "
+                    "registry's run file, and restart the registry"
+                )
+            wanted = override(run, **settings)
             run = changed(run, wanted, change.step, undone=change.undone)
     return run
 
@@ -103,7 +110,7 @@ def resettled(
             "of these, one needs folders that nodes are given when they start. planaria stop, then "
             "resume the run with it"
         )
-    return Resettled(dumps(run), rules_of(run), len(run.changes), _rows(before, run))
+    return Resettled(public(run), rules_of(run), len(run.changes), _rows(before, run))
 
 
 def _needs_folders(run: RunFile) -> bool:

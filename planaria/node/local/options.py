@@ -167,7 +167,8 @@ class UpOptions:
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write. Default: out/NAME-DATE-TIME.",
+            help="Folder to write. Default: out/NAME-DATE-TIME. With --resume: a new folder, where "
+            "a copy of the run goes on.",
             rich_help_panel=FILES,
         ),
     ] = None

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from planaria.node.state.saves import SaveFile, Saves
 
 RUN_FILE, JOURNAL = "run.toml", "registry.journal"
-SETTINGS: Final = "steps", "recovery", "saves", "swarm", "wire", "trust"
+SETTINGS: Final = "steps", "recovery", "saves", "swarm", "wire", "trust", "notify"
 """What may change, but the section [training] and model.stages."""
 FOLDERS: Final = "model.from", "data.path", "data.corpora"
 """Keys whose folders may lie elsewhere; the content is compared."""

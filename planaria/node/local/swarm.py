@@ -26,7 +26,7 @@ from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import read_view
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
-from planaria.node.data.mixture import index_of
+from planaria.node.data.mixture import found_by_content, index_of
 from planaria.node.data.progress import Track
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.launch.own_folders import folder_options
@@ -85,7 +85,16 @@ from planaria.node.report.live_view import Screen, Story
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.report.unsaved import named, unsaved
-from planaria.node.run_file import RunFile, RunFileError, dumps, load, loads, override
+from planaria.node.run_file import (
+    PRIVATE,
+    RunFile,
+    RunFileError,
+    dumps,
+    load,
+    loads,
+    override,
+    public,
+)
 
 PLAN, ADDRESS = "up.json", "registry.address"
 SAVING_GRACE = 30.0
@@ -472,20 +481,63 @@ def resume_from(
     the step from which changed settings hold, and messages. Raises SwarmError."""
     missing = [name for name in plan.run.data.names if not Path(name).exists()]
     if missing and not plan.data:
+        plan = plan._replace(data=found_by_content(plan.run.data))
+    if missing and not plan.data:
         raise SwarmError(
             f"the run's prepared data is not in {missing[0]}: name the folder that has it, with "
             "the same content, by --data DIR"
         )
     sentences: list[str] = []
+    if plan.out != before.out:
+        before = copied(before, plan.out)
+        plan = plan._replace(save_dir=before.save_dir)
+        sentences.append(f"the run is copied to {plan.out}, and goes on there")
+    if plan.run.notify != before.run.notify:  # which is no change of the run
+        before = before._replace(run=before.run.model_copy(update={PRIVATE: plan.run.notify}))
+        with resuming():
+            replace_file(plan.out / RUN_FILE, dumps(before.run).encode())
     if plan.run != before.run or plan.at is not None:
         plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
-        sentences = describe_change(before.run, plan.run)
+        sentences += describe_change(before.run, plan.run)
     if plan.kept.id == before.kept.id:
         sentences += put_in_place(plan.kept, slots)
     else:
         sentences.append(f"the saves as they were stay in {before.kept.saves or 'their folder'}")
     empty_registry(plan)
     return plan, sentences
+
+
+def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
+    """The plan of a copy of the run with its saves in `out`, a new or empty folder. Raises
+    SwarmError."""
+    if plan.run.policy.checkpoints:
+        raise SwarmError(
+            f"--out {out}: the run file names {plan.kept.checkpoints} for checkpoints, so the copy "
+            "would write there, too; resume the run without --out"
+        )
+    folders, save_dir = {plan.out: out}, plan.save_dir
+    if save_dir is not None:
+        place = Path(os.path.relpath(save_dir, plan.out))
+        if ".." in place.parts:
+            place = Path("saves")
+            folders[save_dir] = out / place
+        save_dir = out / place
+    inside = any(out.resolve().is_relative_to(folder.resolve()) for folder in folders)
+    if inside or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise SwarmError(
+            f"--out {out} can't have a copy of the run: name a new or empty folder, outside of "
+            f"{' and '.join(map(str, folders))}"
+        )
+    with resuming(), plan.kept.open_journal():  # exclusive use
+        try:
+            for folder, to in folders.items():
+                shutil.copytree(folder, to, dirs_exist_ok=True)
+        except shutil.Error as error:
+            _, path, why = error.args[0][0]
+            raise SwarmError(f"can't copy the run to {path}: {why}; remove {out}") from error
+        plan = plan._replace(out=out, save_dir=save_dir)
+        write_plan(plan)
+    return plan
 
 
 def empty_registry(plan: SwarmPlan) -> None:
@@ -512,7 +564,7 @@ class _Swarm:
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.data, self.checkpoints = plan.data, plan.kept.checkpoints
         self.out, run = plan.out.absolute(), plan.run
-        self.run_text = dumps(run)  # as the registry has it
+        self.run_text = public(run)  # as the registry has it
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
@@ -523,7 +575,7 @@ class _Swarm:
         self.samples = SamplesFile(self.out, run.name)
         self.experiment: ExperimentPipe | None = None
         if (track := plan.options.track) is not None:
-            opening = Opening(track, run.name, plan.out.name, dumps(run), str(self.out))
+            opening = Opening(track, run.name, plan.out.name, self.run_text, str(self.out))
             self.experiment = ExperimentPipe(opening)
         self.experiment_works = True  # its trouble isn't reported yet
         self.story = Story(run.steps)

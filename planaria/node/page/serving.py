@@ -24,6 +24,8 @@ from planaria.node.page.place import PageAddress
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.history import History
+from planaria.node.report.notifications import Notification, Notifier
+from planaria.node.report.run_state import RunState
 from planaria.node.run_file import RunFile, loads
 
 log = logging.getLogger("planaria")
@@ -33,11 +35,11 @@ ANSWER: Final = 5.0
 
 
 class Living:
-    """Source of the page of a local registry's run."""
+    """Source of the page of a local registry's run; `price` of a node hour."""
 
     span = None
 
-    def __init__(self, registry: RegistryServer, run: RunFile, price: float | None) -> None:
+    def __init__(self, registry: RegistryServer, run: RunFile, price: float | None = None) -> None:
         self._registry, self._known, self._price = registry, run, price
         self._text = registry.run_file  # of the run that is known
         self._began = time.time()
@@ -61,6 +63,11 @@ class Living:
             self._known = loads(self._text)
             self._history.story.steps = self._known.steps
         return self._known
+
+    def news(self, notifier: Notifier) -> list[Notification]:
+        """What the notifier tells of the run's present state."""
+        state = RunState(self._registry.describe(), self._history.story)
+        return notifier.look(state, self._history, self._run, time.time())
 
     def look(self) -> None:
         """Update the node-seconds."""
@@ -141,12 +148,9 @@ def read(content: bytes) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def page_beside(
-    registry: RegistryServer, run: RunFile, place: PageAddress, price: float | None = None
-) -> AsyncIterator[None]:
-    """Serve the registry's page in this block; `price` of a node hour. Raises OSError, which says
-    what to do about it."""
-    living = Living(registry, run, price)
+async def page_beside(living: Living, place: PageAddress) -> AsyncIterator[None]:
+    """Serve the registry's page in this block. Raises OSError, which says what to do about it."""
+    registry = living._registry
     parts = Parts(living, asyncio.get_running_loop().time)
     registry.on_show = partial(living.shown, parts)
     counting = asyncio.get_running_loop().create_task(_counting(living))

@@ -7,6 +7,7 @@
 - `samples.py`: the file of generated text
 - `live_view.py`: the terminal while `planaria up` runs; `summary.py`: its end
 - `history.py`: a run's events, within bounds; `run_state.py`: the state of a run, for all views
+- `notifications.py`: of which events somebody should hear
 - `experiment.py`: trackers (`--track`)
 - `wall_clock.py`: where a node's time goes; `probe.py`: speed of machines and links
 - `readable_console.py`: prints what strangers wrote; `unsaved.py`: stages that are only in memory

@@ -10,16 +10,19 @@ from typing import Any, NamedTuple
 from planaria.node.report.events import (
     Committed,
     Entry,
+    Event,
     Exited,
     Finished,
     Killed,
     NodeLost,
+    Paused,
     Resuming,
     RolledBack,
     Sampled,
     SeatTaken,
     Severity,
     StageRebuilt,
+    StepSkipped,
     Stopped,
     Validated,
     is_for_all,
@@ -30,7 +33,7 @@ from planaria.node.report.live_view import Story
 from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import COPIED
 
-OF_THE_DRIVER = (Committed, Validated, Sampled, Stopped, Finished)
+OF_THE_DRIVER = (Committed, Validated, Sampled, StepSkipped, Paused, Stopped, Finished)
 """Events about the whole run. Only the driver reports them."""
 LEAD = 100
 """Steps that the driver's events may be ahead of its last report."""
@@ -109,6 +112,9 @@ class History:
         self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
         self.rebuilt: dict[tuple[int, str], int] = {}  # stage, method -> how often
         self.node_seconds = 0.0
+        self.paused = ""  # why no step has begun since the last one
+        self.skipped = 0  # last steps that were all skipped
+        self._last_skipped = 0
         self._commits: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)  # time, step
         self._looked: float | None = None
 
@@ -148,6 +154,7 @@ class History:
     def hear(self, entry: Entry) -> None:
         """Handle an event."""
         before = self.story.committed
+        self._count_skipped(entry.event)
         news = self.story.hear(entry)
         match entry.event:
             case Committed(step=step, loss=loss) if step == self.story.committed > 0:
@@ -169,6 +176,17 @@ class History:
             self.news.append(NewsItem(entry.time, news.severity, sentence))
             if kind := _mark(entry):
                 self.marks.append(Mark(self.story.committed, entry.time, kind, sentence))
+
+    def _count_skipped(self, event: Event) -> None:
+        """Update `skipped`, and `paused`."""
+        match event:
+            case StepSkipped(step=step) if step != self._last_skipped:
+                self.skipped, self._last_skipped = self.skipped + 1, step
+            case Committed(step=step):
+                self.skipped = self.skipped if step == self._last_skipped else 0
+                self.paused = ""
+            case Paused(reason=reason):
+                self.paused = reason
 
     def record(self, line: Line) -> None:
         """Handle a committed step's ledger line."""

@@ -304,13 +304,14 @@ class SaveFile:
     state: StageState  # without its tensors
     tensors: Mapping[str, int]  # number of values by name, in the file's order
     begin: int  # offset of the first one in the file
+    stages: int  # body stages of the model; 0: not known
 
     @classmethod
     def open(cls, path: Path) -> SaveFile:
         """Raises SaveError for an unreadable file, a damaged header or a wrong length."""
         with _opened(path) as (file, fields):
             sizes = {name: values for name, values, _ in _listed(fields)}
-            return cls(path, fields["run"], _state(fields), sizes, file.tell())
+            return cls(path, fields["run"], _state(fields), sizes, file.tell(), _stages(fields))
 
     def check(self) -> None:
         """Read all of it, at most a chunk in memory. Raises SaveError."""
@@ -659,6 +660,13 @@ def _state(fields: Fields) -> StageState:
 
 def _digest_of_values(fields: Fields) -> bytes:
     return xxh3_64_digest(fields["tensors"].encode())
+
+
+def _stages(fields: Fields) -> int:
+    try:
+        return int(json.loads(fields["config"])["stages"])
+    except _NO_SENSE:
+        return 0
 
 
 def _listed(fields: Fields) -> list[Listed]:

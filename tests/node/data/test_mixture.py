@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.data.mixture import Mixture, folders_of, index_of, open_data
+from planaria.node.data.mixture import Mixture, folders_of, found_by_content, index_of, open_data
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import resolve
@@ -92,6 +92,20 @@ def test_a_resolved_run_says_what_each_corpus_holds(folders: list[Path], tmp_pat
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(CorpusError, match=f"a copy of {folders[0]} .* is missing; each corpus"):
         folders_of(run.data, [tmp_path])
+
+
+def test_data_is_found_by_content_where_the_environment_says(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = resolve(loads(f"data.path = '{folders[1]}'\nmodel.stages = 2")).data
+    assert found_by_content(one) == []
+    monkeypatch.setenv("PLANARIA_DATA", f"{tmp_path / 'none'} {folders[0].parent}")
+    assert found_by_content(one) == [str(folders[1])]
+    assert found_by_content(resolve(run_of(folders[::-1])).data) == [*map(str, folders[::-1])]
+    assert folders_of(one, [folders[0].parent]) == [folders[1]]
+    assert found_by_content(one.model_copy(update={"content": "0" * 32})) == []
+    monkeypatch.setenv("PLANARIA_DATA", str(folders[0]))
+    assert found_by_content(one) == [], "what is there is other data"
 
 
 def test_corpora_of_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:

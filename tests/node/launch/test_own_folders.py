@@ -86,6 +86,18 @@ def test_data_is_looked_for_below_it(data: Path, tmp_path: Path, caplog: pytest.
     assert isinstance(found, Corpus) and found.path == folder / "prose"
 
 
+def test_data_that_the_environment_names_is_used_where_it_is_the_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = resolve(loads(f"data.path = '{data}'\nmodel.stages = 2"))
+    other = run.model_copy(update={"data": run.data.model_copy(update={"content": "0" * 32})})
+    mine = replace(setup().options, out=tmp_path, stage=None)
+    monkeypatch.setenv("PLANARIA_DATA", str(data.parent))
+    found = find_corpus(run, mine)
+    assert isinstance(found, Corpus) and found.path == data
+    assert find_corpus(other, mine) is None, "a node without the data serves other stages"
+
+
 def test_each_corpus_is_a_name_below_it(own: Path) -> None:
     corpora = "[[data.corpora]]\npath = 'a'\n[[data.corpora]]\npath = 'b'\nshare = 2\n"
     assert data_below(own, loads(corpora).data).names == [str(own / "a"), str(own / "b")]

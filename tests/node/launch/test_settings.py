@@ -36,6 +36,8 @@ def test_a_run_file_gets_the_changes_that_it_lacks_and_that_hold() -> None:
         ("seed=1", "A new run can begin from its model"),
         ("training.batch=7", "is not a multiple of microbatch = 2"),
         ("recovery.policy=checkfree+", "needs 4 of them"),
+        ("notify.command=sh", "^notify: nobody can change that from elsewhere"),
+        ("notify={command='sh'}", "^notify: nobody can change that from elsewhere"),
     ],
 )
 def test_what_can_not_be_changed_is_said(setting: str, why: str) -> None:

@@ -14,6 +14,7 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
 from planaria.node.data.batches import Batch, Batches
+from planaria.node.data.corpus import read_index
 from planaria.node.launch.resolve import resolve
 from planaria.node.launch.settings import changed, describe_change, differences
 from planaria.node.local import resume as module
@@ -28,6 +29,7 @@ from planaria.node.local.resume import (
     take_over,
     with_settings_of,
 )
+from planaria.node.local.swarm import SwarmPlan, copied, read_plan, resume_from, write_plan
 from planaria.node.run_file import (
     ChangeSection,
     RunFile,
@@ -311,6 +313,51 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
         assert again.run.batches.of(13).samples == 24
         assert again.id != new.id
         assert at(again, "1.0", 1) == [Age(2, step)]
+
+
+@pytest.mark.parametrize("place", ["out/saves", "elsewhere"])
+def test_a_copy_goes_on_and_the_run_stays_as_it_was(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Data is found where the environment says, and what hears of events is no change."""
+    run = override(RUN, data__content=read_index(data).content)
+    kept = begun(tmp_path, run)._replace(save_dir=tmp_path / place)
+    for stage in range(3):
+        save(kept, f"{stage}.0", stage, 4, 8)
+    write_plan(SwarmPlan(run, kept.out, kept.save_dir, "cpu"))
+    with kept.open_journal():
+        pass  # which makes a file for its lock
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    new = tmp_path / "new"
+    plan = read_plan(kept.out)
+    wanted = override(run, notify__command="cat")
+    monkeypatch.setenv("PLANARIA_DATA", str(data.parent))
+    plan, said = resume_from(plan._replace(out=new, run=wanted), plan, slots_of(kept))
+    assert said == [f"the run is copied to {new}, and goes on there"]
+    assert {path: path.read_bytes() for path in before} == before
+    assert plan.data == [str(data)]
+    copy = read_plan(new)
+    assert (copy.run, copy.out, copy.save_dir) == (wanted, new, new / "saves")
+    assert copy.kept.id == kept.id and at(copy.kept, "1.0", 1) == [Age(1, 8), Age(1, 4)]
+    assert copy.kept.journal.is_relative_to(new)
+    saves = [path for path in new.rglob("step-*") if path.is_file()]
+    assert len(saves) == 6 and {path.stat().st_nlink for path in saves} == {1}
+
+
+def test_a_copy_that_would_not_be_one_is_refused(tmp_path: Path) -> None:
+    kept = begun(tmp_path)
+    plan = SwarmPlan(kept.run, kept.out, kept.save_dir, "cpu")
+    (tmp_path / "file").touch()
+    for out in (kept.out / "logs/new", kept.save_dir, tmp_path / "file", tmp_path):
+        with pytest.raises(SwarmError, match=r"can't have a copy of the run: name a new or empty"):
+            copied(plan, out)
+    with kept.open_journal(), pytest.raises(SwarmError, match="in use by another registry"):
+        copied(plan, tmp_path / "new")
+    shared = {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
+    plan = plan._replace(run=override(RUN, recovery=shared))
+    with pytest.raises(SwarmError, match=r"shared for checkpoints, so the copy would write there"):
+        copied(plan, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_fewer_steps_than_there_were_are_refused(tmp_path: Path) -> None:

@@ -170,10 +170,10 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
         read_plan(tmp_path / "out")
 
 
-def test_resume_takes_no_other_folder(tmp_path):
-    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--out", "there"])
+def test_resume_takes_no_other_folder_for_saves(tmp_path):
+    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--save-dir", "there"])
     assert result.exit_code == 1
-    assert "--out: --resume continues in the run's own folders" in result.stderr
+    assert "--save-dir: --resume continues in the run's own folders" in result.stderr
 
 
 def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path, monkeypatch):

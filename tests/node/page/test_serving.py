@@ -17,7 +17,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
 from planaria.node.page.place import PageAddress, bind
-from planaria.node.page.serving import metrics_beside, page_beside, read, show_living
+from planaria.node.page.serving import Living, metrics_beside, page_beside, read, show_living
 from planaria.node.report.events import Committed, line
 from planaria.node.run_file import RunFile, override
 
@@ -37,7 +37,10 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
     )
     port = await registry.start("127.0.0.1:0")
     client = RegistryClient([f"127.0.0.1:{port}"])
-    async with asyncio.timeout(DEADLINE), page_beside(registry, RUN, PageAddress(HERE), price=0.5):
+    async with (
+        asyncio.timeout(DEADLINE),
+        page_beside(Living(registry, RUN, 0.5), PageAddress(HERE)),
+    ):
         url = (await client.describe()).page
         assert url.startswith("http://127.0.0.1:")
         request = JoinRequest(protocol=PROTOCOL, run="prose-1", node="00aa", stage=0, room=1)
@@ -70,7 +73,8 @@ async def test_a_registry_that_is_started_again_has_its_page_where_it_was(tmp_pa
     place = PageAddress(HERE, port_file=tmp_path / "journal.page")
 
     async def url() -> str:
-        async with page_beside(RegistryServer(MembershipRules(run="r", stages=1), ""), RUN, place):
+        registry = RegistryServer(MembershipRules(run="r", stages=1), "")
+        async with page_beside(Living(registry, RUN), place):
             return (tmp_path / "journal.page").read_text()
 
     first = await url()
@@ -106,7 +110,7 @@ async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
     with pytest.raises(JoinRefused, match=r"this registry has no page \(--http none\)"):
         await client.show()
     async with asyncio.timeout(DEADLINE):
-        async with page_beside(registry, RUN, PageAddress(HERE)):
+        async with page_beside(Living(registry, RUN), PageAddress(HERE)):
             watching = asyncio.create_task(show_living(client, PageAddress(HERE), url.put_nowait))
             here = await url.get()
             assert f":{port}/" not in here and here != registry.page
