@@ -131,6 +131,9 @@ class Disk(Protocol):
     def damaged(self) -> set[Age]:
         """Saves that `load` would refuse. Reads them all, in the compute thread."""
 
+    def remove(self, saves: Collection[Age]) -> None:
+        """Removes these. What can't be removed stays."""
+
     def write(self, state: StageState) -> None:
         """Starts to write the current state, in the compute thread. Never waits for the disk. The
         callbacks given to `OpenDisk` get the outcome. Raises ValueError for a state that isn't of

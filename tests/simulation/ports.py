@@ -242,6 +242,10 @@ class VirtualDisk:
     def damaged(self) -> set[Age]:
         return set()
 
+    def remove(self, saves: Collection[Age]) -> None:
+        for save in saves:
+            self._files.of(*self._folder).pop(save, None)
+
     def write(self, state: StageState) -> None:
         self._check(state)
         copies = {name: tensor.clone() for name, tensor in state.tensors.items()}

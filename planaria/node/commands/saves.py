@@ -68,7 +68,7 @@ def saves_command(
         typer.Option(
             min=1,
             metavar="KEEP",
-            help="Remove each run's saves, but not the newest KEEP whole steps and newer ones.",
+            help="Remove saves, milestones too, but the newest KEEP whole steps and newer ones.",
         ),
     ] = None,
 ) -> None:

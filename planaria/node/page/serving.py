@@ -40,14 +40,14 @@ class Living:
     span = None
 
     def __init__(self, registry: RegistryServer, run: RunFile, price: float | None = None) -> None:
-        self._registry, self._known, self._price = registry, run, price
+        self.registry, self._known, self._price = registry, run, price
         self._text = registry.run_file  # of the run that is known
         self._began = time.time()
         self._history = History(run.steps)
         registry.on_happened = self._happened
 
     def _happened(self, node: str, lines: Sequence[str]) -> None:
-        machine = self._registry.machine
+        machine = self.registry.machine
         driver = machine.view.driver
         record = machine.members.by_name.get(driver)
         committed = 0 if record is None else record.committed
@@ -58,25 +58,25 @@ class Living:
     @property
     def _run(self) -> RunFile:
         """The run with its present settings."""
-        if self._registry.run_file != self._text:
-            self._text = self._registry.run_file
+        if self.registry.run_file != self._text:
+            self._text = self.registry.run_file
             self._known = loads(self._text)
             self._history.story.steps = self._known.steps
         return self._known
 
     def news(self, notifier: Notifier) -> list[Notification]:
         """What the notifier tells of the run's present state."""
-        state = RunState(self._registry.describe(), self._history.story)
+        state = RunState(self.registry.describe(), self._history.story)
         return notifier.look(state, self._history, self._run, time.time())
 
     def look(self) -> None:
         """Update the node-seconds."""
-        self._history.look(len(self._registry.machine.members), time.time())
+        self._history.look(len(self.registry.machine.members), time.time())
 
     def now(self) -> dict[str, Any]:
         self.look()
         moment = Moment(time.time(), self._began, price=self._price)
-        return page_state(self._registry.describe(), self._history, self._run, moment)
+        return page_state(self.registry.describe(), self._history, self._run, moment)
 
     def at(self, moment: float) -> dict[str, Any]:
         return self.now()
@@ -91,8 +91,8 @@ class Living:
 
     def _exposed(self) -> bytes:
         self.look()
-        samples = of_registry(self._registry.describe(), self._history, self._run)
-        return exposition(self._registry.machine.rules.run, samples)
+        samples = of_registry(self.registry.describe(), self._history, self._run)
+        return exposition(self.registry.machine.rules.run, samples)
 
 
 class RemoteRun:
@@ -150,7 +150,7 @@ def read(content: bytes) -> dict[str, Any]:
 @asynccontextmanager
 async def page_beside(living: Living, place: PageAddress) -> AsyncIterator[None]:
     """Serve the registry's page in this block. Raises OSError, which says what to do about it."""
-    registry = living._registry
+    registry = living.registry
     parts = Parts(living, asyncio.get_running_loop().time)
     registry.on_show = partial(living.shown, parts)
     counting = asyncio.get_running_loop().create_task(_counting(living))

@@ -38,17 +38,20 @@ MOST_STEPS: Final = 64
 
 
 class Files:
-    """Saves of the node's own stage: one kind of holding, every so many steps."""
+    """Saves of the node's own stage: one kind of holding, every so many steps. Those of steps that
+    the run has undone are removed."""
 
     def __init__(self, kind: Kind, disk: Disk, every: int, run: RunFile) -> None:
-        self.kind, self.disk, self.every, self._run = kind, disk, every, run
+        self.kind, self.disk, self.every = kind, disk, every
         self.refused = disk.damaged()
+        saves = disk.listed(self.refused)
+        undone = {save.age for save in saves if run.is_undone(save.step, save.made.view)}
+        disk.remove(undone)
+        self.refused |= undone
 
     def listed(self) -> list[StateId]:
-        """The saves that count, newest first."""
-        is_undone = self._run.is_undone
-        saves = self.disk.listed(self.refused)
-        return [save for save in saves if not is_undone(save.step, save.made.view)]
+        """The saves, newest first."""
+        return self.disk.listed(self.refused)
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
         """Load a save. Raises SaveError; a save that can't be loaded isn't offered again."""

@@ -561,6 +561,11 @@ class SavesOnDisk:
         with waiting_for_disk():
             return set(self._saves.listed()) - set(self._saves.sound())
 
+    def remove(self, saves: Collection[Age]) -> None:
+        for save in saves:
+            with suppress(OSError):
+                (self._saves.folder / name_of(save)).unlink()
+
     def write(self, state: StageState) -> None:
         self._writer.save(state)
 

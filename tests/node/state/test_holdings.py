@@ -168,7 +168,7 @@ def test_a_state_of_an_older_commit_than_it_counts_as_of_was_made_by_none(tmp_pa
     assert not holding.HasField("made")
 
 
-def test_files_of_what_the_run_has_undone_are_not_offered(tmp_path: Path) -> None:
+def test_files_of_what_the_run_has_undone_are_removed(tmp_path: Path) -> None:
     def offered(**changes: Any) -> list[int]:
         return [one.step for one in holdings(tmp_path, **changes).listed()]
 
@@ -177,6 +177,7 @@ def test_files_of_what_the_run_has_undone_are_not_offered(tmp_path: Path) -> Non
         save(holdings(tmp_path), state(step, commit_of(step, by)))
     assert offered() == [6, 4, 2]
     assert offered(changes=back) == [6, 2]
+    assert offered() == [6, 2], "the other one is removed"
     save(holdings(tmp_path), state(8, commit_of(1, Ballot(6, 1))))
     assert offered(changes=back) == [6, 2], "since when that one was made is not known"
 
@@ -224,6 +225,9 @@ class Shelf:
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         ages = sorted(self.states.keys() - set(refused), reverse=True)
         return [self.states[age].id for age in ages]
+
+    def remove(self, saves: Collection[Age]) -> None:
+        assert not saves
 
     def damaged(self) -> set[Age]:
         return self._damaged
