@@ -464,12 +464,7 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Entry], path
     steps = [line["step"] for line in lines]
     losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     axes.plot(steps, losses, color=_INK, linewidth=1.6, label="training", zorder=3)
-    validations = {
-        entry.event.step: entry.event.loss
-        for entry in counted
-        if isinstance(entry.event, Validated) and math.isfinite(entry.event.loss)
-    }
-    if validations:
+    if validations := _validations(counted):
         axes.plot(
             *zip(*validations.items(), strict=True),
             linestyle="none",
@@ -481,7 +476,8 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Entry], path
             zorder=4,
         )
     end = max([run.steps, *steps])
-    for number, (step, text) in enumerate(marks(counted)):
+    for number, (at, text) in enumerate(marks(counted)):
+        step = min(at, end)  # the run may have gone back from a later one
         beside = "left" if step < 0.8 * end else "right"
         axes.axvline(step, color=_LOSS, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
         axes.annotate(
@@ -510,6 +506,18 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Entry], path
 
 
 _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"
+
+
+def _validations(events: Iterable[Entry]) -> dict[int, float]:
+    """Losses by step, but those of steps that the run has undone."""
+    losses: dict[int, float] = {}
+    for entry in events:
+        match entry.event:
+            case Validated(step=step, loss=loss) if math.isfinite(loss):
+                losses[step] = loss
+            case Resuming(step=step) | RolledBack(step=step):
+                losses = {at: loss for at, loss in losses.items() if at <= step}
+    return losses
 
 
 def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:

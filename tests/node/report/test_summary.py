@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -560,3 +561,11 @@ def test_the_picture_is_drawn_whatever_there_is(tmp_path, lines):
     events = [*KILLED_AND_REBUILT, event(110.0, "validated", step=3, loss=1.7)]
     draw_loss(RUN, lines, events if lines else [], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_nothing_behind_the_steps_of_a_run_that_went_back(tmp_path):
+    back = event(111.0, "resuming", "d", step=2, exact=True, reason="the operator's order")
+    events = [*commits(*range(1, 1001), at=0.0), event(110.0, "validated", step=1000, loss=1.7)]
+    with warnings.catch_warnings(action="error"):
+        draw_loss(RUN, [line(1, 1.0), line(2, 2.0)], [*events, back], tmp_path / "loss.png")
+        # Marks there leave no room for the axes, of which matplotlib warns.
