@@ -42,16 +42,16 @@ class Files:
     the run has undone are removed."""
 
     def __init__(self, kind: Kind, disk: Disk, every: int, run: RunFile) -> None:
-        self.kind, self.disk, self.every = kind, disk, every
+        self.kind, self.disk, self.every, self._run = kind, disk, every, run
         self.refused = disk.damaged()
-        saves = disk.listed(self.refused)
-        undone = {save.age for save in saves if run.is_undone(save.step, save.made.view)}
-        disk.remove(undone)
-        self.refused |= undone
+        disk.remove([save.age for save in disk.listed(self.refused) if self._is_undone(save)])
+
+    def _is_undone(self, save: StateId) -> bool:
+        return self._run.is_undone(save.step, save.made.view)
 
     def listed(self) -> list[StateId]:
-        """The saves, newest first."""
-        return self.disk.listed(self.refused)
+        """The saves that count, newest first; the seat before may still have written one."""
+        return [save for save in self.disk.listed(self.refused) if not self._is_undone(save)]
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
         """Load a save. Raises SaveError; a save that can't be loaded isn't offered again."""

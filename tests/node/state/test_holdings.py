@@ -180,6 +180,9 @@ def test_files_of_what_the_run_has_undone_are_removed(tmp_path: Path) -> None:
     assert offered() == [6, 2], "the other one is removed"
     save(holdings(tmp_path), state(8, commit_of(1, Ballot(6, 1))))
     assert offered(changes=back) == [6, 2], "since when that one was made is not known"
+    keeps = holdings(tmp_path, changes=back)
+    save(holdings(tmp_path), state(10, commit_of(10, Ballot(5, 3))))
+    assert [one.step for one in keeps.listed()] == [6, 2], "the seat before was late"
 
 
 def test_a_run_can_go_back_to_what_the_next_save_does_not_replace(tmp_path: Path) -> None:
