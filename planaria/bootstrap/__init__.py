@@ -5,7 +5,7 @@ Decisions, pure:
 - `membership.py`: the state machine: events in, effects out (`effects.py`), by the run's `rules.py`
 - `members.py`: the table of members with its indexes
 - `joining.py`: who may join, and at which stage; `quarantine.py`: nodes evicted for cause
-- `operator_orders.py`: pause, go, change and stop, by the run's operator
+- `operator_orders.py`: pause, go, change, back and stop, by the run's operator
 - `leases.py`: who is silent; `isolation.py`: when all are, for this registry
 - `cuts.py`: members that can't reach each other; `accusations.py`: what members report of others
 - `placement.py`: which node gets a vacant seat; `failure_domains.py`: where nodes are

@@ -273,10 +273,12 @@ async def _until_it_holds(client: RegistryClient, before: int) -> None:
         if not changes[-1].pending:
             say(f"the run goes on from step {changes[-1].step + 1}")
             return
-        state = RunState(described)
-        lacking = unsaved(described, {seat.stage for seat in state.reports}, state.committed)
-        if look * LOOK == PATIENCE and lacking:
-            say(f"waiting for a save of {named(lacking)}: have its nodes a --save-dir?", "yellow")
+        if look * LOOK == PATIENCE:
+            state = RunState(described)
+            stages = {seat.stage for seat in state.reports}
+            if lacking := unsaved(described, stages, state.committed):
+                which = named(lacking)
+                say(f"waiting for a save of {which}: have its nodes a --save-dir?", "yellow")
 
 
 @flattened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,22 +109,30 @@ def saves_command(
 
 def _lacking(by_step: Mapping[int, Sequence[SaveFile]], step: int) -> list[int]:
     """The stages of a run of which that step has no save."""
-    saves = [save for saves in by_step.values() for save in saves]
-    last = max(max(save.state.id.stage, save.stages) for save in saves)
     having = {save.state.id.stage for save in by_step[step]}
-    return [stage for stage in range(last + 1) if stage not in having]
+    return [stage for stage in range(_last_stage(by_step) + 1) if stage not in having]
+
+
+def _last_stage(by_step: Mapping[int, Sequence[SaveFile]]) -> int:
+    saves = chain.from_iterable(by_step.values())
+    return max(max(save.state.id.stage, save.stages) for save in saves)
 
 
 def _prune(steps: Mapping[str, dict[int, list[SaveFile]]], keep: int) -> None:
     """Remove older saves from the disk and from `steps`."""
-    whole = {run: [at for at in of if not _lacking(of, at)] for run, of in steps.items()}
+    from planaria.node.state.regroup import whole_steps
+
+    whole = {
+        run: whole_steps(chain.from_iterable(of.values()), _last_stage(of))
+        for run, of in steps.items()
+    }
     if without := [run for run, found in whole.items() if not found]:
         end(
             f"nothing is removed: {', '.join(without)} has no step that each stage has saved in "
             "these folders; name those of all stages"
         )
     for run, by_step in steps.items():
-        kept = sorted(whole[run])[-keep:]
+        kept = whole[run][-keep:]
         gone = [at for at in sorted(by_step) if at < kept[-1] and at not in kept]
         removed = [save for at in gone for save in by_step.pop(at)]
         size = _megabytes(removed)
