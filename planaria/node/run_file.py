@@ -31,6 +31,7 @@ from planaria.node.model.shape import (
     BETAS,
     PROJECTIONS,
     AttentionMask,
+    Base,
     Family,
     ModelConfig,
     Own,
@@ -348,6 +349,9 @@ class LoraSection(Section):
         min_length=1,
         max_length=64,
         description="names of the matrices that have one, in each layer",
+    )
+    base: Base | None = Field(
+        default=None, description="form of the layers' frozen matrices; else as in the checkpoint"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.shape import BYTES_OF_BASE, Base
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.state.saves import find_saves
@@ -56,12 +57,13 @@ def joined(swarm: LocalSwarm) -> list[dict[str, Any]]:
     return [event for event in rebuilt if event["step"] > 0 and event["stage"] == 0]
 
 
+@pytest.mark.parametrize("base", [None, *get_args(Base)])
 async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
-    corpus, model, tmp_path
+    corpus, model, tmp_path, base
 ):
     """Only stage 0 has the folder. What is trained and sent hasn't the model's size; what comes out
     is what the stages compute."""
-    run = adapting(model)
+    run = adapting(model, training__lora={"rank": 4, "base": base})
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
     async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
@@ -86,7 +88,8 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
     assert methods(swarm) == {(2, "adapters-anew")}
     (rebuilt,) = (e for e in swarm.lines.events("rebuilt") if e["step"] > 0)
     assert rebuilt["relearned"] is not None
-    assert rebuilt["bytes"] >= 4 * swarm.config.parameters[1]
+    assert rebuilt["bytes"] >= BYTES_OF_BASE[base] * swarm.config.parameters[1]
+    assert base is None or rebuilt["bytes"] < 4 * swarm.config.parameters[1]
     assert losses(tmp_path)[:4] == pytest.approx(undisturbed(run, corpus, 4), rel=1e-5)
     assert audit(tmp_path).exact
     whole = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(tokens)[0, -1]

@@ -124,12 +124,12 @@ def _merged(
 
     def read_merged(stage: int, first: int, count: int) -> Tensor:
         weight = at[stage, first]
-        read_in = checkpoint.read(weight.name)
-        seen[stage].update(read_in.astype("<f4", copy=False).data)
+        words, kept = checkpoint.as_kept(config, stage, weight.name)
+        seen[stage].update(words.astype("<f4", copy=False).data)
         left[stage] -= 1
         if not left[stage] and seen[stage].hexdigest() != content[stage]:
             raise ExportError(f"--merged: {checkpoint.folder} {ANOTHER}")
-        values = torch.from_numpy(read_in)
+        values = torch.from_numpy(kept)
         module = weight.name.removesuffix(".weight")
         parts = [adapter_weights.get(f"{module}.lora_{which}.weight") for which in "AB"]
         a, b = (p and read(p.stage, p.first, p.size).view(p.shape) for p in parts)

@@ -97,6 +97,7 @@ def model_card(
     if (lora := config.lora) is not None:
         rows["adapters"] = (
             f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
+            + (f", beside a base in {lora.base}" if lora.base else "")
         )
     losses = summary.get("loss", {})
     for name, label in (("last", "loss, last step"), ("validation", "loss, validation")):

@@ -27,7 +27,7 @@ from planaria.node.model.config import (
     needs_transformers,
     read_config,
 )
-from planaria.node.model.shape import ModelConfig, matrix_names, model_config
+from planaria.node.model.shape import ModelConfig, matrix_names
 from planaria.node.run_file import ModelSection, RunFile, RunFileError, dumps, loads, override
 
 log = logging.getLogger("planaria")
@@ -67,7 +67,8 @@ def take_in(run: RunFile) -> RunFile:
         if folder is None or (complete and model.parts is not None):
             return run
         run = override(run, **{f"model__{key}": str(folder)})
-        if not needs_transformers(folder):
+        lora = run.training.lora
+        if not needs_transformers(folder) and (lora is None or lora.base is None):
             return take_in_here(run)
         return in_other_process("planaria.node.hugging_face.taking_in", run, TRIAL_SECONDS)
     except (UnsupportedModelError, OSError) as error:
@@ -120,7 +121,7 @@ def take_in_here(run: RunFile) -> RunFile:
             return run
         if content is None:
             log.info("reading %s, from which the run begins", folder)
-            content = contents(checkpoint, model_config(run.model, config.vocabulary))
+            content = contents(checkpoint, run.config_for(config.vocabulary))
         return override(run, model__content=content)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {folder}: {error}") from error
@@ -150,10 +151,11 @@ def _try(run: RunFile) -> None:
     decoder = Decoder(config.own.decoder)
     check(decoder, config.stages, config.block_causal)
     named = [name for name in lora.targets if name in matrix_names(config)] if lora else []
-    if unfit := [name for name in named if name not in decoder.linear()]:
+    linear = {name.rpartition(".")[2] for name in decoder.linear}
+    if unfit := [name for name in named if name not in linear]:
         raise RunFileError(
             f"training.lora.targets: {', '.join(unfit)} of {decoder.name} is no torch.nn.Linear, "
-            f"which adapters need; it has {', '.join(sorted(decoder.linear())) or 'none'}"
+            f"which adapters need; it has {', '.join(sorted(linear)) or 'none'}"
         )
 
 

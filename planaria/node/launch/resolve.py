@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Final
 
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
@@ -19,6 +20,9 @@ from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, ove
 from planaria.recovery.orders import partner
 
 log = logging.getLogger("planaria")
+
+PACKED: Final = 0.9
+"""Share of a stage's values that a packed base is expected to pack."""
 
 SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
 """Prose in the package."""
@@ -152,6 +156,13 @@ def _check_lora(run: RunFile) -> None:
         raise RunFileError(
             f"training.lora.targets: no matrix of a layer is called {', '.join(unknown)}; use "
             f"{', '.join(names)}"
+        )
+    values, packed = run.config.values_in(1), run.config.packed_in(1)
+    if lora.base is not None and packed < PACKED * values:
+        log.warning(
+            "training.lora.base = %s: %s of the %s values of stage 1 stay in float32, since they "
+            "are in no matrix of a linear module (as with experts in one tensor)",
+            *(lora.base, f"{values - packed:,}", f"{values:,}"),
         )
 
 

@@ -149,11 +149,35 @@ class Checkpoint:
             offset += len(piece)
         return values
 
+    def is_linear(self, name: str) -> bool:
+        """Whether this is a linear module's matrix, which `training.lora.base` applies to."""
+        return name.endswith("_proj.weight")
+
     def digest(self, config: ModelConfig, stage: int) -> str:
-        """Digest of the stage's flat weights. Raises OSError, and UnsupportedModelError for values
-        that aren't finite."""
+        """Digest of the stage's flat weights, or of its base's words. Raises OSError, and
+        UnsupportedModelError for values that aren't finite."""
         names = self.of_stage(config, stage)
-        return digest(piece for name in names for piece in self._finite(name))
+        if config.base_of(stage) is None:
+            return digest(piece for name in names for piece in self._finite(name))
+        return digest(self.as_kept(config, stage, name)[0] for name in names)
+
+    def as_kept(
+        self, config: ModelConfig, stage: int, name: str
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The words of a tensor in the stage's base (quantized.py), and the values that these stand
+        for, flat. Raises OSError, UnsupportedModelError."""
+        import numpy as np
+
+        values, base = np.concatenate([*self._finite(name)]), config.base_of(stage)
+        if base is None or not self.is_linear(name):
+            return values, values
+        import torch
+
+        from planaria.node.model.quantized import rounded
+
+        shape = named_shapes(config, stage)[name]
+        words, kept = rounded(torch.from_numpy(values).view(shape), base)
+        return words.numpy(), kept.flatten().numpy()
 
     def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:
         for piece in _pieces(self.places[name]):

@@ -58,6 +58,10 @@ NEVER: Final = (
     "transformers_weights",  # a file of another name
 )
 """Keys of unsupported features."""
+QUANTIZED: Final = (
+    "its weights are quantized: download the model that it was made from, which "
+    "training.lora.base = nf4 or int8 quantizes as it is read"
+)
 SUPPORTED: Final = (
     "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
     "Face's model_type has them, unquantized and without experts"
@@ -206,6 +210,8 @@ def _unsupported_features(content: dict[str, Any], family: Family) -> list[str]:
         if key not in HARMLESS + IGNORED and (content.get(key, value) or value) != value
     ]
     unsupported += [f"{key} = {json.dumps(content[key])[:80]}" for key in NEVER if content.get(key)]
+    if content.get("quantization_config"):
+        unsupported.append(QUANTIZED)
     if "sliding_attention" in (content.get("layer_types") or ()):
         unsupported.append("layers with a sliding window beside others")
     rope = _rope(content)

@@ -22,9 +22,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planaria.node.model.checkpoint import Checkpoint, check_finite, some
-from planaria.node.model.config import CONFIG, NO_SENSE, UnsupportedModelError, read_json
+from planaria.node.model.config import (
+    CONFIG,
+    NO_SENSE,
+    QUANTIZED,
+    UnsupportedModelError,
+    read_json,
+)
 from planaria.node.model.modules import BodyStage, EmbeddingStage
-from planaria.node.model.shape import ModelConfig, Own, named_shapes
+from planaria.node.model.quantized import quantize
+from planaria.node.model.shape import Base, ModelConfig, Own, named_shapes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +45,7 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers would load code f
 
 INSTALL: Final = "pip install 'planaria[transformers]' installs it"
 NEVER: Final = {
-    "quantization_config": "its weights are quantized: save it without",
+    "quantization_config": QUANTIZED,
     "auto_map": "it needs code of its own, which is not loaded: write it as an architecture "
     "(docs/own-architecture.md)",
     "text_config": "it is a model of several modalities: save its text model alone",
@@ -140,20 +147,25 @@ class Decoder:
 
         return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
-    def empty(self, layers: range) -> PreTrainedModel:
+    def empty(self, layers: range, base: Base | None = None) -> PreTrainedModel:
         """These layers, or all but the layers, in float32 on the CPU, with the initial weights that
-        transformers draws from torch's random state."""
+        transformers draws from torch's random state. The matrices of a packed base are
+        undefined."""
         with torch.device("meta"):
             model = self.cut(layers)(self.config)
+        if base is not None:
+            quantize(model.get_submodule(self.list_name), base)
         model = model.float().to_empty(device="cpu")
         model.init_weights()
         return model.eval()  # without dropout, all replicas compute the same
 
-    def stage(self, layers: range, block_causal: bool) -> EmbeddingStage | BodyStage:
+    def stage(
+        self, layers: range, block_causal: bool, base: Base | None = None
+    ) -> EmbeddingStage | BodyStage:
         """Stage 0 if there are no layers, else a body stage."""
         if not layers:
             return DecoderEnds(self, block_causal)
-        return DecoderBody(self, layers, block_causal)
+        return DecoderBody(self, layers, block_causal, base)
 
     @cached_property
     def returns_tuples(self) -> bool:
@@ -191,11 +203,12 @@ class Decoder:
             raise DecoderError(f"{folder} has only part of a model: it lacks {some(missing)}")
         return {name: part.detach() for name, part in model.named_parameters()}
 
+    @cached_property
     def linear(self) -> set[str]:
-        """Last parts of the names of the layers' linear modules. Raises DecoderError."""
+        """Names of the layers' linear modules. Raises DecoderError."""
         layers = self._skeleton.get_submodule(self.list_name)
         return {
-            name.rpartition(".")[2]
+            f"{self.list_name}.{name}"
             for name, module in layers.named_modules()
             if isinstance(module, nn.Linear)
         }
@@ -232,6 +245,9 @@ class DecoderCheckpoint(Checkpoint):
     @property
     def names(self) -> set[str]:
         return {*named_shapes(self.config, 0), *named_shapes(self.config, 1)}
+
+    def is_linear(self, name: str) -> bool:
+        return name.removesuffix(".weight") in self.decoder.linear
 
     @cached_property
     def newest(self) -> dict[str, Any]:
@@ -365,9 +381,11 @@ class _Cut:
 class DecoderBody(BodyStage):
     """Layers of transformers."""
 
-    def __init__(self, decoder: Decoder, layers: range, block_causal: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, layers: range, block_causal: bool, base: Base | None = None
+    ) -> None:
         nn.Module.__init__(self)
-        self.model: PreTrainedModel = decoder.empty(layers)
+        self.model: PreTrainedModel = decoder.empty(layers, base)
         self.block_causal = block_causal
         items = list(self.model.get_submodule(decoder.list_name).children())
         self.layers = [items[number] for number in layers]

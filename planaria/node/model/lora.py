@@ -4,7 +4,6 @@ modules, by name, and are all of it that is trained."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -13,18 +12,18 @@ import xxhash
 from torch import Tensor, nn
 
 from planaria.node.model.modules import Stage
+from planaria.node.model.quantized import QuantizedLinear, put_words, size_of, slots, words_of
 from planaria.node.model.shape import ModelConfig, adapted, trained_shapes
 
 
 class AdaptedLinear(nn.Module):
     """The output of `base`, plus scale B A x."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+    def __init__(self, base: nn.Linear | QuantizedLinear, rank: int, scale: float) -> None:
         super().__init__()
-        device = base.weight.device
         self.base, self.scale = base, scale
-        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float [.., in] to [.., out]."""
@@ -41,15 +40,14 @@ def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> St
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     places = adapted(config, stage)
-    linear = [
-        name for name, submodule in module.named_modules() if isinstance(submodule, nn.Linear)
-    ]
+    kinds = nn.Linear | QuantizedLinear
+    linear = [name for name, submodule in module.named_modules() if isinstance(submodule, kinds)]
     names = [name for name in linear if name.rpartition(".")[2] in lora.targets and stage > 0]
     assert len(names) == len(places), "the shape's names are the module's"
     for name in names:
         parent, _, local = name.rpartition(".")
         owner, base = module.get_submodule(parent), module.get_submodule(name)
-        assert isinstance(base, nn.Linear)
+        assert isinstance(base, kinds)
         setattr(owner, local, AdaptedLinear(base, lora.rank, lora.scale))
     _give(module, weights)
     return module
@@ -80,43 +78,38 @@ def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
 
 
 class Frozen:
-    """The frozen parameters of a module: float32 or, where the run computes in `bf16`, matrices in
-    bf16 if that is exact.
-
-    Autocast would otherwise cast them at each use. `flat` still returns float32.
-    """
+    """The frozen parameters and packed matrices of a module. Parameters are float32 or, where the
+    run computes in `bf16`, matrices in bf16 if that is exact: autocast would otherwise cast them at
+    each use."""
 
     def __init__(self, module: nn.Module, bf16: bool) -> None:
-        self._parameters = [
-            parameter for parameter in module.parameters() if not parameter.requires_grad
+        self._slots = [
+            slot
+            for slot in slots(module)
+            if isinstance(slot, QuantizedLinear) or not slot.requires_grad
         ]
         self._bf16 = bf16
-        self.size = sum(parameter.numel() for parameter in self._parameters)
-        self._put([parameter.detach() for parameter in self._parameters])
+        self.size = sum(map(size_of, self._slots))
+        self._shrink()
 
-    def put(self, flat: Tensor) -> None:
-        """Replace the values by these, float32 [size]."""
-        parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
-        shapes = (parameter.shape for parameter in self._parameters)
-        self._put([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    def put(self, words: Tensor) -> None:
+        """Make the base a view of these `words`."""
+        parts = torch.split(words, [size_of(slot) for slot in self._slots])
+        for slot, part in zip(self._slots, parts, strict=True):
+            put_words(slot, part)
+        self._shrink()
 
-    def _put(self, parts: Sequence[Tensor]) -> None:
-        self._flat: Tensor | None = None
-        if self._bf16 and all(_fits(part) for part in parts):
-            parts = [part.bfloat16() if part.dim() > 1 else part.clone() for part in parts]
-        else:
-            self._flat = torch.cat([part.flatten() for part in parts])
-            sizes = [part.numel() for part in parts]
-            flat = torch.split(self._flat, sizes)
-            parts = [values.view_as(part) for values, part in zip(flat, parts, strict=True)]
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            parameter.data = part
+    def _shrink(self) -> None:
+        parameters = [slot for slot in self._slots if isinstance(slot, nn.Parameter)]
+        if self._bf16 and all(map(_fits, parameters)):
+            for parameter in parameters:
+                if parameter.dim() > 1:
+                    parameter.data = parameter.bfloat16()
 
-    def flat(self) -> Tensor:
-        """All values, float32 [size]."""
-        if self._flat is not None:
-            return self._flat
-        return torch.cat([parameter.detach().flatten().float() for parameter in self._parameters])
+    def words(self) -> Tensor:
+        """A copy of all, float32 [size]: parameters by their values, packed matrices by their
+        bits."""
+        return torch.cat([words_of(slot) for slot in self._slots])
 
 
 def _fits(part: Tensor) -> bool:

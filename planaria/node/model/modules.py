@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planaria.node.model.architecture import Architecture
+from planaria.node.model.quantized import quantize
 from planaria.node.model.random_state import kept_random_state
 from planaria.node.model.shape import ModelConfig, RopeScaling, named_shapes
 from planaria.node.model.subspace import subspace_of
@@ -365,19 +366,26 @@ def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
     first = (stage - 1) * config.layers_per_stage
     layers = range(first, first + config.layers_per_stage) if stage else range(0)
     if config.own.decoder:
-        built: Stage = own.stage(layers, config.block_causal)  # type: ignore[attr-defined]
+        base = config.base_of(stage)
+        built: Stage = own.stage(layers, config.block_causal, base)  # type: ignore[attr-defined]
         return built
     return BodyStage(map(own.block, layers)) if stage else OwnEnds(own.ends())
 
 
 def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None) -> Stage:
-    """A stage on the CPU in float32, with all weights 0; `own`: the loaded own architecture of the
-    run. Raises ValueError for an unknown stage."""
+    """A stage on the CPU in float32, with all weights 0, but for the undefined matrices of a packed
+    base; `own`: the loaded own architecture of the run. Raises ValueError for an unknown stage."""
     if own is None:
-        size = sum(shape.numel() for shape in parameter_shapes(config, stage))
-        return with_weights(config, stage, torch.zeros(size)).requires_grad_()
-    with kept_random_state():  # constructors of layers draw initial weights
-        module = _stage(config, stage, own)
+        with torch.device("meta"):
+            module = _stage(config, stage, None)
+        if (base := config.base_of(stage)) is not None:
+            quantize(module, base)
+        module.to_empty(device="cpu")
+        assert isinstance(module, LlamaBody | LlamaEnds)
+        module.fix(config)
+    else:
+        with kept_random_state():  # constructors of layers draw initial weights
+            module = _stage(config, stage, own)
     for parameter in module.parameters():
         parameter.data.zero_()
     return module

@@ -40,6 +40,17 @@ ADAM_BYTES = 16
 """Bytes of a trained parameter: weight, gradient and two moments, all float32."""
 FROZEN_BYTES = 4
 """Bytes of a frozen parameter: float32."""
+Base = Literal["nf4", "int8", "bf16"]
+"""Form of a frozen base's matrices (quantized.py)."""
+NF4_BLOCK: Final = 64
+"""Values of a scale."""
+BYTES_OF_BASE: Final[dict[Base | None, float]] = {
+    None: FROZEN_BYTES,
+    "bf16": 2,
+    "int8": 1,
+    "nf4": 1 / 2 + 4 / NF4_BLOCK,
+}
+"""Bytes of a parameter in a body stage's base."""
 COMPUTED: Final = 1.5
 """Memory of a seat in relation to its stage's, computation included."""
 
@@ -128,6 +139,7 @@ class Lora(NamedTuple):
     rank: int
     alpha: float
     targets: tuple[str, ...]  # last name components of the adapted modules
+    base: Base | None = None  # form of the body's frozen matrices; None: float32
 
     @property
     def scale(self) -> float:
@@ -322,13 +334,31 @@ class ModelConfig:
 
     @property
     def stage_bytes(self) -> tuple[int, int]:
-        """Memory of weights, gradients and moments: of stage 0, and of a body stage."""
-        frozen = 0 if self.lora is None else FROZEN_BYTES
-        first, body = (
-            ADAM_BYTES * trained + frozen * parameters
-            for trained, parameters in zip(self.trained, self.parameters, strict=True)
-        )
-        return first, body
+        """Memory of weights, gradients and moments: of stage 0, and of the largest body stage."""
+        first, *bodies = map(self._bytes_of, self._unlike)
+        return first, max(bodies)
+
+    def _bytes_of(self, stage: int) -> int:
+        trained = ADAM_BYTES * self.trained_in(stage)
+        if self.lora is None:
+            return trained
+        base, values = self.base_of(stage), self.values_in(stage)
+        packed = self.packed_in(stage)
+        return trained + FROZEN_BYTES * (values - packed) + int(BYTES_OF_BASE[base] * packed)
+
+    def values_in(self, stage: int) -> int:
+        """Number of parameters of a stage without adapters."""
+        return sum(map(math.prod, named_shapes(self, stage).values()))
+
+    def packed_in(self, stage: int) -> int:
+        """Number of these that are in packed matrices (quantized.py)."""
+        if self.base_of(stage) is None:
+            return 0
+        return sum(map(math.prod, matrices(self, stage).values()))
+
+    def base_of(self, stage: int) -> Base | None:
+        """Form of the stage's frozen matrices; None: float32."""
+        return None if self.lora is None or stage == 0 else self.lora.base
 
     @property
     def seat_bytes(self) -> float:
@@ -465,7 +495,7 @@ def model_config(
         attention_bias=section.attention_bias,
         mlp_bias=section.mlp_bias,
         own=section.own,
-        lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
+        lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets, lora.base),
         attn_mask_type=section.attn_mask_type,
         subspace=section.subspace,
     )

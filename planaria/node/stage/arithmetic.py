@@ -26,6 +26,7 @@ from planaria.node.model.modules import (
     build_stage,
     with_weights,
 )
+from planaria.node.model.quantized import slots, words_of
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned
 from planaria.node.stage.initial import Beginning, NotHereError
@@ -128,16 +129,17 @@ class TorchStage:
         if self._base is None or stage != self.stage or self.weightless:
             weights = self._of_checkpoint(stage)
         else:
-            weights = self._base.flat()
+            weights = self._base.words()
         return StageState(_before(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
 
     def _of_checkpoint(self, stage: int) -> Tensor:
-        """Flat initial weights, float32 [n] on the CPU. Raises ComplaintError."""
+        """Flat initial weights, or words of the base, float32 [n] on the CPU. Raises
+        ComplaintError."""
         try:
             module = self._beginning.base(stage)
         except NotHereError as error:
             raise ComplaintError(str(error)) from error
-        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+        return torch.cat([words_of(slot) for slot in slots(module)])
 
     @property
     def lacking(self) -> int:

@@ -13,6 +13,7 @@ from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint, digest
 from planaria.node.model.lora import adapt, initial_adapters
 from planaria.node.model.modules import Stage, build_stage, empty_stage
+from planaria.node.model.quantized import put_values, slots, words_of
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 
@@ -56,12 +57,11 @@ class Beginning(NamedTuple):
         try:
             module = empty_stage(self.config, stage, self.own)
             names = self.checkpoint.of_stage(self.config, stage)
-            for name, parameter in zip(names, module.parameters(), strict=True):
-                values = torch.from_numpy(self.checkpoint.read(name))
-                parameter.data.copy_(values.view_as(parameter))
+            for name, slot in zip(names, slots(module), strict=True):
+                put_values(slot, torch.from_numpy(self.checkpoint.read(name)))
         except OSError as error:
             raise NotHereError(f"{folder} can't be read: {error}") from error
-        actual = digest(parameter.detach().numpy() for parameter in module.parameters())
+        actual = digest(words_of(slot).numpy() for slot in slots(module))
         if actual != expected:
             raise NotHereError(
                 f"{folder} is not the checkpoint that the run begins from: the digest of "

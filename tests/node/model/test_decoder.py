@@ -17,6 +17,7 @@ from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.decoder import Decoder, DecoderError, decoder_of, positions_of
 from planaria.node.model.lora import adapt, initial_adapters
 from planaria.node.model.modules import build_stage, empty_stage, with_weights
+from planaria.node.model.shape import Base
 from planaria.node.run_file import RunFile, RunFileError, from_fields
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
@@ -88,9 +89,9 @@ def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> No
 def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, value) -> None:
     """As one built of a model with other flags."""
 
-    def other(decoder: Decoder, layers: range) -> Any:
+    def other(decoder: Decoder, layers: range, base: Base | None = None) -> Any:
         changed = Decoder(json.dumps(decoder.config.to_dict() | {key: value}))
-        return empty(changed, layers)
+        return empty(changed, layers, base)
 
     empty = Decoder.empty
     monkeypatch.setattr(Decoder, "empty", other)

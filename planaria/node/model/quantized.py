@@ -1,0 +1,259 @@
+"""Frozen matrices of fewer bits.
+
+- `bf16`: rounded to bfloat16
+- `int8`: 127 steps to the largest magnitude of each row
+- `nf4`: 16 quantiles of a normal distribution, scaled to the largest magnitude of each 64 values
+  (QLoRA; Dettmers et al. 2023, arXiv 2305.14314, appendix E), without double quantization
+
+All machines make the same bits of the same values, since packing uses only operations that IEEE 754
+rounds exactly. A packed matrix packs to itself. A layer unpacks its matrix for each pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planaria.node.model.shape import NF4_BLOCK, Base
+
+log = logging.getLogger("planaria")
+
+NF4: Final = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+"""Values of the codes, float32 [16]."""
+MIDDLES: Final = (NF4[1:] + NF4[:-1]) / 2
+PAIRS: Final = torch.stack([NF4.repeat_interleave(16), NF4.repeat(16)], dim=1)
+"""Values of the two codes in a byte, float32 [256, 2]."""
+SMALLEST: Final = 1e-38
+"""Scale of values that are all 0, as in bitsandbytes."""
+AT_ONCE: Final = 1 << 20
+"""Number of values that are packed at a time."""
+BY_LIBRARY: tuple[str, ...] = ("cpu", "cuda", "xpu")
+"""Devices whose matrices bitsandbytes unpacks. On others it would load code from a hub."""
+
+
+class Packed(NamedTuple):
+    codes: Tensor  # uint8 [n], n a multiple of 4
+    scales: Tensor  # float32 [m]
+
+    @property
+    def words(self) -> Tensor:
+        """All bits as float32 [n / 4 + m], in which form they are hashed and sent."""
+        return torch.cat([self.codes.view(torch.float32), self.scales])
+
+
+def sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, int]:
+    """Numbers of codes' bytes and of scales of a matrix [out, in]."""
+    rows, columns = shape
+    size = rows * columns
+    match base:
+        case "nf4":
+            blocks = -(-size // NF4_BLOCK)
+            return blocks * NF4_BLOCK // 2, blocks
+        case "int8":
+            return size + -size % 4, rows
+        case "bf16":
+            return 2 * size + -2 * size % 4, 0
+
+
+def pack(weight: Tensor, base: Base) -> Packed:
+    """Pack float32 [out, in] on the CPU."""
+    of_codes, of_scales = sizes(weight.shape, base)
+    codes, scales = torch.zeros(of_codes, dtype=torch.uint8), torch.zeros(of_scales)
+    match base:
+        case "nf4":
+            flat = F.pad(weight.flatten(), (0, -weight.numel() % NF4_BLOCK))
+            parts = zip(
+                *(torch.split(flat, AT_ONCE), torch.split(codes, AT_ONCE // 2)),
+                torch.split(scales, AT_ONCE // NF4_BLOCK),
+                strict=True,
+            )
+            for values, into, largest in parts:
+                blocks = values.view(-1, NF4_BLOCK)
+                largest.copy_(blocks.abs().amax(dim=1).clamp_(min=SMALLEST))
+                shares = blocks / largest[:, None]
+                nibbles = torch.bucketize(shares, MIDDLES, out_int32=True).flatten()
+                into.copy_(nibbles[0::2] << 4 | nibbles[1::2])
+        case "int8":
+            scales.copy_((weight.abs().amax(dim=1) / 127).clamp_(min=SMALLEST))
+            steps = (weight / scales[:, None]).round_()
+            codes[: weight.numel()].view(torch.int8).copy_(steps.flatten())
+        case "bf16":
+            codes[: 2 * weight.numel()].view(torch.bfloat16).copy_(weight.flatten())
+    return Packed(codes, scales)
+
+
+def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) -> Tensor:
+    """The matrix [out, in], rounded from float32 to `dtype`."""
+    codes, scales = packed
+    size = shape.numel()
+    match base:
+        case "nf4" if codes.device.type in BY_LIBRARY and (library := _library()) is not None:
+            state = library.QuantState(
+                absmax=scales,
+                shape=shape,
+                code=NF4.to(codes.device),
+                blocksize=NF4_BLOCK,
+                quant_type="nf4",
+                dtype=dtype,
+            )
+            weight: Tensor = library.dequantize_4bit(codes[:, None], state)
+            return weight
+        case "nf4":
+            pairs = PAIRS.to(codes.device)[codes.int()]
+            blocks = pairs.view(-1, NF4_BLOCK) * scales[:, None]
+            return blocks.to(dtype).flatten()[:size].view(shape)
+        case "int8":
+            return (codes[:size].view(torch.int8).view(shape) * scales[:, None]).to(dtype)
+        case "bf16":
+            return codes[: 2 * size].view(torch.bfloat16).view(shape).to(dtype)
+
+
+@cache
+def _library() -> Any:
+    """`bitsandbytes.functional`; None: it can't be used here."""
+    if find_spec("bitsandbytes") is None:
+        return None
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    kernels = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # it would load code from a hub
+    try:
+        from bitsandbytes import functional
+    except Exception as error:  # noqa: BLE001 (of a library that isn't needed)
+        log.warning("nf4 is slower here, since bitsandbytes can't be loaded: %s", error)
+        return None
+    finally:
+        del sys.modules["kernels"]
+        if kernels is not None:
+            sys.modules["kernels"] = kernels
+    return functional
+
+
+def rounded(weight: Tensor, base: Base) -> tuple[Tensor, Tensor]:
+    """The words of float32 [out, in], packed, and the values that these stand for, float32."""
+    packed = pack(weight, base)
+    return packed.words, unpack(packed, weight.shape, base, torch.float32)
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear module with a packed matrix, on the device of `linear`."""
+
+    def __init__(self, linear: nn.Linear, base: Base) -> None:
+        super().__init__()
+        self.shape, self.base = linear.weight.shape, base
+        codes, scales = sizes(self.shape, base)
+        device = linear.weight.device
+        self.codes = nn.Buffer(torch.empty(codes, dtype=torch.uint8, device=device))
+        self.scales = nn.Buffer(torch.empty(scales, device=device))
+        self.bias = linear.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    def put(self, packed: Packed) -> None:
+        self.codes.data, self.scales.data = packed
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return unpack(Packed(self.codes, self.scales), self.shape, self.base, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float [.., in] to [.., out], in the dtype of x or of autocast."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        out: Tensor = _product(x, self)
+        return out
+
+
+class _Product(torch.autograd.Function):
+    """The product with a layer's matrix, which is unpacked again for the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        context.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, layer.weight(x.dtype), bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ context.layer.weight(gradient.dtype), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _product(x: Tensor, layer: QuantizedLinear) -> Tensor:
+    out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
+    return out
+
+
+def quantize(module: nn.Module, base: Base) -> None:
+    """Replace all linear modules by quantized ones, with undefined matrices."""
+    for name, linear in list(module.named_modules()):
+        if isinstance(linear, nn.Linear):
+            parent, _, local = name.rpartition(".")
+            setattr(module.get_submodule(parent), local, QuantizedLinear(linear, base))
+
+
+Slot: TypeAlias = nn.Parameter | QuantizedLinear
+"""A parameter, or the layer whose packed matrix is in its place."""
+
+
+def slots(module: nn.Module) -> Iterator[Slot]:
+    """All parameters and packed matrices, in the order of `named_parameters`."""
+    passed = set()  # tied parameters come once
+    for part in module.modules():
+        packed: list[Slot] = [part] if isinstance(part, QuantizedLinear) else []
+        for slot in (*packed, *part.parameters(recurse=False)):
+            if id(slot) not in passed:
+                passed.add(id(slot))
+                yield slot
+
+
+def size_of(slot: Slot) -> int:
+    """Number of the slot's words."""
+    if isinstance(slot, QuantizedLinear):
+        return slot.codes.numel() // 4 + slot.scales.numel()
+    return slot.numel()
+
+
+def words_of(slot: Slot) -> Tensor:
+    """All bits of the slot as float32 [n]; a parameter's are its values."""
+    if isinstance(slot, QuantizedLinear):
+        return Packed(slot.codes, slot.scales).words
+    return slot.detach().flatten().float()
+
+
+def put_words(slot: Slot, words: Tensor) -> None:
+    """Make the slot a view of `words_of` such a slot."""
+    if isinstance(slot, QuantizedLinear):
+        count = len(slot.scales)
+        codes = words[: len(words) - count].view(torch.uint8)
+        slot.put(Packed(codes, words[len(words) - count :]))
+    else:
+        slot.data = words.view(slot.shape)
+
+
+def put_values(slot: Slot, values: Tensor) -> None:
+    """Set the slot to float32 values of any shape, on the CPU."""
+    if isinstance(slot, QuantizedLinear):
+        slot.put(pack(values.view(slot.shape), slot.base))
+    else:
+        slot.data.copy_(values.view_as(slot))
