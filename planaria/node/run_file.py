@@ -51,6 +51,15 @@ HEARTBEAT = 0.5
 """Seconds between two heartbeats on a link (node/wire/link.py)."""
 
 
+WAIT: Final = 60.0
+"""Default seconds that several stages wait for saves before they are guessed.
+
+A process that was killed, or a machine that restarts, is back within a minute; and stages guessed
+together cost most: neighbours relearn while all wait. A stage that is lost alone is guessed at
+once, in about a second, since its guess costs less than a minute.
+"""
+
+
 LEASE = 1.0
 """Seconds: a node that loads a library, or shares its processor, is silent for nearly that long."""
 
@@ -446,6 +455,12 @@ class RecoverySection(Section):
         default=False, description="stop where the policy's own method is unavailable"
     )
     masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
+    wait_for_saves: float | None = Field(
+        default=None,
+        ge=0,
+        le=86_400,
+        description="seconds for lost nodes with saves, else WAIT where several stages are guessed",
+    )
     lr_boost: float = Field(default=1.1, ge=1, le=100)
     lr_boost_steps: int = Field(
         default=100, ge=0, le=10**9, description="linear decay; 0: for ever"

@@ -3,10 +3,11 @@ without it, or begins the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from planaria.bootstrap.awaited_saves import in_words
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NUMBERS
 from planaria.node.driver.answers import Answers
@@ -26,7 +27,7 @@ from planaria.node.report.events import (
 from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Resume, resume
+from planaria.recovery.decide import Resume, await_saves, resume
 from planaria.recovery.facts import COPIED, Rebuild, RollBack, Source, Stop
 from planaria.recovery.relearning import time_for
 
@@ -222,7 +223,8 @@ class Gathering(Phase):
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         if driver.finished:
             rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
-        if vacant:  # a later newcomer may have more; replicas need not wait for that
+        awaited = [] if vacant else self._awaited(rebuilds)
+        if vacant := vacant or awaited:  # replicas need not wait for what a newcomer has
             rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
         elif len(rebuilds) < len(decisions) and not driver.finished:
             back = next(d for d in decisions.values() if isinstance(d, RollBack))
@@ -246,7 +248,7 @@ class Gathering(Phase):
         if syncs:
             return self._wait_for_state(syncs, now).after(effects)
         if vacant and not driver.finished:
-            return self._wait_for_nodes(vacant).after(effects)
+            return self._wait_for_nodes(vacant, awaited).after(effects)
         if weightless := answers.weightless():
             return self._wait_for_origin(sorted(weightless)).after(effects)
         return self._go_on(now).after(effects)
@@ -307,11 +309,19 @@ class Gathering(Phase):
             self.driver.joining.joiners.pop(node, None)
         return Turn(effects, Syncing(self.driver, self.answers, awaited, now))
 
-    def _wait_for_nodes(self, vacant: Sequence[int]) -> Turn:
+    def _awaited(self, rebuilds: Mapping[int, Rebuild]) -> list[int]:
+        """Stages that are not guessed yet, since a lost node may come back with a save."""
+        driver = self.driver
+        saved = {save.stage: save.step for save in driver.view.awaited}
+        step, single = driver.standing.committed, driver.rules.single_waits
+        return await_saves(rebuilds.values(), saved, step, single)
+
+    def _wait_for_nodes(self, vacant: Sequence[int], awaited: Collection[int] = ()) -> Turn:
         stages = ", ".join(map(str, vacant))
-        return self._wait(
-            vacant, f"waiting for a node to join stage {stages}: planaria node --join ..."
-        )
+        why = f"waiting for a node to join stage {stages}: planaria node --join ..."
+        if awaited:
+            why = in_words(save for save in self.driver.view.awaited if save.stage in awaited)
+        return self._wait(vacant, why)
 
     def _wait_for_origin(self, stages: Sequence[int]) -> Turn:
         why = (
