@@ -279,9 +279,8 @@ class Membership:
                 self._awaited.lost(node, self.members.vacant(), now)
         self._review_cuts(now)
         self._review_accusations(now)
-        for stage in self._awaited.ended(now):
-            if not self.members.has_holder(stage):
-                self._changes.append(f"a save of stage {stage} is awaited no longer")
+        if over := ", ".join(map(str, self._awaited.ended(now))):
+            self._changes.append(f"no save of stage {over} is awaited any longer")
         placement_due = self._unsettled and now >= self._placed_at + self.rules.lease / LOOKS
         if placement_due or now >= self._collecting_until:
             self._placed_at = now

@@ -52,11 +52,10 @@ HEARTBEAT = 0.5
 
 
 WAIT: Final = 60.0
-"""Default seconds that several stages wait for saves before they are guessed.
+"""Seconds that stages wait for their saves where several would be guessed.
 
-A process that was killed, or a machine that restarts, is back within a minute; and stages guessed
-together cost most: neighbours relearn while all wait. A stage that is lost alone is guessed at
-once, in about a second, since its guess costs less than a minute.
+A killed process or restarted machine is back by then, and such guesses cost most: all wait while
+neighbours relearn. One stage alone is guessed at once: that takes a second, and costs little.
 """
 
 
@@ -459,7 +458,7 @@ class RecoverySection(Section):
         default=None,
         ge=0,
         le=86_400,
-        description="seconds for lost nodes with saves, else WAIT where several stages are guessed",
+        description="seconds; else WAIT, and none for one stage",
     )
     lr_boost: float = Field(default=1.1, ge=1, le=100)
     lr_boost_steps: int = Field(

@@ -138,3 +138,14 @@ def test_stages_wait_for_a_lost_node_that_has_saved_them(seed: int) -> None:
     assert result == "finished"
     assert (scenario.lost, counts["save"]) == ({0, 2, 4}, 2)
     assert not any(counts[how] for how in INEXACT)
+
+
+class Gone(Returning):
+    away = 1000.0
+
+
+def test_stages_are_guessed_when_a_lost_node_does_not_come_back() -> None:
+    scenario, result = run_of(4, Gone)
+    counts = scenario.cluster.counts
+    assert (result, scenario.lost) == ("finished", {0, 2, 4})
+    assert [counts[how] for how in ("waiting", "checkfree", "interpolate", "save")] == [1, 1, 1, 0]

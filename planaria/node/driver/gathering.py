@@ -3,7 +3,7 @@ without it, or begins the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -223,8 +223,10 @@ class Gathering(Phase):
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         if driver.finished:
             rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
-        awaited = [] if vacant else self._awaited(rebuilds)
-        if vacant := vacant or awaited:  # replicas need not wait for what a newcomer has
+        saved = {save.stage: save.step for save in driver.view.awaited}
+        step, single = driver.standing.committed, rules.single_waits
+        vacant = vacant or await_saves(rebuilds.values(), saved, step, single)
+        if vacant:  # a later newcomer may have more; replicas need not wait for that
             rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
         elif len(rebuilds) < len(decisions) and not driver.finished:
             back = next(d for d in decisions.values() if isinstance(d, RollBack))
@@ -248,7 +250,7 @@ class Gathering(Phase):
         if syncs:
             return self._wait_for_state(syncs, now).after(effects)
         if vacant and not driver.finished:
-            return self._wait_for_nodes(vacant, awaited).after(effects)
+            return self._wait_for_nodes(vacant).after(effects)
         if weightless := answers.weightless():
             return self._wait_for_origin(sorted(weightless)).after(effects)
         return self._go_on(now).after(effects)
@@ -309,19 +311,12 @@ class Gathering(Phase):
             self.driver.joining.joiners.pop(node, None)
         return Turn(effects, Syncing(self.driver, self.answers, awaited, now))
 
-    def _awaited(self, rebuilds: Mapping[int, Rebuild]) -> list[int]:
-        """Stages that are not guessed yet, since a lost node may come back with a save."""
-        driver = self.driver
-        saved = {save.stage: save.step for save in driver.view.awaited}
-        step, single = driver.standing.committed, driver.rules.single_waits
-        return await_saves(rebuilds.values(), saved, step, single)
-
-    def _wait_for_nodes(self, vacant: Sequence[int], awaited: Collection[int] = ()) -> Turn:
-        stages = ", ".join(map(str, vacant))
-        why = f"waiting for a node to join stage {stages}: planaria node --join ..."
-        if awaited:
-            why = in_words(save for save in self.driver.view.awaited if save.stage in awaited)
-        return self._wait(vacant, why)
+    def _wait_for_nodes(self, stages: Sequence[int]) -> Turn:
+        """Waits for nodes of vacant stages, or for those that were lost and have saves."""
+        why = [in_words(save for save in self.driver.view.awaited if save.stage in stages)]
+        if vacant := ", ".join(map(str, self.answers.vacant())):
+            why.append(f"waiting for a node to join stage {vacant}: planaria node --join ...")
+        return self._wait(stages, "; ".join(filter(None, why)))
 
     def _wait_for_origin(self, stages: Sequence[int]) -> Turn:
         why = (
