@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
+from planaria.bootstrap.awaited_saves import AwaitedSaves, in_words
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.driving import Driving
@@ -86,6 +87,7 @@ class Membership:
             self.members, self._driving, self.isolation, self._quarantine, self.history, numbers
         )
         self._orders = Orders()
+        self._awaited = AwaitedSaves(rules.wait_for_saves)
         self._unsettled = False  # whether a stage is vacant, or a node has several seats
         self._placed_at = -math.inf  # time of the last periodic placement
         self._collecting_until = math.inf  # end of the collection of leave announcements
@@ -273,8 +275,12 @@ class Membership:
             return []
         for node, reason in self._leases.expired(self._effects, now):
             self._evict(node, reason, now)
+            if node.cause == SILENT and not reason.startswith("left: "):
+                self._awaited.lost(node, self.members.vacant(), now)
         self._review_cuts(now)
         self._review_accusations(now)
+        if over := ", ".join(map(str, self._awaited.ended(now))):
+            self._changes.append(f"no save of stage {over} is awaited any longer")
         placement_due = self._unsettled and now >= self._placed_at + self.rules.lease / LOOKS
         if placement_due or now >= self._collecting_until:
             self._placed_at = now
@@ -311,6 +317,7 @@ class Membership:
         self._watermark.reach((view.lineage, view.committed))
         self._cuts.restore(view.relays, now)
         self._quarantine.restore(view.quarantined, now)
+        self._awaited.restore(view.awaited, now)
         self._unsettled = True
         if self.members:  # otherwise no member could return
             self.isolation.quiet_until = now + self.rules.grace
@@ -387,6 +394,7 @@ class Membership:
                 self._evict(replaced, reason, now)
             decision = self._joining.admit(attempt, now)
             self._leases.schedule(decision)
+            self._awaited.joined(decision.member.key)
             self._changes.append(f"{decision.name} joined: {decision.why}")
         return decision
 
@@ -482,7 +490,9 @@ class Membership:
         owner_awaited = not self.members.count(0) and any(
             not node.member.owner for node in self.members
         )
-        reason = "; ".join(filter(None, (changes, awaited, OWNER_AWAITED * owner_awaited)))
+        saves = self._awaited.listed(now)
+        waits = "" if driver else in_words(saves)
+        reason = "; ".join(filter(None, (changes, awaited, OWNER_AWAITED * owner_awaited, waits)))
         view = View(
             run=self.rules.run,
             number=self.view.number + 1,
@@ -497,6 +507,7 @@ class Membership:
             order=self._orders.order,
             ordered=self._orders.why,
             changes=self._orders.changes,
+            awaited=saves,
         )
         sign(view, self.key, self.view)
         self.view, self._issued = view, now

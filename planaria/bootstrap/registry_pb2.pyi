@@ -78,7 +78,7 @@ class Member(_message.Message):
     def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ..., owner: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "order", "ordered", "changes", "banned")
+    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "order", "ordered", "changes", "banned", "awaited")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class View(_message.Message):
     ORDERED_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
@@ -109,7 +110,22 @@ class View(_message.Message):
     ordered: str
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     banned: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., order: _Optional[_Union[Order, str]] = ..., ordered: _Optional[str] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
+    awaited: _containers.RepeatedCompositeFieldContainer[AwaitedSave]
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., order: _Optional[_Union[Order, str]] = ..., ordered: _Optional[str] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., banned: _Optional[_Iterable[str]] = ..., awaited: _Optional[_Iterable[_Union[AwaitedSave, _Mapping]]] = ...) -> None: ...
+
+class AwaitedSave(_message.Message):
+    __slots__ = ("stage", "step", "node", "key", "seconds")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    step: int
+    node: str
+    key: bytes
+    seconds: float
+    def __init__(self, stage: _Optional[int] = ..., step: _Optional[int] = ..., node: _Optional[str] = ..., key: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Change(_message.Message):
     __slots__ = ("number", "settings", "pending", "step", "undone")
@@ -136,7 +152,7 @@ class NewView(_message.Message):
     def __init__(self, whole: _Optional[_Union[View, _Mapping]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class Difference(_message.Message):
-    __slots__ = ("former", "view", "members", "relays", "quarantined", "banned", "changes")
+    __slots__ = ("former", "view", "members", "relays", "quarantined", "banned", "changes", "awaited")
     FORMER_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +160,7 @@ class Difference(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     former: int
     view: View
     members: _containers.RepeatedCompositeFieldContainer[Splice]
@@ -151,7 +168,8 @@ class Difference(_message.Message):
     quarantined: _containers.RepeatedCompositeFieldContainer[Splice]
     banned: _containers.RepeatedCompositeFieldContainer[Splice]
     changes: _containers.RepeatedCompositeFieldContainer[Splice]
-    def __init__(self, former: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., banned: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ...) -> None: ...
+    awaited: _containers.RepeatedCompositeFieldContainer[Splice]
+    def __init__(self, former: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., banned: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., awaited: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ...) -> None: ...
 
 class Splice(_message.Message):
     __slots__ = ("gone", "kept", "added")

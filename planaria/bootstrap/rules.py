@@ -36,6 +36,7 @@ class MembershipRules:
     steps: int = 0  # of the run; 0: unknown
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     policy: Policy = POLICIES["checkfree"]
+    wait_for_saves: float = 60.0  # for a lost stage's last holder, if that has saved it
     joins_per_second: float = 200.0
     max_nodes: int = 10_000
     max_per_block: int = 0  # nodes per address block; 0: unlimited
@@ -127,6 +128,8 @@ def problem_with(view: View, rules: MembershipRules) -> str:
     invalid = any(not entry.instance or not entry.seconds >= 0 for entry in view.quarantined)
     if invalid or len(view.quarantined) > MOST_KEPT:
         return "its quarantine has an invalid entry, or too many"
+    if any(save.stage > rules.stages or not save.seconds >= 0 for save in view.awaited):
+        return "it awaits a save that can't be"
     if list(view.banned) != sorted(set(view.banned)) or not all(map(is_instance, view.banned)):
         return "its banned instances are invalid, or not in order"
     if view.driver and view.driver not in {m.node for m in members if 0 in stages_of(m)}:

@@ -610,6 +610,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         strict=recovery.strict,
         masking=recovery.masking,
         relearn=recovery.relearn.passes > 0,
+        single_waits=recovery.wait_for_saves is not None,
         adapters=training.lora is not None,
         relearn_seconds=recovery.relearn.seconds,
         progress=run.swarm.progress,

@@ -52,6 +52,14 @@ HEARTBEAT = 0.5
 """Seconds between two heartbeats on a link (node/wire/link.py)."""
 
 
+WAIT: Final = 60.0
+"""Seconds that stages wait for their saves where several would be guessed.
+
+A killed process or restarted machine is back by then, and such guesses cost most: all wait while
+neighbours relearn. One stage alone is guessed at once: that takes a second, and costs little.
+"""
+
+
 LEASE = 1.0
 """Seconds: a node that loads a library, or shares its processor, is silent for nearly that long."""
 
@@ -450,6 +458,12 @@ class RecoverySection(Section):
         default=False, description="stop where the policy's own method is unavailable"
     )
     masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
+    wait_for_saves: float | None = Field(
+        default=None,
+        ge=0,
+        le=86_400,
+        description="seconds; else WAIT, and none for one stage",
+    )
     lr_boost: float = Field(default=1.1, ge=1, le=100)
     lr_boost_steps: int = Field(
         default=100, ge=0, le=10**9, description="linear decay; 0: for ever"

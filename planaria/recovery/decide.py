@@ -8,6 +8,7 @@ from typing import Final
 
 from planaria.recovery.facts import (
     ANEW,
+    INEXACT,
     ORIGIN,
     PRETRAINED,
     UNKNOWN,
@@ -90,6 +91,19 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     if strict:
         return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other method")
     return _fall_back(stage, left, f"stage {stage} is lost and {lacking}")
+
+
+def await_saves(
+    decisions: Iterable[Decision], saved: Mapping[int, int], step: int, single: bool
+) -> list[int]:
+    """Stages that nobody guesses yet, since their last nodes may come back.
+
+    `saved`: by stage, the step of a save that such a node has. It must be one that `decide` would
+    prefer to the guess. Unless `single`, a stage that is guessed alone doesn't wait.
+    """
+    guessed = [d.stage for d in decisions if isinstance(d, Rebuild) and d.method in INEXACT]
+    waiting = [of for of in guessed if of in saved and step - saved[of] <= RECENT]
+    return waiting if single or len(guessed) > 1 else []
 
 
 def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> Rebuild | None:

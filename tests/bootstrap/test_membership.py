@@ -30,6 +30,7 @@ from planaria.bootstrap.registry_pb2 import (
     NUMBERS,
     SHAPE,
     SILENT,
+    AwaitedSave,
     Cause,
     Complaint,
     JoinReply,
@@ -267,6 +268,77 @@ def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
     assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}
     swarm.join("c", saves=[3, 0, 4, 2, 1], room=3)
     assert seats(swarm)["c"] == [0, 3, 4], "as many as it has room for, the newest"
+
+
+def awaiting(owner: bool = True, **rules: float) -> Swarm:
+    """Node a, which is lost, had the stages 0, 2, 3 and 4, and saves of step 10; b has room."""
+    swarm = Swarm(stages=4, start_grace=1, lease=30, **rules)
+    swarm.join("b", 1, room=5, owner=owner)
+    swarm.join("a", saves=[3, 0, 4, 2], room=5)
+    swarm.open("a", "b")
+    swarm.renew("b", report=swarm.report("b", committed=12, saves=[10]))
+    seats = [SeatReport(stage=s, committed=12, saves=[10, 5]) for s in (0, 2, 3, 4)]
+    swarm.renew("a", report=Report(seats=seats))
+    swarm.lose("a", there=False)
+    swarm.wait(1)
+    assert swarm.nodes() == ["b"]
+    return swarm
+
+
+def test_saves_of_a_lost_node_are_awaited_until_it_is_back_or_for_some_time() -> None:
+    swarm = awaiting(wait_for_saves=40)
+    assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}, "who takes the seats waits there"
+    known = [(one.stage, one.step, one.node, one.seconds) for one in swarm.view.awaited]
+    assert known == [(stage, 10, "a", 40) for stage in (0, 2, 3, 4)]
+    later = Swarm(stages=4, lease=30, wait_for_saves=40)
+    later.machine.restore(swarm.view, 0)
+    for number in range(1, 5):
+        swarm.now += 9
+        swarm.renew("b", report=swarm.report("b", committed=12))
+        swarm.join(f"c{number}", standby=True)
+    assert {one.seconds for one in swarm.view.awaited} == {4}
+    swarm.wait(5)
+    assert not swarm.view.awaited
+    assert "no save of stage 0, 2, 3, 4 is awaited any longer" in swarm.view.reason
+    later.open("b")
+    later.wait(20)
+    later.renew("b")
+    later.wait(15)
+    assert later.view.awaited, "the registry was restarted"
+    later.join("a2", key="a")
+    assert not later.view.awaited, "it is back, and has lost its saves"
+
+
+def test_who_waits_for_stage_0_is_told_who_may_come_back_with_it() -> None:
+    swarm = awaiting(owner=False)
+    assert (seats(swarm), swarm.view.driver) == ({"b": [1, 2, 3, 4]}, "")
+    waits = "waits for a, which has a save of stages 0, 2, 3, 4 of step 10, for 60 s"
+    assert waits in swarm.view.reason
+    swarm.join("a2", saves=[0, 2, 3, 4], room=5, key="a")
+    assert (seats(swarm)["a2"], swarm.view.driver) == ([0, 2, 3, 4], "a2")
+    assert waits not in swarm.view.reason
+
+
+def test_saves_are_not_awaited_of_who_has_left_or_was_evicted_for_cause() -> None:
+    for end in ("left", "evicted", "accused", "off", "replica"):
+        swarm = full(wait_for_saves=60.0 * (end != "off"))
+        if end == "replica":
+            swarm.join("other", 1)
+            swarm.open("other")
+        for node in swarm.nodes():
+            swarm.renew(node, report=swarm.report(node, committed=12, saves=[10]))
+        if end == "left":
+            swarm.after(swarm.machine.leave("n1", "", swarm.now))
+        elif end == "evicted":
+            swarm.after(swarm.machine.evict("n1", "by its operator", swarm.now))
+        elif end == "accused":
+            swarm.suspect("n0", "n1", CHECKSUM)
+            swarm.suspect("n2", "n1", CHECKSUM)
+        else:
+            swarm.lose("n1", there=False)
+            swarm.wait(1)
+        assert "n1" not in swarm.nodes(), end
+        assert not swarm.view.awaited, end
 
 
 def test_stage_0_needs_the_data() -> None:
@@ -1457,6 +1529,7 @@ def test_a_restarted_registry_goes_on_after_the_grace() -> None:
     [
         ({"members": [Member(node="a", seats=[Seat(stage=9)], joined=1)]}, "stages above 2"),
         ({"members": [Member(node="a", joined=1, block="203.0.113.7/24")]}, "address block is inv"),
+        ({"awaited": [AwaitedSave(stage=9)]}, "it awaits a save that can't be"),
         ({"banned": ["x"]}, "its banned instances are invalid"),
         ({"banned": ["b" * 32, "a" * 32]}, "its banned instances are invalid"),
     ],

@@ -16,6 +16,7 @@ from planaria.bootstrap import views as module
 from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
     PAUSE,
+    AwaitedSave,
     Change,
     Difference,
     Member,
@@ -75,6 +76,7 @@ VIEWS = st.builds(
     changes=st.lists(CHANGES, max_size=3),
     signature=st.binary(max_size=3),
     banned=st.lists(FEW, max_size=4),
+    awaited=st.lists(st.builds(AwaitedSave, stage=st.integers(0, 3), seconds=SPEED), max_size=3),
 )
 
 
@@ -108,6 +110,7 @@ def whole() -> View:
         ordered="why",
         changes=[Change(number=1, settings=["steps=9"], pending=True, step=5, undone=4)],
         banned=["i"],
+        awaited=[AwaitedSave(stage=1, step=2, node="n", key=b"k", seconds=1.5)],
     )
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import decide as deciding
-from planaria.recovery.decide import RECENT, nearest, resume
+from planaria.recovery.decide import RECENT, await_saves, nearest, resume
 from planaria.recovery.facts import INEXACT, Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.policy import POLICIES
 
@@ -382,6 +382,30 @@ def test_nothing_is_guessed_while_a_recent_state_is_kept_whoever_has_it(
 kinds = st.sampled_from(
     ["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
 )
+
+
+@given(
+    st.sampled_from([*POLICIES]),
+    st.sets(st.integers(0, 5), min_size=1),
+    st.lists(kept, max_size=12),
+    st.dictionaries(st.integers(0, 5), st.integers(100, 200)),
+    st.booleans(),
+)
+def test_a_stage_waits_for_a_save_only_instead_of_a_guess_and_alone_only_if_told(
+    policy: str, lost: set[int], held: list[Held], saved: dict[int, int], single: bool
+) -> None:
+    left = replace(without(*lost, held=tuple(held)), step=200, lineage=1)
+    decisions = [decide(stage, left, policy) for stage in range(6)]
+    waiting = await_saves(decisions, saved, left.step, single)
+    guessed = [d.stage for d in decisions if isinstance(d, Rebuild) and d.method in INEXACT]
+    for stage in guessed:
+        recent = 200 - saved.get(stage, 0) <= RECENT
+        assert (stage in waiting) == (recent and (single or len(guessed) > 1))
+        back = holds("save", stage, saved.get(stage, 0), lineage=1)
+        better = decide(stage, replace(left, held=(*held, back)), policy)
+        assert isinstance(better, Rebuild)
+        assert better.method == "save" or not recent
+    assert {*waiting} <= {*guessed}
 
 
 @given(st.integers(4, 9), st.sampled_from([*POLICIES]), st.booleans(), st.data())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar, TypeVar
 
 import pytest
 
 from planaria.node.transaction.rules import TransactionRules
+from planaria.recovery.facts import INEXACT
 from planaria.recovery.policy import POLICIES
 from simulation.cluster import Host, Trap
 from simulation.ports import Files
 from simulation.scenario import Scenario, run
 
+S = TypeVar("S", bound=Scenario)
 BETWEEN = 2
 """Commits between two losses."""
 
@@ -71,7 +74,7 @@ class Shrinking(Scenario):
 def test_a_run_goes_on_with_whoever_is_left_and_gives_seats_back(policy: str) -> None:
     fewest = []
     for seed in range(2):
-        scenario, result = run_of(seed, policy)
+        scenario, result = run_of(seed, Shrinking, policy)
         assert result == "finished", f"seed {seed}"
         hosts = scenario.cluster.hosts
         assert not any(host.down for host in hosts.values()), f"seed {seed}: not all came back"
@@ -81,13 +84,68 @@ def test_a_run_goes_on_with_whoever_is_left_and_gives_seats_back(policy: str) ->
     assert min(fewest) == 1
 
 
-def run_of(seed: int, policy: str) -> tuple[Shrinking, str]:
-    made: list[Shrinking] = []
+def run_of(seed: int, kind: type[S], policy: str | None = None) -> tuple[S, str]:
+    made: list[S] = []
 
-    class Noted(Shrinking):
+    class Noted(kind):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
+            super().__init__(*arguments)
             made.append(self)
 
     outcome = run(seed, policy=policy, kind=Noted).outcome
     return made[0], outcome
+
+
+class Returning(Scenario):
+    """Two hosts have all stages. The one with stage 0 is lost, and comes back to its own disk."""
+
+    away: ClassVar = 37.0
+
+    def _rules(self, policy: str | None) -> TransactionRules:
+        rules = super()._rules("checkfree")
+        return replace(rules, stages=4, steps=20, strict=False, validation_microbatches=0)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        return [Host(f"h{stage}", stage, False, saves=True, room=5) for stage in (0, 1)]
+
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
+        return Files(save_every=3)
+
+    def _overflowing(self, rules: TransactionRules) -> set[int]:
+        return set()
+
+    def _plan_faults(self) -> float:
+        self.cluster.traps.append(Trap("committed", 8, self.lose))
+        return 60.0
+
+    def lose(self) -> None:
+        host = self.cluster.hosts["h0"]
+        assert host.process is not None and host.node is not None
+        self.lost, host.stage, host.down = host.node.stages, None, True
+        self.cluster.crash(host.process, "for a while")
+        self.world.after(self.away, self.bring_back)
+
+    def bring_back(self) -> None:
+        host = self.cluster.hosts["h0"]
+        host.down = False
+        self.cluster.start(host)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_stages_wait_for_a_lost_node_that_has_saved_them(seed: int) -> None:
+    scenario, result = run_of(seed, Returning)
+    counts = scenario.cluster.counts
+    assert result == "finished"
+    assert (scenario.lost, counts["save"]) == ({0, 2, 4}, 2)
+    assert not any(counts[how] for how in INEXACT)
+
+
+class Gone(Returning):
+    away = 1000.0
+
+
+def test_stages_are_guessed_when_a_lost_node_does_not_come_back() -> None:
+    scenario, result = run_of(4, Gone)
+    counts = scenario.cluster.counts
+    assert (result, scenario.lost) == ("finished", {0, 2, 4})
+    assert [counts[how] for how in ("waiting", "checkfree", "interpolate", "save")] == [1, 1, 1, 0]

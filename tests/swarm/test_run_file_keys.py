@@ -77,6 +77,7 @@ CHANGED = {
     "recovery.policy": "snapshot",
     "recovery.relearn.seconds": 30.0,
     "recovery.masking": "abort",
+    "recovery.wait_for_saves": 5.0,
     "recovery.snapshot.fraction": 0.5,
     "recovery.snapshot.codec": "none",
     "recovery.checkpoint.dir": "elsewhere",

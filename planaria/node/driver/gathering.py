@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from planaria.bootstrap.awaited_saves import in_words
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NUMBERS
 from planaria.node.driver.answers import Answers
@@ -26,7 +27,7 @@ from planaria.node.report.events import (
 from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Resume, resume
+from planaria.recovery.decide import Resume, await_saves, resume
 from planaria.recovery.facts import COPIED, Rebuild, RollBack, Source, Stop
 from planaria.recovery.relearning import time_for
 
@@ -222,6 +223,9 @@ class Gathering(Phase):
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         if driver.finished:
             rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
+        saved = {save.stage: save.step for save in driver.view.awaited}
+        step, single = driver.standing.committed, rules.single_waits
+        vacant = vacant or await_saves(rebuilds.values(), saved, step, single)
         if vacant:  # a later newcomer may have more; replicas need not wait for that
             rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
         elif len(rebuilds) < len(decisions) and not driver.finished:
@@ -307,11 +311,12 @@ class Gathering(Phase):
             self.driver.joining.joiners.pop(node, None)
         return Turn(effects, Syncing(self.driver, self.answers, awaited, now))
 
-    def _wait_for_nodes(self, vacant: Sequence[int]) -> Turn:
-        stages = ", ".join(map(str, vacant))
-        return self._wait(
-            vacant, f"waiting for a node to join stage {stages}: planaria node --join ..."
-        )
+    def _wait_for_nodes(self, stages: Sequence[int]) -> Turn:
+        """Waits for nodes of vacant stages, or for those that were lost and have saves."""
+        why = [in_words(save for save in self.driver.view.awaited if save.stage in stages)]
+        if vacant := ", ".join(map(str, self.answers.vacant())):
+            why.append(f"waiting for a node to join stage {vacant}: planaria node --join ...")
+        return self._wait(stages, "; ".join(filter(None, why)))
 
     def _wait_for_origin(self, stages: Sequence[int]) -> Turn:
         why = (

@@ -16,7 +16,7 @@ from planaria.node.model.checkpoint import some
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.model.shape import matrix_names
-from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, override
+from planaria.node.run_file import DATA, WAIT, DataSection, RunFile, RunFileError, override
 from planaria.recovery.orders import partner
 
 log = logging.getLogger("planaria")
@@ -179,6 +179,7 @@ def registry_rules(run: RunFile) -> MembershipRules:
     """The registry's rules for a resolved run; the same run has the same rules after a restart."""
     if run.model.stages is None:
         raise RunFileError("the run file doesn't say model.stages: resolve it first")
+    wait = run.recovery.wait_for_saves
     return MembershipRules(
         run=run_id(run),
         stages=run.model.stages,
@@ -192,4 +193,5 @@ def registry_rules(run: RunFile) -> MembershipRules:
         steps=run.steps,
         data=run.data.content,
         policy=run.policy,
+        wait_for_saves=WAIT if wait is None else wait,
     )

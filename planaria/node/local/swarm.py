@@ -866,7 +866,8 @@ class _Swarm:
         pid = self.processes.kill(slot)
         if pid is not None:
             if self.save_dir is not None:
-                shutil.rmtree(self.save_dir / slot, ignore_errors=True)
+                for saves in (self.save_dir / slot).glob("stage-*"):
+                    shutil.rmtree(saves, ignore_errors=True)
             victim = self._victim(slot, pid)
             self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), at=now)
         return pid is not None

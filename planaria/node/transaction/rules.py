@@ -26,6 +26,7 @@ class TransactionRules:
     progress: float  # seconds without progress before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
     adapters: bool = False  # whether only adapters are trained, beside checkpoint weights
+    single_waits: bool = False  # whether a single stage waits for a lost node's save, too
     relearn_seconds: float = 20.0  # maximum, while all others wait
     tokens: int = 1 << 31  # maximum tokens of a microbatch
     spot_check: float = 0.0  # share of visits computed twice, at stages with replicas

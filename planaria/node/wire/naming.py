@@ -80,4 +80,5 @@ def seated(view: registry.View) -> registry.View:
         order=view.order,
         ordered=view.ordered,
         changes=view.changes,
+        awaited=view.awaited,
     )
