@@ -46,7 +46,13 @@ from planaria.node.launch.notices import Aws, Notice, NoticeWatch, ask
 from planaria.node.launch.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.launch.supervisor import Pauses
 from planaria.node.machine.cores import available_cores
-from planaria.node.machine.device import measure_speed, memory_of, why_no_bf16
+from planaria.node.machine.device import (
+    accelerators,
+    find_device,
+    measure_speed,
+    memory_of,
+    why_no_bf16,
+)
 from planaria.node.model import learning_rate
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint
@@ -399,21 +405,14 @@ def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
 
 def pick_device(name: str) -> torch.device:
     """The device of that name. Raises NodeError when it doesn't exist."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise NodeError(f"--device {name}: use auto, cpu or cuda:N") from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise NodeError(
-                f"--device {name}: this machine shows {count} GPUs to PyTorch. Check `nvidia-smi`, "
-                "that the installed torch is a CUDA build, or use --device cpu."
-            )
-    elif device.type != "cpu":
-        raise NodeError(f"--device {name}: use auto, cpu or cuda:N")
+    device = find_device(name)
+    if device is None:
+        gpus = [str(gpu) for gpu in accelerators()]
+        raise NodeError(
+            f"--device {name}: this machine shows {len(gpus)} GPUs to PyTorch: "
+            f"{', '.join(gpus) or 'none'}. Check the driver (`nvidia-smi`), that the installed "
+            "torch is built for it, or use --device cpu."
+        )
     return device
 
 

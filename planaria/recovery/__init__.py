@@ -5,5 +5,5 @@ and what each needs while nothing is lost. decide.py: what is done about a lost 
 which stages stand in for each other. How a stage comes back: checkfree.py (from its neighbours),
 snapshot.py (from a peer's memory) and relearning.py (what was guessed is trained on what crossed
 its boundaries; learner.py has its arithmetic). masking.py: what becomes of a step in which a
-replica is lost.
+replica is lost. exact.py: arithmetic that has the same bits on any device.
 """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from planaria.recovery.exact import exact
 from planaria.recovery.relearning import ratio
 
 MOMENTUM: Final = 0.8
@@ -123,13 +125,13 @@ class Learner:
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(x.device.type, torch.bfloat16) if self._bf16 else nullcontext():
             y: Tensor = self._stage(x)
             return y.float()
 
 
 def squared_distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).double().square_().sum())
+    return float(exact(a - b).double().square_().sum())
 
 
 def error_gradient(computed: Tensor, output: Tensor, squared_norm: float) -> Tensor:

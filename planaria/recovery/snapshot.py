@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
+from planaria.recovery.exact import exact
 from planaria.recovery.policy import holder_stage
 
 Codec = Literal["none", "int8"]
@@ -126,6 +127,7 @@ class Layout:
             for part, other in zip(torch.split(x, some), torch.split(y, some), strict=True):
                 difference = scratch[: part.numel()].view(part.shape)
                 torch.sub(part, other, out=difference)
+                difference = exact(difference)
                 norms.append(torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64))
         return torch.cat(norms).square().cpu()
 
@@ -445,10 +447,10 @@ class SentSnapshot:
         perturbation = math.nan
         if not (self.taken == NEVER).any():
             if self._codec != "none":
-                exact = layout.gather(weights, chosen)
+                unrounded = layout.gather(weights, chosen)
                 distances[0] += sum(
-                    torch.linalg.vector_norm(x - y, dtype=torch.float64).item() ** 2
-                    for x, y in zip(exact, restored, strict=True)
+                    torch.linalg.vector_norm(exact(x - y), dtype=torch.float64).item() ** 2
+                    for x, y in zip(unrounded, restored, strict=True)
                 )
             perturbation = math.sqrt(distances.sum().item())
         return SnapshotUpdate(payload, len(chosen), self._tensors, self._codec, perturbation)

@@ -215,7 +215,7 @@ REFUSED = {
     "--join 127.0.0.1:1 --listen 0.0.0.0:0": "there is no TLS",
     "--join 127.0.0.1:1 --listen 127.0.0.1:{taken}": "the address is in use",
     "--join 127.0.0.1:1 --tls-ca ca.pem": "the certificate, key is missing",
-    "--join 127.0.0.1:1 --device gpu": "'gpu': use auto, cpu or cuda:N",
+    "--join 127.0.0.1:1 --device gpu": "'gpu': use auto, cpu, cuda:N, mps or xpu:N",
     "--join 127.0.0.1:1 --device cuda:1,cuda:1": "cuda:1 twice",
     "--join 127.0.0.1:1 --device cpu,auto": "auto is one device",
     "--join a..b:1": "there is no host of that name",

@@ -83,11 +83,12 @@ class Data(NamedTuple):
 class Device(NamedTuple):
     """The device of a node on this machine."""
 
-    name: str  # PyTorch's name: cpu, cuda:0
+    name: str  # PyTorch's name: cpu, cuda:0, mps:0, xpu:0
     memory: int  # bytes
     torch: str  # version, with its target
     gpus: int  # visible to PyTorch
-    driver: str  # name and driver of the GPU, by the system; empty: unknown
+    driver: str  # name of the GPU, and its driver if it is NVIDIA's; empty: unknown
+    computes: str = "float32"  # dtypes
 
 
 @dataclass(frozen=True)
@@ -364,18 +365,17 @@ def _device(facts: Facts) -> Finding:
     about, device = "device", facts.device
     if isinstance(device, UnknownFact):
         return _unknown(about, device)
-    description = f"{device.name}, PyTorch {device.torch}"
+    description = f"{device.name}, PyTorch {device.torch}, {device.computes}"
     if device.driver:
         description += f"; {device.driver}"
-    on_gpu = device.name.startswith("cuda")
-    number = int(facts.wanted.partition(":")[2] or 0) if facts.wanted.startswith("cuda") else -1
-    if number >= device.gpus:
+    on_gpu = device.name != "cpu"
+    if not on_gpu and facts.wanted not in ("auto", "cpu"):
         return Finding(
             about,
             Grade.PROBLEM,
             f"--device {facts.wanted}: PyTorch {device.torch} sees {device.gpus} GPUs; "
             + (device.driver or "the system knows of no NVIDIA driver"),
-            "check nvidia-smi, install a PyTorch that is built for the driver's CUDA, or use cpu",
+            "check nvidia-smi, install a PyTorch that is built for the driver, or use cpu",
         )
     if device.driver and not on_gpu and facts.wanted == "auto":
         return Finding(

@@ -64,13 +64,19 @@ QUESTIONS = 4  # the quickest answer gives time and delay
 
 SEE_DEVICE = """
 import json, sys, torch
-from planaria.node.machine.device import memory_of
+from planaria.node.machine.device import accelerators, find_device, memory_of, why_no_bf16
+from planaria.recovery.exact import is_exact
 
-wanted, gpus = sys.argv[1], torch.cuda.device_count()
-number = int(wanted.partition(":")[2] or 0)
-device = torch.device(f"cuda:{number}" if wanted != "cpu" and number < gpus else "cpu")
-made_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-print(json.dumps([str(device), memory_of(device), f"{torch.__version__} for {made_for}", gpus]))
+device, gpus = find_device(sys.argv[1]) or torch.device("cpu"), len(accelerators())
+kinds = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
+versions = {kinds[name]: getattr(torch.version, name, None) for name in kinds}
+built = [f"{kind} {version}" for kind, version in versions.items() if version]
+made_for = "".join(built) or device.type.upper()
+computes = f"float32 and {'no ' if why_no_bf16(device) else ''}bf16"
+computes += "" if is_exact(device) else ", updates on the CPU"
+name = getattr(torch.get_device_module(device), "get_device_name", lambda device: "")(device)
+made = f"{torch.__version__} for {made_for}"
+print(json.dumps([str(device), memory_of(device), made, gpus, name, computes]))
 """
 """Script of a separate process: torch takes seconds to load, and a broken driver may hang."""
 
@@ -342,14 +348,14 @@ async def _see_device(wanted: str) -> Device | UnknownFact:
         ),
     )
     try:
-        name, memory, torch, gpus = json.loads(seen)
+        name, memory, torch, gpus, gpu, computes = json.loads(seen)
     except ValueError:
         why = "PyTorch can't be loaded; `python -c 'import torch'` shows why"
         return UnknownFact(why, Grade.PROBLEM)
     first, _, _ = driver.partition("\n")
     parts = [part.strip() for part in first.split(",")]
-    gpu_driver = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""
-    return Device(name, memory, torch, gpus, gpu_driver)
+    gpu_driver = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else gpu
+    return Device(name, memory, torch, gpus, gpu_driver, computes)
 
 
 async def _output(*command: str) -> str:

@@ -65,7 +65,7 @@ class NodeOptions:
         str,
         typer.Option(
             parser=parse_devices,
-            metavar="auto|cpu|cuda:N[,cuda:M]",
+            metavar="auto|cpu|cuda:N[,cuda:M]|mps|xpu:N",
             help="Device to compute on. With several devices one node runs on each: each has the "
             "next port, and a folder of its own in --save-dir.",
             rich_help_panel=MACHINE,

@@ -127,15 +127,15 @@ Insecure = Annotated[
 
 def parse_device(text: str) -> str:
     """Raises BadParameter."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise typer.BadParameter(f"{text!r}: use auto, cpu or cuda:N")
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", text):
+        raise typer.BadParameter(f"{text!r}: use auto, cpu, cuda:N, mps or xpu:N")
     return text
 
 
 def parse_devices(text: str) -> str:
     """One, or several with commas between them. Raises BadParameter."""
     names = [parse_device(name) for name in text.split(",")]
-    devices = ["cuda:0" if name == "cuda" else name for name in names]
+    devices = [f"{name}:0" if name in ("cuda", "xpu") else name for name in names]
     if repeated := sorted({name for name in devices if devices.count(name) > 1}):
         raise typer.BadParameter(
             f"{text!r} names {', '.join(repeated)} twice; one node runs on each device"
@@ -159,7 +159,7 @@ OneDevice = Annotated[
     str,
     typer.Option(
         parser=parse_device,
-        metavar="auto|cpu|cuda:N",
+        metavar="auto|cpu|cuda:N|mps|xpu:N",
         help="Device to compute on.",
         rich_help_panel=MACHINE,
     ),

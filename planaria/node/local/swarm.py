@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -97,6 +97,7 @@ from planaria.node.run_file import (
 )
 
 PLAN, ADDRESS = "up.json", "registry.address"
+ROCM: Final = Path("/dev/kfd")  # there if AMD's driver is
 SAVING_GRACE = 30.0
 """Seconds for nodes with saves to end after SIGTERM."""
 POLL = 0.02
@@ -278,8 +279,8 @@ class Load(NamedTuple):
         and twice backward if it is trained; embeddings are lookups."""
         run, config = plan.run, plan.run.config
         nodes = (config.stages + 1) * run.swarm.replicas
-        on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
-        if on_gpu and plan.device != "cpu":
+        has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
+        if plan.device not in ("auto", "cpu") or (plan.device == "auto" and has_gpu):
             return cls(nodes, 0, 0.0)
         first, body = config.stage_bytes
         states = run.swarm.replicas * (first + config.stages * body)
@@ -361,17 +362,18 @@ def check_gpu(device: str, count: Callable[[], int]) -> None:
     if number >= gpus:
         numbers = "none" if not gpus else "cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"
         raise SwarmError(
-            f"--device {device}: this machine has {numbers}, as far as NVIDIA's driver says; "
+            f"--device {device}: this machine has {numbers}, as far as its driver says; "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
 
 
 def gpus_of_this_machine() -> int:
-    """Number of NVIDIA GPUs visible under CUDA_VISIBLE_DEVICES; 0 without a driver."""
+    """Number of NVIDIA GPUs visible under CUDA_VISIBLE_DEVICES, else of AMD's, at most; 0 without
+    a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return len([*Path("/dev/dri").glob("renderD*")]) if ROCM.exists() else 0
     count = ctypes.c_int(0)
     works = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
     return count.value if works else 0

@@ -5,7 +5,7 @@ transfers and rebuilds handle one tensor, and equal layouts make body stages int
 
 Replicas of a stage must stay bit-identical on any device. So the update uses only single operations
 that IEEE 754 rounds exactly (no fused multiply-add, which not all kernels use). The norm adds in an
-order that depends on the length alone.
+order that depends on the length alone. Where a device computes otherwise, the CPU does it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from planaria.node.model.shape import BETAS
+from planaria.recovery.exact import exact, exactly
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
@@ -44,8 +45,9 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
     hasher = xxhash.xxh3_128(steps.to_bytes(8, "little"))
     for flat in flats:
         whole = len(flat) - len(flat) % SUMMED
-        bits = flat.detach()[:whole].view(torch.int64).view(whole // SUMMED, SUMMED // 2)
-        hasher.update(bits.sum(dim=1).cpu().numpy().astype("<i8", copy=False).data)
+        for part in torch.split(flat.detach()[:whole], 32 * BLOCK):  # copied at a time
+            bits = exact(part).view(torch.int64).view(len(part) // SUMMED, SUMMED // 2)
+            hasher.update(bits.sum(dim=1).cpu().numpy().astype("<i8", copy=False).data)
         hasher.update(flat.detach()[whole:].cpu().numpy().astype("<f4", copy=False).data)
     return hasher.digest()
 
@@ -128,23 +130,25 @@ class StageOptimizer:
         second_scale = (1 - beta2**self.steps) ** -0.5
         first_share, second_share = (1 - beta1) * clip_scale, (1 - beta2) ** 0.5 * clip_scale
         for weights in self._decaying:
-            weights.mul_(1 - lr * self._weight_decay)
-        scratch = torch.empty_like(self.weights[:BLOCK])
+            with exactly(weights) as (w,):
+                w.mul_(1 - lr * self._weight_decay)
+        scratch = torch.empty_like(exact(self.weights[:BLOCK]))
         flats = (self.weights, self.gradient, self.first_moment, self.second_moment)
-        for w, g, m, v in zip(*(torch.split(flat, BLOCK) for flat in flats), strict=True):
-            t = scratch[: len(w)]
-            m.mul_(beta1).add_(torch.mul(g, first_share, out=t))
-            torch.mul(g, second_share, out=t)
-            v.mul_(beta2).add_(t.mul_(t))
-            torch.sqrt(v, out=t).mul_(second_scale).add_(EPSILON)
-            w.sub_(torch.div(m, t, out=t).mul_(step_size))
+        for block in zip(*(torch.split(flat, BLOCK) for flat in flats), strict=True):
+            with exactly(*block) as (w, g, m, v):
+                t = scratch[: len(w)]
+                m.mul_(beta1).add_(torch.mul(g, first_share, out=t))
+                torch.mul(g, second_share, out=t)
+                v.mul_(beta2).add_(t.mul_(t))
+                torch.sqrt(v, out=t).mul_(second_scale).add_(EPSILON)
+                w.sub_(torch.div(m, t, out=t).mul_(step_size))
         self.seconds += time.perf_counter() - started
 
     def squared_norm(self) -> float:
         """Squared norm of the gradient, in float64; inf or nan if any element is."""
-        total = torch.zeros(BLOCK, dtype=torch.float64, device=self.gradient.device)
+        total = exact(self.gradient.new_zeros(BLOCK)).double()
         for part in torch.split(self.gradient, BLOCK):
-            total[: len(part)].add_(part.double().square_())  # these squares are exact
+            total[: len(part)].add_(exact(part).double().square_())  # these squares are exact
         while len(total) > 1:
             first, second = total.chunk(2)
             total = first + second

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import torch
@@ -63,8 +64,8 @@ class DeviceRoom:
             self._highest = max(self._highest, kept + waits)
             return
         # Not earlier: the traceback keeps the failed pass's memory.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        with suppress(AttributeError):  # the CPU has no cache, for example
+            torch.get_device_module(self._device).empty_cache()
         raise self._no_room(kept, waits, reason)
 
     def _no_room(self, kept: int, waits: bool, reason: str) -> NoRoomError:
@@ -85,5 +86,6 @@ class DeviceRoom:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """PyTorch has an exception class for a GPU, and only a message for the CPU's allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """PyTorch has an exception class for GPUs, and only messages for the CPU and MPS."""
+    said = re.search("DefaultCPUAllocator|MPS backend out of memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError) or said is not None

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,8 +326,9 @@ class TorchWork:
     def _mode(self) -> AbstractContextManager[Any]:
         if self._evaluating:
             return torch.no_grad()
-        bf16 = self.run.training.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+        if self.run.training.precision == "float32":
+            return nullcontext()  # not every device has autocast
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     # --- gradients
 

@@ -47,6 +47,7 @@ from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_hexdigest
 
 from planaria.bootstrap.files import flush_folder
 from planaria.node.machine.compute import waiting_for_disk
+from planaria.node.machine.device import empty_pinned
 from planaria.node.model.config import to_config
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import OpenDisk
@@ -461,7 +462,7 @@ class Writer:
         buffers = self._free.pop()
         for name, tensor in state.tensors.items():
             if name not in buffers or buffers[name].shape != tensor.shape:
-                buffers[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
+                buffers[name] = empty_pinned(tensor)
             buffers[name].copy_(tensor.detach())
         copies = {name: buffers[name] for name in state.tensors}
         self._waiting.append(PendingSave(replace(state, tensors=copies), buffers, now))

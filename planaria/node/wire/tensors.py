@@ -28,6 +28,7 @@ from planaria.node.wire.frames import (
     buffers_of,
     check_forms,
 )
+from planaria.recovery.exact import exact
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -173,7 +174,7 @@ def _factors(matrix: torch.Tensor, rank: int) -> list[torch.Tensor]:
     q = torch.randn(matrix.shape[1], rank, generator=start).to(matrix.device)
     p = matrix
     for _ in range(ROUNDS):
-        p = torch.linalg.qr(matrix @ q).Q
+        p = torch.linalg.qr(exact(matrix @ q)).Q.to(matrix.device)  # MPS has none
         q = matrix.T @ p
     longer = torch.linalg.vector_norm(q, dim=0).sqrt()
     p, q = p * longer, q / longer.clamp_min(torch.finfo(torch.float32).tiny)

@@ -29,7 +29,8 @@ TAKE_ANY_TIME = ("PROBE", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "IN_ALL")
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with a driver; the doctor's deadlines are for people, not for a busy machine."""
-    monkeypatch.setattr(doctor, "SEE_DEVICE", 'print(\'["cuda:0", 85000000000, "2.6", 1]\')')
+    seen = '["cuda:0", 85000000000, "2.6", 1, "H100", "bf16"]'
+    monkeypatch.setattr(doctor, "SEE_DEVICE", f"print('{seen}')")
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 550.54, 81559 MiB'\n")

@@ -1,0 +1,45 @@
+"""Arithmetic whose bits replicas share, on devices of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def is_exact(device: torch.device) -> bool:
+    """Whether the device has float64 and int64 sums, and rounds single operations as IEEE 754 does,
+    subnormal numbers too. It is tried: MPS has no float64, for example."""
+    if device.type == "cpu":
+        return True
+    drawn = torch.rand(4, 1 << 10, generator=torch.Generator().manual_seed(0))
+    a, b, small = drawn[0], drawn[1] + 0.1, drawn[2] * 1e-20
+    given = a, b, small, (drawn[3] * 2**52).double() * 2**10
+    try:
+        there = [of.to(device) for of in given]
+        return all(map(torch.equal, _results(*given), (of.cpu() for of in _results(*there))))
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _results(a: Tensor, b: Tensor, small: Tensor, large: Tensor) -> list[Tensor]:
+    return [a / b, a.sqrt(), a * 0.1 + b, small * small, large.square(), large.long().sum(0)]
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy on the CPU if its device isn't exact."""
+    return tensor if is_exact(tensor.device) else tensor.cpu()
+
+
+@contextmanager
+def exactly(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """The tensors to change in this block, as `exact`; their copies are copied back."""
+    there = [exact(tensor) for tensor in tensors]
+    yield there
+    for tensor, changed in zip(tensors, there, strict=True):
+        if changed is not tensor:
+            tensor.copy_(changed)

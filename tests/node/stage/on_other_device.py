@@ -1,0 +1,292 @@
+"""All that computes on a node's device, on one that is neither CPU nor CUDA: it has the CPU's bits.
+
+test_any_device.py runs these in a process of their own, in which torch has that device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from attempt_swarm import STAGES, Swarm
+from other_device import CPU, register
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.launch.doctor import SEE_DEVICE
+from planaria.node.launch.errors import NodeError
+from planaria.node.machine.device import measure_speed, memory_of, why_no_bf16
+from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
+from planaria.node.serve import pick_device
+from planaria.node.stage.arithmetic import TorchStage, layout_of
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.room import DeviceRoom
+from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.relearn import PairSlice
+from planaria.node.state.saves import Contents, Saves, Writer
+from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.transaction.attempt import NoRoomError
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.exact import is_exact
+from planaria.recovery.snapshot import SentSnapshot
+from tests.harness.reducing import Network, gradients, reduce_all
+
+LACKS: Final = os.environ.get("LACKS", "")
+OTHER: Final = register(LACKS)
+rounds = pytest.mark.skipif(LACKS == "rounding", reason="passes and codecs divide")
+SECTION: Final = {"dim": 8, "heads": 2, "stages": STAGES, "layers": 2, "context": 4, "hidden": 8}
+RUNS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "few bits": {"wire": {"activations": "int8", "gradients": "int4"}},
+    "recomputed": {"training": {"recompute": True, "weight_decay": 0.1}},
+    "in a subspace": {"model": {"subspace": 4, "attn_mask_type": "block_causal"}},
+    "with adapters": {"training": {"lora": {"rank": 2}}},
+}
+
+
+@pytest.fixture(autouse=True)
+def the_same_attention() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def run_file(settings: dict[str, Any]) -> RunFile:
+    return RunFile.model_construct(
+        model=ModelSection(**SECTION, **settings.get("model", {})),
+        training=TrainingSection(batch=10, **settings.get("training", {})),
+        wire=WireSection(
+            **{"activations": "none", "gradients": "none", **settings.get("wire", {})}
+        ),
+    )
+
+
+def trained(settings: dict[str, Any], corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    """All that stages have after two steps, and what they answer then."""
+    run = run_file(settings)
+    config = run.config_for(corpus.vocabulary)
+    stages: dict[str, TorchStage] = {}
+
+    def make_work(node: str, stage: int) -> Any:
+        if node not in stages:
+            beginning = Beginning(run, config)
+            data = None if stage else corpus
+            stages[node] = TorchStage(node, stage, beginning, device, data)
+        return stages[node].work
+
+    found: dict[str, Any] = {}
+    for kind in (pb.Begin.TRAIN, pb.Begin.TRAIN, pb.Begin.EVALUATE):
+        swarm = Swarm(1, random.Random(5), make_work=make_work)
+        swarm.starts(kind)
+        swarm.ends()
+        for name, node in swarm.nodes.items():
+            for number, home in node.homes.items():
+                found[f"loss {kind} {number}"] = home.loss
+            if kind == pb.Begin.TRAIN:
+                commit = pb.Commit(lr_scale=[1.0] * 3, clip_scale=[0.5] * 3)
+                found[f"norm {name} {len(found)}"] = stages[name].reduced()
+                found[f"digest {name} {len(found)}"] = stages[name].apply(commit, 0.01).digest
+    for name, stage in stages.items():
+        for tensor, values in stage.tensors.items():
+            assert values.device == device
+            found[f"{name} {tensor}"] = values.cpu()
+    return found
+
+
+@rounds
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_a_swarm_trains(settings: dict[str, Any], data: Path) -> None:
+    corpus = Corpus.open(data)
+    same(partial(trained, settings, corpus))
+
+
+def same(computed: Callable[[torch.device], dict[str, Any]]) -> None:
+    """Each value, bit for bit."""
+    found, wanted = computed(OTHER), computed(CPU)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            assert value.device.type == "cpu" and torch.equal(value, wanted[name]), name
+        else:
+            assert value == wanted[name], name
+
+
+def stage_on(device: torch.device, corpus: Corpus, **settings: Any) -> TorchStage:
+    run = run_file(settings)
+    return TorchStage("a", 1, Beginning(run, run.config_for(corpus.vocabulary)), device)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def corpus(data: Path) -> Corpus:
+    return Corpus.open(data)
+
+
+def test_replicas_make_the_same_updates(corpus: Corpus) -> None:
+    """Whatever the device computes by itself."""
+    assert is_exact(OTHER) == (not LACKS)
+
+    def updated(device: torch.device) -> dict[str, Any]:
+        stage = stage_on(device, corpus, training={"weight_decay": 0.1})
+        found: dict[str, Any] = {}
+        for step in range(1, 10):
+            of_step = drawn(len(stage.gradient), seed=step) * 10.0 ** (2 - 4 * step)
+            found[f"norm {step}"] = stage.replace_gradient(of_step)
+            learned = stage.apply(pb.Commit(lr_scale=[1.0] * 2, clip_scale=[0.3] * 2), 0.01)
+            found[f"learned {step}"] = learned
+        beside = drawn(len(stage.gradient)).to(device)
+        found["beside"] = stage.apply(pb.Commit(skipped=True), 0.01, beside)
+        return found | {name: tensor.cpu() for name, tensor in stage.tensors.items()}
+
+    same(updated)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: Any) -> None:
+    if codec == "int8" and LACKS == "rounding":
+        pytest.skip("a codec divides")
+
+    def taken(device: torch.device) -> dict[str, Any]:
+        stage = stage_on(device, corpus)
+        config, found = stage.config, {}
+        sent = SentSnapshot(layout_of(config, 1), 0.25, codec, moments=True)
+        commit = pb.Commit(step=3, lr_scale=[1.0] * 3, clip_scale=[1.0] * 3)
+        for step in range(6):
+            stage.replace_gradient(drawn(len(stage.gradient), seed=step).abs())
+            stage.apply(commit, 0.01)
+            tensors = [tensor.cpu() for tensor in stage.tensors.values()]
+            stage.optimizer.load(zip(stage.tensors, tensors, strict=True), step + 1)
+            update = sent.take((1, step), list(stage.tensors.values()))
+            found[f"payload {step}"] = update.payload
+            found[f"perturbation {step}"] = repr(update.perturbation)
+        saves = Saves(tmp_path / device.type, "run", 1, 4, Contents.of(config, 1))
+        writer = Writer(saves, 1, pytest.fail, lambda age: None)
+        state = StageState(StateId.after(commit, 1, 1, 3), stage.tensors, 0.5, 0, commit, 6)
+        writer.save(state)
+        assert not writer.close(60.0)
+        (save,) = saves.listed()
+        return found | dict(saves.load(save).tensors)
+
+    same(taken)
+
+
+@rounds
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8", "int4", "lowrank"])
+def test_replicas_sum_their_gradients(codec: Any) -> None:
+    def summed(device: torch.device) -> dict[str, Any]:
+        nodes = ["a", "b", "c"]
+        values = [of.to(device) for of in gradients(nodes, 101)]
+        assert reduce_all(Network(nodes, codec), values) == [None] * len(nodes)
+        return {node: of.cpu() for node, of in zip(nodes, values, strict=True)}
+
+    same(summed)
+
+
+@rounds
+@pytest.mark.parametrize("settings", [{}, RUNS["with adapters"]], ids=["whole", "adapters"])
+def test_a_stage_relearns(corpus: Corpus, settings: dict[str, Any]) -> None:
+    def learned(device: torch.device) -> dict[str, Any]:
+        stage = stage_on(device, corpus, **settings)
+        stage.optimizer.weights.copy_(drawn(len(stage.gradient)) / 10)
+        pair = BoundaryPair(1, 0, (1,))
+        x, y = (drawn(2, 4, 8, seed=seed).bfloat16() for seed in (1, 2))
+        lesson = stage.lesson(Fetched((2, 4, 8), {pair: x}, {pair: y}), [1])
+        piece = PairSlice(pair, 0, 2)
+        found: dict[str, Any] = {}
+        for round in range(3):
+            inputs = [of.cpu() for of in lesson.start(piece, True)]
+            result = lesson.end(piece, inputs, None, 0.05)
+            found[f"gradient {round}"] = result.gradient[0].cpu()
+            found[f"norm {round}"] = result.norm
+        end = lesson.end(piece, [of.cpu() for of in lesson.start(piece, True)], None, None)
+        found["error"] = end.error
+        assert lesson.is_finite()
+        lesson.finish(undo=False)
+        return found | {"weights": stage.optimizer.weights.cpu(), "digest": stage.digest()}
+
+    same(learned)
+
+
+@rounds
+def test_a_stage_answers_what_it_is_shown(corpus: Corpus) -> None:
+    def answered(device: torch.device) -> dict[str, Any]:
+        first = Beginning(run := run_file({}), run.config_for(corpus.vocabulary))
+        ends = TorchStage("a", 0, first, device, corpus)
+        tokens = torch.arange(8).view(2, 4)
+        x = ends.look([tokens], head=False).cpu()
+        y = stage_on(device, corpus).look([x], head=False).cpu()
+        other = drawn(ends.optimizer.weights.numel())
+        return {
+            "x": x,
+            "y": y,
+            "loss": ends.look([y, tokens], head=True).cpu(),
+            "logits": ends.look([y], head=True).cpu(),
+            "other": ends.look([y], True, other).cpu(),
+        }
+
+    same(answered)
+
+
+@rounds
+def test_frozen_weights_and_other_adapters_come_from_elsewhere(corpus: Corpus) -> None:
+    def answered(device: torch.device) -> dict[str, Any]:
+        stage = stage_on(device, corpus, **RUNS["with adapters"])
+        assert stage._base is not None
+        stage._base.put(drawn(stage._base.size).to(device))
+        shown, other = [drawn(2, 4, 8)], drawn(len(stage.gradient))
+        stage.rehearse()
+        return {
+            "before": stage.look(shown, False).cpu(),
+            "with others": stage.look(shown, False, other).cpu(),
+            "frozen": stage._base.flat().cpu(),
+        }
+
+    same(answered)
+
+
+@rounds
+def test_a_whole_model_scores(corpus: Corpus) -> None:
+    config, tokens = run_file({}).config_for(corpus.vocabulary), torch.arange(8).view(2, 4)
+
+    def scored(device: torch.device) -> dict[str, Any]:
+        model = WholeModel(config, device)
+        for part in (model._ends, model._body):
+            for number, parameter in enumerate(part.parameters()):
+                parameter.data.copy_(drawn(*parameter.shape, seed=number))
+        return {"logits": model.logits(tokens).cpu(), "loss": model.loss(tokens, tokens)}
+
+    same(scored)
+
+
+def test_it_is_found_and_described(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert pick_device("auto") == pick_device("other") == pick_device("other:0") == OTHER
+    assert pick_device("cpu") == CPU
+    for name in ("other:1", "cuda", "mps"):
+        with pytest.raises(NodeError, match=f"--device {name}: this machine shows 1 GPUs"):
+            pick_device(name)
+    assert memory_of(OTHER) == memory_of(CPU)
+    assert measure_speed(OTHER) > 0
+    assert why_no_bf16(OTHER) == "other has no autocast to it"
+    monkeypatch.setattr(sys, "argv", ["-c", "auto"])
+    exec(SEE_DEVICE, {})
+    name, memory, _, gpus, _, computes = json.loads(capsys.readouterr().out)
+    assert (name, memory, gpus) == ("other:0", memory_of(CPU), 1)
+    assert computes == "float32 and no bf16" + ", updates on the CPU" * bool(LACKS)
+
+
+def test_a_device_without_room_frees_what_it_can() -> None:
+    room = DeviceRoom(OTHER)
+    with pytest.raises(NoRoomError, match="other:0 has no room for one"), room.guarding(0, True):
+        raise RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)")

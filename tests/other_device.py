@@ -1,0 +1,141 @@
+"""A device of torch in Python that is neither CPU nor CUDA.
+
+Its tensors are in main memory, and the CPU's kernels compute them; but for torch they are on a
+device of its own, `other:0`. Beside them a tensor of the CPU is an error, as with a GPU. Fused
+attention and autocast are missing. Its memory is never freed. A process has it for good, and ends
+without a word at an error in a backward pass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+ATEN: Final = torch.ops.aten
+CPU: Final = torch.device("cpu")
+SETS_SIZES: Final = ATEN.set_.source_Storage_storage_offset
+ROUGH: Final = ("aten::sqrt", "aten::div")
+_kept: Final[list[object]] = []
+
+
+class _Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return []
+
+
+def register(lacks: str) -> torch.device:
+    """It `lacks` "float64" and QR, as MPS, or "rounding", of roots and quotients; or ""."""
+    _setup_privateuseone_for_python_backend("other", _Module())
+    library = torch.library.Library("_", "IMPL")
+    _kept.append(library)
+
+    @torch.inference_mode(False)  # in it tensors lack what their views ask for
+    def compute(op: Any, *args: Any, **named: Any) -> Any:
+        dtypes = map(_dtype, tree_leaves((args, named)))
+        if lacks == "float64" and (torch.float64 in dtypes or "linalg_qr" in op.name()):
+            raise TypeError(f"{op}: this device can't")
+        roughly = lacks == "rounding" and op.name().startswith(ROUGH)
+        return _compute(op, args, named, roughly)
+
+    library.fallback(compute, "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    _kept.append(aten)
+    # Else torch composes it of others, with other bits.
+    aten.impl("silu_backward", partial(compute, ATEN.silu_backward.default), "PrivateUse1")
+    return torch.device("other", 0)
+
+
+def _dtype(leaf: object) -> object:
+    is_there = isinstance(leaf, Tensor) and leaf.device.type == "other"
+    return leaf.dtype if is_there else leaf if isinstance(leaf, torch.dtype) else None
+
+
+def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
+    if op is SETS_SIZES:
+        return _set(*args)
+    if op is ATEN._fused_sdp_choice.default:
+        raise NotImplementedError("no fused attention")
+    # A number that torch has made a tensor for this kernel comes as a number.
+    kinds = [str(of.type) for of in op._schema.arguments]
+    args = [
+        torch.tensor(of) if kind == "Tensor" and isinstance(of, int | float) else of
+        for of, kind in zip(args, kinds, strict=False)
+    ]
+    given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+    if op is ATEN._copy_from.default:
+        _shadow(given[1]).copy_(_shadow(given[0]))
+        return given[1]
+    if any(of.device == CPU and of.dim() for of in given):
+        raise RuntimeError(f"{op} of {[(str(of.device), list(of.shape)) for of in given]}")
+    originals: dict[int, Tensor] = {}  # by the shadow's id
+
+    def shadow(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return CPU
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = _shadow(leaf)
+        originals[id(made)] = leaf
+        shadows.append(made)
+        return made
+
+    shadows: list[Tensor] = []  # alive, so that their ids stay theirs
+    results = op(*tree_map(shadow, args), **tree_map(shadow, named))
+    by_memory = {_address(of): of.untyped_storage() for of in given if of.device != CPU}
+
+    def lift(result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        if roughly:
+            result.copy_(torch.nextafter(result, torch.full_like(result, torch.inf)))
+        original = originals.get(id(result))
+        if original is not None and original.shape == result.shape:
+            return original
+        return _lifted(result, by_memory, original)
+
+    return tree_map(lift, results)
+
+
+def _shadow(tensor: Tensor) -> Tensor:
+    """The same memory, on the CPU."""
+    if tensor.device == CPU:
+        return tensor
+    whole = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    if not tensor.numel():
+        return empty.new_empty(tensor.shape)
+    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), CPU, whole.nbytes())
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _lifted(tensor: Tensor, by_memory: dict[int, Any], into: Tensor | None = None) -> Tensor:
+    """The same memory, on the other device: that of an argument, or new. `into`: an empty tensor
+    that has been resized."""
+    whole = tensor.untyped_storage()
+    storage = by_memory.get(whole.data_ptr())
+    if storage is None:
+        _kept.append(tensor)
+        address, size = whole.data_ptr(), whole.nbytes()
+        storage = torch._C._construct_storage_from_data_pointer(
+            address, torch.device("other", 0), size
+        )
+    empty = torch._C._acc.create_empty_tensor([0], tensor.dtype) if into is None else into
+    return _set(empty, storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _set(tensor: Tensor, *to: Any) -> Tensor:
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # whose kernel sets sizes only
+    set_: Tensor = SETS_SIZES.redispatch(key, tensor, *to)
+    return set_
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
