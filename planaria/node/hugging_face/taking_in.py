@@ -60,7 +60,7 @@ def take_in(run: RunFile) -> RunFile:
     try:
         folder = find(name)
         complete = model.vocabulary is not None and (
-            not model.origin or len(model.content or ()) - 1 == model.stages
+            not model.origin or len(model.content or ()) - 1 == model.body_stages
         )
         if folder is None and not complete:
             raise RunFileError(f"model.{key} = {name}: there is no such folder")
@@ -112,8 +112,9 @@ def take_in_here(run: RunFile) -> RunFile:
         _check(run.model, figures, folder)
         context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
         fields = {"stages": stages, "context": context, **figures}
-        content = run.model.content if len(run.model.content or ()) == stages + 1 else None
         run = override(run, **{f"model__{name}": value for name, value in fields.items()})
+        known = len(run.model.content or ()) == run.model.body_stages + 1
+        content = run.model.content if known else None
         if config.own is not None:
             _try(run)
         if checkpoint is None:
@@ -148,7 +149,7 @@ def _try(run: RunFile) -> None:
     lora, config = run.training.lora, run.config
     assert config.own is not None
     decoder = Decoder(config.own.decoder)
-    check(decoder, config.stages, config.block_causal)
+    check(decoder, config.cut, config.block_causal)
     named = [name for name in lora.targets if name in matrix_names(config)] if lora else []
     if unfit := [name for name in named if name not in decoder.linear()]:
         raise RunFileError(

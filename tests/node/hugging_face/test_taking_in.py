@@ -128,8 +128,10 @@ def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path)
     run = take_in(run_from(tmp_path))
     assert (run.model.stages, run.model.context) == (3, 24)
     assert [stages_for(layers) for layers in (32, 30, 22, 13, 1)] == [4, 3, 2, 1, 1]
-    with pytest.raises(RunFileError, match="layers = 6 must be a multiple of stages = 4"):
-        take_in(run_from(tmp_path, stages=4))
+    assert take_in(run_from(tmp_path, stages=4)).config.cut == (1, 1, 2, 2)
+    assert take_in(run_from(tmp_path, stages=[1, 3, 2])).config.cut == (1, 3, 2)
+    with pytest.raises(RunFileError, match=r"stages = \[3, 2\] has 5 layers, and the model layers"):
+        take_in(run_from(tmp_path, stages=[3, 2]))
     with pytest.raises(RunFileError, match="context = 25, and the model looks back over 24"):
         take_in(run_from(tmp_path, context=25))
 

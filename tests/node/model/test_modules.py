@@ -94,7 +94,7 @@ def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
 
 def parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
-        ends, body = LlamaEnds(config), LlamaBody(config)
+        ends, body = LlamaEnds(config), LlamaBody(config, 1)
     return sum(p.numel() for p in ends.parameters()) + config.stages * sum(
         p.numel() for p in body.parameters()
     )
@@ -260,17 +260,17 @@ def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: f
 def test_presets_are_table_4_of_the_paper() -> None:
     small = shape.model_config(ModelSection(preset="small"), 32_000)
     assert (small.dim, small.heads, small.kv_heads, small.layers) == (512, 8, 8, 12)
-    assert (small.stages, small.layers_per_stage, small.context) == (4, 3, 512)
+    assert (small.cut, small.context) == ((3, 3, 3, 3), 512)
     assert (small.hidden, small.learning_rate) == (1536, 6e-4)
 
 
 def test_overrides_carry_along_what_follows_from_them() -> None:
     config = shape.model_config(ModelSection(preset="mini", stages=2, heads=8, dim=64), 500)
-    assert (config.layers, config.layers_per_stage) == (8, 4)
+    assert (config.layers, config.cut) == (8, (4, 4))
     assert (config.kv_heads, config.hidden) == (8, 256)
     section = ModelSection(preset="mini", layers=4, kv_heads=2, hidden=100, vocabulary=512)
     config = shape.model_config(section, 500)
-    assert (config.layers_per_stage, config.kv_heads, config.hidden) == (1, 2, 100)
+    assert (config.cut, config.kv_heads, config.hidden) == ((1, 1, 1, 1), 2, 100)
     assert config.vocabulary == 512
 
 
@@ -279,13 +279,10 @@ def test_overrides_carry_along_what_follows_from_them() -> None:
     [
         ({"preset": "huge"}, "no preset 'huge'; there are large, medium, midi, mini"),
         ({"vocabulary": 99}, "vocabulary = 99 is less than the 100 of the data"),
+        ({"layers": 3}, "stages = 4 is more than layers = 3: choose fewer stages, or more"),
         (
-            {"layers": 6},
-            "layers = 6 must be a multiple of stages = 4: choose stages out of 1, 2, 3,",
-        ),
-        (
-            {"stages": 3},
-            "layers = 4 must be a multiple of stages = 3: choose stages out of 1, 2, 4,",
+            {"stages": (2, 1, 2)},
+            r"stages = \[2, 1, 2\] has 5 layers, and the model layers = 4: give numbers of layers",
         ),
         ({"heads": 3}, "dim = 64 must be a multiple of heads = 3"),
         ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
