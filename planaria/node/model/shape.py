@@ -333,13 +333,13 @@ class ModelConfig:
 
     @property
     def alike(self) -> bool:
-        """Whether the parameters of all layers have the same shapes."""
-        return self.own is None or not self.own.others
+        """Whether all body stages have as many layers, with parameters of the same shapes."""
+        return (self.own is None or not self.own.others) and len({*self.cut}) == 1
 
     @property
     def _unlike(self) -> range:
-        """Stages with shapes of their own: 0, 1, and more where layers or their numbers differ."""
-        return range(2 if self.alike and len({*self.cut}) == 1 else self.stages + 1)
+        """Stages with shapes of their own: 0, 1, and more where body stages differ."""
+        return range(2 if self.alike else self.stages + 1)
 
     @property
     def stage_bytes(self) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def _as_it_is(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
 def as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
     """The model in the body stages of one run's saves. Raises SaveError if they are of another
     model than `config`."""
-    if not config.alike:
+    if config.own is not None and config.own.others:
         return _as_it_is(saves, config)
     first, layer = config.trained[0], config.trained_in(1) // config.cut[0]
     found, stages, sizes = set[tuple[int, int]](), 0, tuple[int, ...]()
