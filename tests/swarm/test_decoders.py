@@ -25,9 +25,8 @@ from tests.swarm.small import small
 from tests.swarm.test_in_process import losses, undisturbed
 
 
-def run_of(folder: Path, key: str) -> RunFile:
+def run_of(folder: Path, key: str, stages: int | list[int] = 3) -> RunFile:
     others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
-    stages = [2, 3, 1] if key == "config" else 3
     model = {key: str(folder), "stages": stages, "context": 32}
     return take_in_here(from_fields({**others, "model": model}))
 
@@ -47,7 +46,7 @@ async def test_a_family_is_trained_healed_and_exported(
         saved(folder, kind, **sizes)
     else:
         (folder / "config.json").write_text(json.dumps(content(kind, **sizes)))
-    run = run_of(folder, key)
+    run = run_of(folder, key, [2, 3, 1] if key == "config" else 3)
     checkpoint = Checkpoint.open(folder) if key == "from" else None
     async with LocalSwarm(run, corpus, out, checkpoint=checkpoint) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)

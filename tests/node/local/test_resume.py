@@ -225,8 +225,10 @@ def test_a_policy_that_needs_more_stages_is_refused(tmp_path: Path) -> None:
         differently(kept, model__stages=2)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2)])
-def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int, replicas: int) -> None:
+@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2), ([1, 3], 1), ([1, 1, 2], 2)])
+def test_a_run_goes_on_in_other_numbers(
+    tmp_path: Path, stages: int | list[int], replicas: int
+) -> None:
     kept = begun(tmp_path)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8)
@@ -236,7 +238,7 @@ def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int, replicas: i
     assert new.run.changes == (ChangeSection(step=8, was=was, anew=True),)
     assert new.id != kept.id
     assert load(new.out / RUN_FILE) == new.run
-    for stage in range(stages + 1):
+    for stage in range(new.run.config.stages + 1):
         assert at(new, f"{stage}.0", stage) == [Age(2, 8)]
     with new.open_journal() as journal:
         assert journal.view is not None

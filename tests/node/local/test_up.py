@@ -311,6 +311,10 @@ def test_the_shipped_prose_is_for_runs_that_say_nothing_else(tmp_path, monkeypat
             "stages = 5 is more than layers = 4: choose fewer stages",
         ),
         (["--stages", "200", "--layers", "200"], "are 201 nodes"),
+        (
+            ["--policy=checkfree+", "--layers=6", "--set=model.stages=[1, 2, 1, 2]"],
+            "[1, 2, 1, 2] gives these different",
+        ),
         (["--device", "cuda:99"], "--device cuda:99: this machine has "),
         (["no-such.toml"], "can't read the run file no-such.toml"),
     ],
