@@ -74,7 +74,10 @@ OUT_OF_BOUNDS = {
     "model": [
         ("dim = 1_000_000_000", "model.dim: .*less than or equal to 131072 .value: 1000000000"),
         ("stages = 10_000_000", "model.stages: must be a number of stages, at most 1024"),
-        ("stages = []", "model.stages: must be a number of stages, at most 1024, or a list of each"),
+        (
+            "stages = []",
+            "model.stages: must be a number of stages, at most 1024, or a list of each",
+        ),
         ("stages = [4, 0]", "model.stages: must be a number of stages"),
         ("stages = [16384, 1]", "model.stages: must be a number of stages"),
         ("stages = true", "model.stages: must be a number of stages"),

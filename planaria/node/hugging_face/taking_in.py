@@ -43,7 +43,7 @@ OWN: Final = {"origin", "blueprint", "content", "preset", "stages", "context", "
 TRIAL_SECONDS: Final = 600.0
 """Seconds in which transformers is loaded and tried, and the weights are read."""
 STAGES: Final = 4
-"""Default limit of body stages."""
+"""Default number of body stages, if there are as many layers."""
 
 
 def take_in(run: RunFile) -> RunFile:
@@ -108,7 +108,7 @@ def take_in_here(run: RunFile) -> RunFile:
     try:
         checkpoint = None if origin is None else Checkpoint.open(folder)
         config = _shape(folder) if checkpoint is None else checkpoint.config
-        stages, figures = run.model.stages or stages_for(config.layers), figures_of(config)
+        stages, figures = run.model.stages or min(STAGES, config.layers), figures_of(config)
         _check(run.model, figures, folder)
         context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
         fields = {"stages": stages, "context": context, **figures}
@@ -224,11 +224,6 @@ def name_of(origin: str) -> str:
         return "/".join(cached.groups())
     named = HUB_NAME.fullmatch(origin)
     return named[1] if named else Path(origin).name
-
-
-def stages_for(layers: int) -> int:
-    """The largest number of body stages, up to STAGES, that divides the layers."""
-    return max(stages for stages in range(1, STAGES + 1) if layers % stages == 0)
 
 
 def figures_of(config: ModelConfig) -> dict[str, Any]:

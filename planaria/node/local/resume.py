@@ -165,6 +165,9 @@ def goes_on_as(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFi
     check_identity(rows, [STAGES])
     if not _is_anew(kept.run, wanted, goes_back):
         return resolve(wanted) if rows else kept.run
+    if STAGES in rows:  # the digests are of other stages
+        model = wanted.model.model_copy(update={"content": None})
+        wanted = wanted.model_copy(update={"model": model})
     shared = wanted.recovery.checkpoint.dir
     if wanted.policy.checkpoints:  # nodes of the run as it was ignore those files
         shared = shared or str((kept.out / "checkpoints").absolute())

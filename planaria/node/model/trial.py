@@ -117,7 +117,8 @@ def check(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> None:
     except Exception as error:
         raise DecoderError(
             f"{decoder.name}, cut into {len(cut)} stages, fails in a trial: "
-            f"{type(error).__name__}: {error}. Train it with a tool that keeps the whole model in one process"
+            f"{type(error).__name__}: {error}. Train it with a tool that keeps the whole model in "
+            "one process"
         ) from error
     how = ", with documents kept apart" if block_causal else ""
     if not difference.logits <= TOLERANCE:
