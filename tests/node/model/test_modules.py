@@ -264,6 +264,25 @@ def test_presets_are_table_4_of_the_paper() -> None:
     assert (small.hidden, small.learning_rate) == (1536, 6e-4)
 
 
+def test_stages_divide_the_layers_evenly_or_as_it_is_said() -> None:
+    def of(stages: int | tuple[int, ...]) -> shape.ModelConfig:
+        return shape.model_config(ModelSection(layers=30, stages=stages), 97)
+
+    assert (of(4).cut, of((8, 8, 8, 6)).cut) == ((7, 7, 8, 8), (8, 8, 8, 6))
+    assert [*map(of(4).layers_of, range(4))] == [range(0), range(7), range(7, 14), range(14, 22)]
+    first, layer = of(30).parameters
+    for stages in (4, (8, 8, 8, 6), (1, 29)):
+        config = of(stages)
+        assert config.parameters == (first, max(config.cut) * layer)
+        assert [config.trained_in(stage + 1) for stage in range(config.stages)] == [
+            size * layer for size in config.cut
+        ]
+        assert shape.total(config, shape.named_shapes) == first + 30 * layer
+        body = modules.build_stage(config, 1, seed=0)
+        assert isinstance(body, BodyStage)
+        assert len(body.layers) == config.cut[0]
+
+
 def test_overrides_carry_along_what_follows_from_them() -> None:
     config = shape.model_config(ModelSection(preset="mini", stages=2, heads=8, dim=64), 500)
     assert (config.layers, config.cut) == (8, (4, 4))

@@ -268,6 +268,15 @@ def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, sa
         as_saved(saves, new)
 
 
+def test_older_saves_say_less_of_their_stages(tmp_path: Path) -> None:
+    """These had as many layers each."""
+    saves = saved(tmp_path, cut(2, 2))
+    for stages in (2, 0):
+        old = [replace(save, stages=stages, sizes=()) for save in saves]
+        assert as_saved(old, cut(1, 3)).cut == (2, 2)
+    assert as_saved(saved(tmp_path / "other", cut(1, 3), run="other"), cut(4)).cut == (1, 3)
+
+
 def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
     config = model(2, 2)
     saved(tmp_path / "a", config, run="a")
