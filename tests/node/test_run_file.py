@@ -215,7 +215,8 @@ def of_field(field: FieldInfo) -> st.SearchStrategy[Any]:
     if isinstance(kind, type) and issubclass(kind, Section):
         return of_section(kind)
     likely = [st.just(field.get_default(call_default_factory=True)), NUMBERS]
-    return st.one_of(*likely, *likely, st.text(max_size=8), st.booleans(), st.none())
+    sizes = st.lists(st.integers(-1, 5), max_size=5)
+    return st.one_of(*likely, *likely, st.text(max_size=8), st.booleans(), st.none(), sizes)
 
 
 def of_section(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:

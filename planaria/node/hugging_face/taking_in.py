@@ -60,7 +60,7 @@ def take_in(run: RunFile) -> RunFile:
     try:
         folder = find(name)
         complete = model.vocabulary is not None and (
-            not model.origin or len(model.content or ()) - 1 == model.body_stages
+            not model.origin or len(model.content or ()) == model.body_stages + 1 > 1
         )
         if folder is None and not complete:
             raise RunFileError(f"model.{key} = {name}: there is no such folder")

@@ -248,7 +248,7 @@ def guess_stage(
     beginning: Beginning, stage: int, method: str, sources: Sequence[checkfree.Trained]
 ) -> tuple[Tensor, float]:
     """`checkfree.guess` of each tensor that all sources have in its shape, at its relative depth.
-    Others begin anew, and are named in the log. The layers of a stage share its ω equally."""
+    Others begin anew, and are named in the log. A source's ω counts in relation to its layers."""
     config, placed, lacking = beginning.config, [], dict[str, Weight]()
     for source in sources:
         rows = counterparts(config, stage, source.stage)
