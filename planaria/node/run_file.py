@@ -66,6 +66,7 @@ LEASE = 1.0
 
 MOST_PARAMETERS = 2**36
 """Maximum in a stage: 1 TiB at ADAM_BYTES each. No machine that serves one stage has more."""
+MOST_LAYERS = 2**14
 MOST_PAYLOAD = 4 * 2**30
 """Maximum bytes in a frame (node/wire/frames.py)."""
 MOST_NODES = 10_000
@@ -165,6 +166,17 @@ class PartsSection(Section):
     )
 
 
+def _known_stages(value: Any) -> Any:
+    sizes = value if isinstance(value, list | tuple) else [value]
+    valid = sizes and all(type(size) is int and size > 0 for size in sizes)
+    if not valid or (len(sizes) if sizes is value else value) > 1024 or sum(sizes) > MOST_LAYERS:
+        raise ValueError("must be a number of stages, at most 1024, or a list of each one's layers")
+    return value
+
+
+Stages = Annotated[int | tuple[int, ...], BeforeValidator(_known_stages)]
+
+
 class ModelSection(Section):
     """A preset, with any of its figures overridden, the model of a checkpoint, or one that code
     builds."""
@@ -190,11 +202,11 @@ class ModelSection(Section):
         default=None, max_length=1025, description="digests of the stages' weights in it"
     )
     preset: str = Field(default="tiny", max_length=64)
-    stages: int | None = Field(default=None, ge=1, le=1024, description="body stages, L")
+    stages: Stages | None = Field(default=None, description="body stages, L, or layers of each")
     dim: int | None = Field(default=None, ge=8, le=2**17)
     heads: int | None = Field(default=None, ge=1, le=2**12)
     kv_heads: int | None = Field(default=None, ge=1, le=2**12)
-    layers: int | None = Field(default=None, ge=1, le=2**14, description="blocks in the model")
+    layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS, description="blocks")
     context: int | None = Field(default=None, ge=2, le=2**22, description="tokens a sample")
     hidden: int | None = Field(default=None, ge=8, le=2**20, description="width of the SwiGLU")
     rope_theta: float = Field(default=10_000.0, ge=1, le=1e12)
@@ -216,6 +228,11 @@ class ModelSection(Section):
     vocabulary: int | None = Field(
         default=None, ge=2, le=2**24, description="from the data when left out"
     )
+
+    @property
+    def body_stages(self) -> int:
+        """The number of body stages; 0: it is the preset's."""
+        return len(self.stages) if isinstance(self.stages, tuple) else self.stages or 0
 
     @property
     def own(self) -> Own | None:

@@ -73,7 +73,15 @@ def test_the_bounds_are_those_of_links_and_registry() -> None:
 OUT_OF_BOUNDS = {
     "model": [
         ("dim = 1_000_000_000", "model.dim: .*less than or equal to 131072 .value: 1000000000"),
-        ("stages = 10_000_000", "model.stages: .*less than or equal to 1024"),
+        ("stages = 10_000_000", "model.stages: must be a number of stages, at most 1024"),
+        (
+            "stages = []",
+            "model.stages: must be a number of stages, at most 1024, or a list of each",
+        ),
+        ("stages = [4, 0]", "model.stages: must be a number of stages"),
+        ("stages = [16384, 1]", "model.stages: must be a number of stages"),
+        ("stages = true", "model.stages: must be a number of stages"),
+        ("stages = [2, 1]", r"model: stages = .2, 1. has 3 layers, and the model layers = 4: give"),
         ("dim = 64\nheads = 3", "model: dim = 64 must be a multiple of heads = 3"),
         ("dim = 65536\nlayers = 1024", "model: a body stage has 1.*e.13 parameters, .* TiB .*dim"),
         ("vocabulary = 16000000\ndim = 131072", "model: stage 0 has 4.19e.12 parameters"),
@@ -207,7 +215,8 @@ def of_field(field: FieldInfo) -> st.SearchStrategy[Any]:
     if isinstance(kind, type) and issubclass(kind, Section):
         return of_section(kind)
     likely = [st.just(field.get_default(call_default_factory=True)), NUMBERS]
-    return st.one_of(*likely, *likely, st.text(max_size=8), st.booleans(), st.none())
+    sizes = st.lists(st.integers(-1, 5), max_size=5)
+    return st.one_of(*likely, *likely, st.text(max_size=8), st.booleans(), st.none(), sizes)
 
 
 def of_section(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:

@@ -23,7 +23,7 @@ gradients = "none"
 """)
 
 
-def small(stages: int = 2, replicas: int = 1, **changes: Any) -> RunFile:
-    """A layer a stage; `changes` as `planaria.node.run_file.override` takes them."""
-    changes = {"model__layers": stages} | changes
+def small(stages: int | list[int] = 2, replicas: int = 1, **changes: Any) -> RunFile:
+    """A layer a stage, or as listed; `changes` as `planaria.node.run_file.override` takes them."""
+    changes = {"model__layers": stages if isinstance(stages, int) else sum(stages)} | changes
     return override(SMALL, model__stages=stages, swarm__replicas=replicas, **changes)

@@ -20,7 +20,7 @@ from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.modules import with_weights
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import RunFile, RunFileError, from_fields, override
-from planaria.node.state.regroup import stages_of
+from planaria.node.state.regroup import as_saved
 from planaria.node.state.saves import SaveError, find_saves
 from tests.node.model.test_decoder import content, saved
 from tests.swarm.in_process import LocalSwarm
@@ -28,15 +28,15 @@ from tests.swarm.small import small
 from tests.swarm.test_in_process import losses, undisturbed
 
 
-def run_of(folder: Path, key: str, **changes: Any) -> RunFile:
+def run_of(folder: Path, key: str, stages: int | list[int] = 3, **changes: Any) -> RunFile:
     run = override(small(steps=8), **changes)
     others = run.model_dump(exclude_none=True, exclude={"model"})
-    model = {key: str(folder), "stages": 3, "context": 32}
+    model = {key: str(folder), "stages": stages, "context": 32}
     return take_in_here(from_fields({**others, "model": model}))
 
 
 @pytest.mark.parametrize("key", ["from", "config"])
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mixtral", "llama"])
 async def test_a_family_is_trained_healed_and_exported(
     corpus: Corpus, tmp_path: Path, kind: str, key: str
 ) -> None:
@@ -50,7 +50,7 @@ async def test_a_family_is_trained_healed_and_exported(
         saved(folder, kind, **sizes)
     else:
         (folder / "config.json").write_text(json.dumps(content(kind, **sizes)))
-    run = run_of(folder, key)
+    run = run_of(folder, key, [2, 3, 1] if key == "config" else 3)
     checkpoint = Checkpoint.open(folder) if key == "from" else None
     async with LocalSwarm(run, corpus, out, checkpoint=checkpoint) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
@@ -149,6 +149,6 @@ async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
     assert "tensors begin anew, since not all stages" in caplog.text
     assert audit(tmp_path).exact
     saves = find_saves(tmp_path / "saves")
-    assert stages_of(saves, config) == 3
+    assert as_saved(saves, config).stages == 3
     with pytest.raises(SaveError, match="layers of this model differ in shape, so keep"):
-        stages_of(saves, override(run, model__stages=2).config)
+        as_saved(saves, override(run, model__stages=2).config)

@@ -90,7 +90,7 @@ OTHER_OPTIMIZER = {
     ("stages", "replicas", "changes"),
     [
         (1, 1, {}),
-        (3, 1, {}),
+        ([2, 1, 3], 1, {}),
         (2, 2, {}),
         (2, 1, OTHER_OPTIMIZER),
         (5, 1, {"recovery__policy": "checkfree+"}),
@@ -104,7 +104,7 @@ async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, repl
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
-        assert len(digests) == stages + 1
+        assert len(digests) == swarm.config.stages + 1
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
     assert audit(tmp_path).exact
 
@@ -323,7 +323,7 @@ async def test_bf16_and_recomputation(corpus, tmp_path):
     assert audit(tmp_path).exact
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), ([1, 3, 2], 1), (2, 2)])
 async def test_twins_equal_the_next_stage_after_each_commit(
     corpus, tmp_path, monkeypatch, stages, replicas
 ):
@@ -343,7 +343,8 @@ async def test_twins_equal_the_next_stage_after_each_commit(
         stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
     for event in swarm.lines.events("applied"):
         digests[stage_of[node_of(event["node"])], event["step"]].add(event["digest"])
-    assert sorted(digests) == [(s, t) for s in range(stages + 1) for t in range(1, run.steps + 1)]
+    numbers = range(swarm.config.stages + 1)
+    assert sorted(digests) == [(s, t) for s in numbers for t in range(1, run.steps + 1)]
     assert all(len(found) == 1 for found in digests.values())
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
 
@@ -725,9 +726,9 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
 
 @pytest.mark.parametrize("policy", ["checkfree", "redundant", "snapshot"])
 async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tmp_path, policy):
-    """GPT-2, whose stages nothing else knows."""
+    """GPT-2, whose stages nothing else knows, in stages of unequal size."""
     run = small(
-        stages=3,
+        stages=[2, 1, 2],
         recovery__policy=policy,
         recovery__snapshot__fraction=1.0,
         recovery__snapshot__period=1,

@@ -101,7 +101,7 @@ def train(run: RunFile, work: Work, out: Path, before: Mapping[str, Sequence[str
     SystemExit."""
     slots = [
         (stage, f"{stage}.{replica}")
-        for stage in range((run.model.stages or 0) + 1)
+        for stage in range(run.model.body_stages + 1)
         for replica in range(run.swarm.replicas)
     ]
     nodes = {

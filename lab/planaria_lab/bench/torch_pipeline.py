@@ -62,7 +62,7 @@ def torch_pipeline(run: RunFile, out: Path) -> Iterator[TorchPipeline]:
     (out / "run.toml").write_text(dumps(run))
     processes = Processes(out, {"OMP_NUM_THREADS": "1"}, PLANARIA, train_part)
     try:
-        for rank in range(run.model.stages or 0):
+        for rank in range(run.model.body_stages):
             processes.start(str(rank), [str(rank), str(out)])
         yield TorchPipeline(processes)
     finally:

@@ -28,6 +28,7 @@ from planaria.node.model.learning_rate import boost, of_run
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
+from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
@@ -35,7 +36,7 @@ from planaria.node.stage.work import put_together, taken_apart
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
-from planaria.recovery.checkfree import Trained, guess
+from planaria.recovery.checkfree import Trained
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule
@@ -645,9 +646,9 @@ class TrainingSwarm:
             Trained(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
             for s in decision.sources
         ]
-        _, stage.omega = guess(number, decision.method, sources)
+        _, stage.omega = guess_stage(self.beginning, number, decision.method, sources)
         sources = [of._replace(omega=going_by(ablation.omega, of)) for of in sources]
-        weights, _ = guess(number, decision.method, sources)
+        weights, _ = guess_stage(self.beginning, number, decision.method, sources)
         if self.committed <= ablation.anew_until:
             weights = self._new(number).optimizer.weights
         elif ablation.start == "random":

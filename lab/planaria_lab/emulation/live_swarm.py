@@ -39,7 +39,7 @@ class LiveError(UserError):
 def machines(run: RunFile) -> list[str]:
     """The machines of a resolved run's swarm: the registry's, and the nodes' from stage to
     stage."""
-    stages, replicas = run.model.stages or 0, run.swarm.replicas
+    stages, replicas = run.model.body_stages, run.swarm.replicas
     nodes = [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
     return ["registry", *nodes]
 

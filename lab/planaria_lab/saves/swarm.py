@@ -101,7 +101,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
     write_plan(plan)
     timed = out / "timed"
     timed.mkdir()
-    slots = [f"{stage}.0" for stage in range((run.model.stages or 0) + 1)]
+    slots = [f"{stage}.0" for stage in range(run.model.body_stages + 1)]
     killed = 0.0
     before: list[dict[str, Any]] = []
     if saving.killed_at:

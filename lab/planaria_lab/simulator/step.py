@@ -198,7 +198,7 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     """For each part of the replicas: the number of its pieces, and the bytes of each on a link."""
-    shapes, count = named_shapes(swarm.config, min(stage, 1)).values(), parts(replicas)
+    shapes, count = named_shapes(swarm.config, stage).values(), parts(replicas)
     values = -(-parameters(swarm.config, stage) // count)
     pieces = min(MOST_PIECES, -(-values // PIECE))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)

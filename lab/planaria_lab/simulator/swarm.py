@@ -226,7 +226,7 @@ def uniform(
 @cache
 def parameters(config: ModelConfig, stage: int) -> int:
     """The number of parameters of the whole stage."""
-    return config.parameters[min(stage, 1)]
+    return sum(shape.numel() for shape in parameter_shapes(config, stage))
 
 
 def values_sent(run: RunFile, config: ModelConfig) -> int:
@@ -247,9 +247,9 @@ def forward_flops(config: ModelConfig, stage: int, tokens: int) -> float:
     over the causal half of the context. Stage 0: the head; an embedding is looked up."""
     if stage == 0:
         return 2.0 * tokens * config.dim * config.vocabulary
-    norms = 2 * config.dim * config.layers_per_stage
-    matrices = parameters(config, stage) - norms
-    attention = 2 * config.context * config.dim * config.layers_per_stage
+    layers = len(config.layers_of(stage))
+    matrices = parameters(config, stage) - 2 * config.dim * layers
+    attention = 2 * config.context * config.dim * layers
     return float(tokens * (2 * matrices + attention))
 
 
@@ -284,7 +284,7 @@ def seconds_at(
     if stage == 0:
         return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)
     relearn = 3 * forward * relearned_at_a_time(run, config) / run.training.microbatch
-    relearn += orthogonalizing_flops(parameter_shapes(config, 1)) / flops
+    relearn += orthogonalizing_flops(parameter_shapes(config, stage)) / flops
     backward = (3 if run.training.recompute else 2) * forward
     return Seconds(forward, backward, relearn=relearn, **state)
 

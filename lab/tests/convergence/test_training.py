@@ -362,8 +362,10 @@ def test_scales_bring_the_residual_down_alone(corpus: Corpus) -> None:
     assert after[1] < 0.95 * after[0]
 
 
-def test_two_in_a_row_relearn_as_one(corpus: Corpus) -> None:
-    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
+@pytest.mark.parametrize("stages", [[1, 1, 1, 1, 1], [1, 1, 2, 3, 1]], ids=str)
+def test_two_in_a_row_relearn_as_one(corpus: Corpus, stages: list[int]) -> None:
+    run = override(run_with(policy="checkfree"), model__stages=stages, model__layers=sum(stages))
+    swarm = TrainingSwarm(run, corpus)
     for _ in range(6):
         swarm.step()
     lines = swarm.lose([2, 3])

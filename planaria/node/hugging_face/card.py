@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import ModelConfig, named_shapes, total, trained_shapes
 from planaria.node.run_file import RunFile
 
 HEAD = """\
@@ -78,7 +78,6 @@ def model_card(
     """Text of the card. `doubt`: why it isn't the model as of the step, or empty. `summary`: the
     content of `summary.json`, or empty. `merged`: the adapters are in the weights. `base`: name of
     the model that the run began from."""
-    first, body = config.parameters
     training = run.training
     rows = {
         "steps": f"{step} of {run.steps}" + (f" ({doubt})" if doubt else ""),
@@ -103,14 +102,10 @@ def model_card(
     for name, label in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:
             rows[label] = f"{losses[name]:.4f} nats a token"
-    head, counted = OWN_HEAD if own_code else HEAD, (first, body)
+    head, shapes = OWN_HEAD if own_code else HEAD, named_shapes
     if lora is not None and not merged:
-        head, counted = ADAPTERS, config.trained
-    text = head.format(
-        base=base,
-        name=run.name,
-        parameters=counted[0] + config.stages * counted[1],
-    )
+        head, shapes = ADAPTERS, trained_shapes
+    text = head.format(base=base, name=run.name, parameters=total(config, shapes))
     text += "\n| | |\n| --- | --- |\n"
     text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return text + _recoveries(summary.get("rebuilds", []))

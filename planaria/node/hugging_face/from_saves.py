@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabular
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.state.regroup import choose, of_one_run, stages_of
+from planaria.node.state.regroup import as_saved, choose, of_one_run
 from planaria.node.state.saves import SaveFile
 
 log = logging.getLogger("planaria")
@@ -44,11 +44,11 @@ class SavedModel:
 
 
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
-    """The model of a resolved run, in its saves' number of stages. Reads all files, for the
+    """The model of a resolved run, in its saves' stages. Reads all files, for the
     checksums. Raises ExportError for a stage without saves, SaveError for saves of several runs."""
-    config = run.config_for(run.model.vocabulary or 0)
     saves = of_one_run(saves)
-    stages = stages_of(saves, config)
+    config = as_saved(saves, run.config_for(run.model.vocabulary or 0))
+    stages = config.stages
     point, chosen = choose(saves, stages)
     missing = [stage for stage in range(stages + 1) if stage not in chosen]
     if missing:
@@ -58,7 +58,7 @@ def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
             "the folders of the nodes that served it"
         )
     return SavedModel(
-        replace(config, stages=stages),
+        config,
         point.step,
         "" if point.exact else point.reason,
         {stage: files[0] for stage, files in chosen.items()},

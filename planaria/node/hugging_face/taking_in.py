@@ -43,7 +43,7 @@ OWN: Final = {"origin", "blueprint", "content", "preset", "stages", "context", "
 TRIAL_SECONDS: Final = 600.0
 """Seconds in which transformers is loaded and tried, and the weights are read."""
 STAGES: Final = 4
-"""Default limit of body stages."""
+"""Default number of body stages, if there are as many layers."""
 
 
 def take_in(run: RunFile) -> RunFile:
@@ -60,7 +60,7 @@ def take_in(run: RunFile) -> RunFile:
     try:
         folder = find(name)
         complete = model.vocabulary is not None and (
-            not model.origin or len(model.content or ()) - 1 == model.stages
+            not model.origin or len(model.content or ()) == model.body_stages + 1 > 1
         )
         if folder is None and not complete:
             raise RunFileError(f"model.{key} = {name}: there is no such folder")
@@ -109,12 +109,13 @@ def take_in_here(run: RunFile) -> RunFile:
     try:
         checkpoint = None if origin is None else Checkpoint.open(folder)
         config = _shape(folder) if checkpoint is None else checkpoint.config
-        stages, figures = run.model.stages or stages_for(config.layers), figures_of(config)
+        stages, figures = run.model.stages or min(STAGES, config.layers), figures_of(config)
         _check(run.model, figures, folder)
         context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
         fields = {"stages": stages, "context": context, **figures}
-        content = run.model.content if len(run.model.content or ()) == stages + 1 else None
         run = override(run, **{f"model__{name}": value for name, value in fields.items()})
+        known = len(run.model.content or ()) == run.model.body_stages + 1
+        content = run.model.content if known else None
         if config.own is not None:
             _try(run)
         if checkpoint is None:
@@ -149,7 +150,7 @@ def _try(run: RunFile) -> None:
     lora, config = run.training.lora, run.config
     assert config.own is not None
     decoder = Decoder(config.own.decoder)
-    check(decoder, config.stages, config.block_causal)
+    check(decoder, config.cut, config.block_causal)
     named = [name for name in lora.targets if name in matrix_names(config)] if lora else []
     linear = {name.rpartition(".")[2] for name in decoder.linear}
     if unfit := [name for name in named if name not in linear]:
@@ -225,11 +226,6 @@ def name_of(origin: str) -> str:
         return "/".join(cached.groups())
     named = HUB_NAME.fullmatch(origin)
     return named[1] if named else Path(origin).name
-
-
-def stages_for(layers: int) -> int:
-    """The largest number of body stages, up to STAGES, that divides the layers."""
-    return max(stages for stages in range(1, STAGES + 1) if layers % stages == 0)
 
 
 def figures_of(config: ModelConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class WholeModel:
         self.config, self.device = config, device
         short = replace(config, context=1)  # RoPE's tables are made for each input
         with torch.device("meta"):  # without initial weights
-            ends, body = LlamaEnds(config), LlamaBody(short)
+            ends, body = LlamaEnds(config), LlamaBody(short, 1)
         self._ends, self._body = ends.to_empty(device=device), body.to_empty(device=device)
 
     @classmethod

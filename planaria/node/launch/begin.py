@@ -111,8 +111,8 @@ def find_run(folder: Path | None) -> str:
 
 def check_stage(stage: int | None, run: RunFile) -> None:
     """Raises NodeError for a stage that the run doesn't have."""
-    stages = run.model.stages
-    if stage is not None and stages is not None and stage > stages:
+    stages = run.model.body_stages
+    if stage is not None and stages and stage > stages:
         raise NodeError(
             f"--stage {stage}: this run has stages 0 to {stages}; choose one of them, or leave "
             "--stage out"

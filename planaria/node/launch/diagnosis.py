@@ -305,7 +305,7 @@ def bytes_a_step(run: RunFile) -> float:
     tokens = round(training.batch / replicas * config.context)
     boundaries = sum(crossing_bytes(config, tokens, run.wire))
     share = 2 * (replicas - 1) / replicas
-    shapes = [trained_shapes(config, stage).values() for stage in (0, 1)]
+    shapes = [trained_shapes(config, stage).values() for stage in range(config.stages + 1)]
     return boundaries + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
 
 

@@ -61,7 +61,7 @@ def resolve(run: RunFile) -> RunFile:
     if run.model.module is not None and run.model.parts is None:
         run = _with_parts(run)
     config = run.model.config
-    figures = {"model__stages": config.stages, "model__layers": config.layers}
+    figures = {"model__stages": run.model.stages or config.stages, "model__layers": config.layers}
     run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
     check_policy(run)
     _check_lora(run)
@@ -97,13 +97,20 @@ def _absolute(data: DataSection) -> DataSection:
 
 def check_policy(run: RunFile) -> None:
     """Raises RunFileError for a policy that this run can't have."""
-    name, policy, stages = run.recovery.policy, run.policy, run.model.stages or 0
+    name, policy, config = run.recovery.policy, run.policy, run.config
+    stages, cut = config.stages, config.cut
     if policy.swapped and stages < 4:
         raise RunFileError(
             f"recovery.policy = {name} swaps the first two and the last two body stages, so it "
             f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
         )
-    if policy.guesses and run.model.origin is None and not run.config.alike:
+    if policy.swapped and (cut[0], cut[-1]) != (cut[1], cut[-2]):
+        raise RunFileError(
+            f"recovery.policy = {name} swaps the first two and the last two body stages, and "
+            f"model.stages = {list(cut)} gives these different numbers of layers: use checkfree, "
+            "or give each two the same"
+        )
+    if policy.guesses and run.model.origin is None and not config.alike:
         _check_alike(run)
     if policy.checkpoints and not run.recovery.checkpoint.dir:
         raise RunFileError(
@@ -182,7 +189,7 @@ def registry_rules(run: RunFile) -> MembershipRules:
     wait = run.recovery.wait_for_saves
     return MembershipRules(
         run=run_id(run),
-        stages=run.model.stages,
+        stages=run.model.body_stages,
         replicas=run.swarm.replicas,
         # With more nodes than microbatches, some would have no work.
         max_replicas=max(run.swarm.replicas, run.training.microbatches),

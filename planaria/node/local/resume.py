@@ -106,7 +106,7 @@ class KeptRun(NamedTuple):
     def find_at(self, step: int) -> list[SaveFile]:
         """Saves of that step, of each stage, under the present settings or else the last that have
         them. Raises SwarmError."""
-        from planaria.node.state.regroup import stages_of, whole_steps
+        from planaria.node.state.regroup import as_saved, whole_steps
         from planaria.node.state.saves import find_saves
 
         places = [*filter(None, (self.save_dir, self.checkpoints)), *self.out.glob("checkpoints*")]
@@ -118,7 +118,7 @@ class KeptRun(NamedTuple):
         steps = set[int]()
         for run in sorted(by_run, key=lambda run: (run == self.id, newest[run]), reverse=True):
             saves = [*by_run[run].values()]
-            steps |= (whole := {*whole_steps(saves, stages_of(saves, self.run.config))})
+            steps |= (whole := {*whole_steps(saves, as_saved(saves, self.run.config).stages)})
             if step in whole:
                 return [save for save in saves if save.state.id.step == step]
         listed = ", ".join(map(str, sorted(steps))) or "none"
@@ -165,6 +165,9 @@ def goes_on_as(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFi
     check_identity(rows, [STAGES])
     if not _is_anew(kept.run, wanted, goes_back):
         return resolve(wanted) if rows else kept.run
+    if STAGES in rows:  # the digests are of other stages
+        model = wanted.model.model_copy(update={"content": None})
+        wanted = wanted.model_copy(update={"model": model})
     shared = wanted.recovery.checkpoint.dir
     if wanted.policy.checkpoints:  # nodes of the run as it was ignore those files
         shared = shared or str((kept.out / "checkpoints").absolute())
@@ -203,7 +206,7 @@ def take_over(
     `before` has saved, the newest or that of step `at`. Saves are written anew, for another run, if
     the number of stages changes or the run goes back. On an error, the folder is still that of
     `before`. Raises SwarmError, RunFileError."""
-    from planaria.node.state.regroup import choose, rewrite, stages_of
+    from planaria.node.state.regroup import as_saved, choose, rewrite
 
     anew = _is_anew(before.run, kept.run, at is not None)
     saves = before.find() if at is None else before.find_at(at)
@@ -213,7 +216,7 @@ def take_over(
             "continue without changes, or start a new run"
         )
     with resuming(), before.open_journal() as journal:
-        chosen = choose(saves, stages_of(saves, kept.run.config)) if saves else None
+        chosen = choose(saves, as_saved(saves, kept.run.config).stages) if saves else None
         step = chosen[0].step if chosen else 0
         if kept.run.steps < step:
             raise SwarmError(

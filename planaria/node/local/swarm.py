@@ -67,7 +67,7 @@ from planaria.node.machine.processes import (
 from planaria.node.machine.processes import tail as end_of
 from planaria.node.model import learning_rate
 from planaria.node.model.checkpoint import TOKENIZER
-from planaria.node.model.shape import COMPUTED
+from planaria.node.model.shape import COMPUTED, named_shapes, total
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import (
     Exited,
@@ -146,7 +146,7 @@ def parse_kill(text: str, run: RunFile) -> Kill:
             "--kill 3.1@25"
         )
     kill = Kill(int(stage), int(replica) if dot else None, int(step))
-    stages, replicas = run.model.stages or 0, run.swarm.replicas
+    stages, replicas = run.model.body_stages, run.swarm.replicas
     _within(text, "stage", kill.stage, 0, stages)
     _within(text, "replica", kill.replica or 0, 0, replicas - 1)
     _within(text, "step", kill.step, 1, run.steps)
@@ -170,7 +170,7 @@ def choose_losses(
             f"--speedup {speedup:g}: give a positive factor, as in --speedup 100, together with "
             "--loss-rate or --trace"
         )
-    all_places, factor = places(run.model.stages or 0, run.swarm.replicas), speedup or 1.0
+    all_places, factor = places(run.model.body_stages, run.swarm.replicas), speedup or 1.0
     try:
         if trace is not None:
             return TracedLosses(all_places, read_trace(trace), factor)
@@ -282,9 +282,9 @@ class Load(NamedTuple):
         has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
         if plan.device not in ("auto", "cpu") or (plan.device == "auto" and has_gpu):
             return cls(nodes, 0, 0.0)
-        first, body = config.stage_bytes
-        states = run.swarm.replicas * (first + config.stages * body)
-        matrices = config.stages * config.parameters[1] + config.vocabulary * config.dim
+        parameters = total(config, named_shapes)
+        states = run.swarm.replicas * sum(map(config.bytes_of, range(config.stages + 1)))
+        matrices = parameters - config.parameters[0] + config.vocabulary * config.dim
         passes = 3 if config.lora is None else 2
         return cls(nodes, states, 2.0 * passes * matrices * run.training.batch * config.context)
 
@@ -322,9 +322,8 @@ def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> It
     """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
     operations per second of a core, called where cores compute."""
     run, config, load = plan.run, plan.run.config, Load.of(plan)
-    first, body = config.parameters
     yield (
-        f"{first + config.stages * body:,} parameters at {load.nodes} nodes, which take about "
+        f"{total(config, named_shapes):,} parameters at {load.nodes} nodes, which take about "
         f"{_gib(load.memory)} of this machine's {_gib(machine.memory)} of memory"
     )
     if load.memory > machine.memory:
@@ -568,7 +567,7 @@ class _Swarm:
         self.out, run = plan.out.absolute(), plan.run
         self.run_text = public(run)  # as the registry has it
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
-        self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
+        self.stages, self.replicas = run.model.body_stages, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
         self.threads = max(1, available_cores() // nodes)
         environment = {"OMP_NUM_THREADS": str(self.threads)}

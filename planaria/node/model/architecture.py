@@ -39,8 +39,8 @@ class Architecture(Protocol):
     def block(self, layer: int) -> nn.Module:
         """Build one of the layers 0 to config.layers - 1, a map of float [B, T, dim].
 
-        Parameters have the same names and shapes in all layers, in the same order. So all body
-        stages are alike, and a lost one can be estimated from its neighbours' weights.
+        Parameters have the same names and shapes in all layers, in the same order. So a lost stage
+        can be estimated from its neighbours' weights.
         """
 
     def deviation(self, name: str, shape: tuple[int, ...]) -> float:

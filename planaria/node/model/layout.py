@@ -38,20 +38,21 @@ def adapters(config: ModelConfig) -> list[Weight]:
 
 
 def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weight, Weight | None]]:
-    """Each trained tensor of the body stage, and that at its place in the other one; None: it has
-    another shape there, or is missing."""
+    """Each trained tensor of the body stage, and that of the layer at the same relative depth in
+    the other one; None: it has another shape there, or is missing."""
+    own, layers, list_name = config.layers_of(stage), config.layers_of(other), _list_name(config)
+    there = {weight.name: weight for weight in _laid(other, trained_shapes(config, other))}
 
-    def placed(of: int) -> dict[str, Weight]:
-        first, names = (of - 1) * config.layers_per_stage, {}
-        for weight in _laid(of, trained_shapes(config, of)):
-            start, _, rest = weight.name.partition(f"{_list_name(config)}.")
-            number, _, name = rest.partition(".")
-            names[f"{start}{int(number) - first}.{name}"] = weight
-        return names
+    def counterpart(weight: Weight) -> Weight | None:
+        start, _, rest = weight.name.partition(f"{list_name}.")
+        number, _, name = rest.partition(".")
+        middle = 2 * own.index(int(number)) + 1  # of the layer, in half layers
+        layer = layers[middle * len(layers) // (2 * len(own))]
+        found = there.get(f"{start}{list_name}.{layer}.{name}")
+        return found if found and found.shape == weight.shape else None
 
-    there = placed(other)
-    pairs = ((weight, there.get(name)) for name, weight in placed(stage).items())
-    return [(w, found if found and found.shape == w.shape else None) for w, found in pairs]
+    laid = _laid(stage, trained_shapes(config, stage))
+    return [(weight, counterpart(weight)) for weight in laid]
 
 
 def _list_name(config: ModelConfig) -> str:

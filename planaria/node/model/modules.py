@@ -232,9 +232,9 @@ class BodyStage(nn.Module):
 class LlamaBody(BodyStage):
     draws = False
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, stage: int) -> None:
         kind = Block if config.subspace is None else SubspaceBlock
-        super().__init__(kind(config) for _ in range(config.layers_per_stage))
+        super().__init__(kind(config) for _ in config.layers_of(stage))
         self.block_causal = config.block_causal
         self.fix(config)
 
@@ -360,11 +360,10 @@ def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
     if not 0 <= stage <= config.stages:
         raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
     if config.own is None:
-        return LlamaEnds(config) if stage == 0 else LlamaBody(config)
+        return LlamaEnds(config) if stage == 0 else LlamaBody(config, stage)
     if own is None:
         raise ValueError(f"the code of the model, {config.own.module}, isn't loaded here")
-    first = (stage - 1) * config.layers_per_stage
-    layers = range(first, first + config.layers_per_stage) if stage else range(0)
+    layers = config.layers_of(stage)
     if config.own.decoder:
         base = config.base_of(stage)
         built: Stage = own.stage(layers, config.block_causal, base)  # type: ignore[attr-defined]

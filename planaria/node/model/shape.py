@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -179,16 +180,16 @@ class ModelConfig:
     lora: Lora | None = None  # trained in place of all weights
     attn_mask_type: AttentionMask = "causal"
     subspace: int | None = None  # rank of the boundary's features; None: all of the stream
+    sizes: tuple[int, ...] = ()  # layers of each body stage; (): as even as possible
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"model: {name} = {value} must be greater than 0")
+        self._check_cut()
         has_width = self.width_of_head is not None
-        wholes = [("layers", "stages")]
-        if self.own is None:
-            wholes += [("heads", "kv_heads"), *([] if has_width else [("dim", "heads")])]
-        for whole, part in wholes:
+        wholes = [("heads", "kv_heads"), *([] if has_width else [("dim", "heads")])]
+        for whole, part in wholes if self.own is None else []:
             a, b = getattr(self, whole), getattr(self, part)
             if a % b:
                 fit = ", ".join(map(str, divisors(a)))
@@ -218,6 +219,18 @@ class ModelConfig:
             raise ValueError(
                 f"model: context = {self.context}, and the model looks back over {longest} tokens: "
                 f"give context = {longest} or less"
+            )
+
+    def _check_cut(self) -> None:
+        if self.stages > self.layers:
+            raise ValueError(
+                f"model: stages = {self.stages} is more than layers = {self.layers}: choose fewer "
+                "stages, or more layers"
+            )
+        if (len(self.cut), sum(self.cut)) != (self.stages, self.layers) or min(self.cut) < 1:
+            raise ValueError(
+                f"model: stages = {list(self.cut)} has {sum(self.cut)} layers, and the model "
+                f"layers = {self.layers}: give numbers of layers with that sum"
             )
 
     def _check_subspace(self, rank: int) -> None:
@@ -255,8 +268,16 @@ class ModelConfig:
         )
 
     @property
-    def layers_per_stage(self) -> int:
-        return self.layers // self.stages
+    def cut(self) -> tuple[int, ...]:
+        """The number of layers of each body stage. By default they differ by at most one, and the
+        last stages have more, since they keep the fewest microbatches."""
+        each = ((self.layers + number) // self.stages for number in range(self.stages))
+        return self.sizes or tuple(each)
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of a stage; stage 0 has none."""
+        first = sum(self.cut[: max(0, stage - 1)])
+        return range(first, first + (self.cut[stage - 1] if stage else 0))
 
     @property
     def head_dim(self) -> int:
@@ -308,7 +329,7 @@ class ModelConfig:
         layer += (2 * self.hidden + self.written) * self.mlp_bias
         head = 0 if self.tied else self.vocabulary * self.dim
         ends = self.vocabulary * self.written + head + self.dim
-        return ends, self.layers_per_stage * layer
+        return ends, max(self.cut) * layer
 
     @property
     def trained(self) -> tuple[int, int]:
@@ -324,21 +345,22 @@ class ModelConfig:
 
     @property
     def alike(self) -> bool:
-        """Whether the parameters of all layers have the same shapes."""
-        return self.own is None or not self.own.others
+        """Whether all body stages have as many layers, with parameters of the same shapes."""
+        return (self.own is None or not self.own.others) and len({*self.cut}) == 1
 
     @property
     def _unlike(self) -> range:
-        """Stages with shapes of their own: 0, 1, and more where layers differ along the depth."""
+        """Stages with shapes of their own: 0, 1, and more where body stages differ."""
         return range(2 if self.alike else self.stages + 1)
 
     @property
     def stage_bytes(self) -> tuple[int, int]:
         """Memory of weights, gradients and moments: of stage 0, and of the largest body stage."""
-        first, *bodies = map(self._bytes_of, self._unlike)
+        first, *bodies = map(self.bytes_of, self._unlike)
         return first, max(bodies)
 
-    def _bytes_of(self, stage: int) -> int:
+    def bytes_of(self, stage: int) -> int:
+        """Memory of a stage's weights, gradients and moments."""
         trained = ADAM_BYTES * self.trained_in(stage)
         if self.lora is None:
             return trained
@@ -379,6 +401,14 @@ def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]
     return shapes
 
 
+def total(
+    config: ModelConfig, shapes: Callable[[ModelConfig, int], Mapping[str, tuple[int, ...]]]
+) -> int:
+    """Number of parameters of all stages, of those that `shapes` lists."""
+    stages = range(config.stages + 1)
+    return sum(math.prod(shape) for stage in stages for shape in shapes(config, stage).values())
+
+
 def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
     """The stage's modules with adapters, and the shapes of their weights. Embedding and head have
     none."""
@@ -413,9 +443,8 @@ def _last(module: str) -> str:
 def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the stage's parameters, in the order of its module (model.py). The names
     are Hugging Face's; an own architecture's are its code's, with `layers.N.` before a block's."""
-    first = (stage - 1) * config.layers_per_stage
+    layers = config.layers_of(stage)
     if config.own is not None:
-        layers = range(first, first + config.layers_per_stage) if stage else ()
         return dict(config.own.ends if not stage else ()) | {
             f"{config.own.layers}.{layer}.{name}": shape
             for layer in layers
@@ -444,9 +473,7 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
         if config.mlp_bias:
             block[f"mlp.{name}_proj.bias"] = shape[:1]
     return {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(first, first + config.layers_per_stage)
-        for name, shape in block.items()
+        f"model.layers.{layer}.{name}": shape for layer in layers for name, shape in block.items()
     }
 
 
@@ -471,8 +498,10 @@ def model_config(
     dim = section.dim or preset.dim
     heads = section.heads or preset.heads
     layers = section.layers or preset.layers
+    sizes = section.stages if isinstance(section.stages, tuple) else ()
+    stages = section.body_stages or preset.stages
     if (section.origin or section.blueprint) and section.layers is None:
-        layers = section.stages or preset.stages  # until the checkpoint says its number
+        layers = sum(sizes) or stages  # until the checkpoint says its number
     trained_before = FINE_TUNING if lora is None else FOR_ADAPTERS
     return ModelConfig(
         vocabulary=section.vocabulary or vocabulary,
@@ -480,7 +509,7 @@ def model_config(
         heads=heads,
         kv_heads=section.kv_heads or heads,
         layers=layers,
-        stages=section.stages or preset.stages,
+        stages=stages,
         context=section.context or preset.context,
         hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
         rope_theta=section.rope_theta,
@@ -498,4 +527,5 @@ def model_config(
         lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets, lora.base),
         attn_mask_type=section.attn_mask_type,
         subspace=section.subspace,
+        sizes=sizes,
     )

@@ -8,7 +8,8 @@ longer than a window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -105,18 +106,19 @@ def small(decoder: Decoder, widths: Mapping[str, int] = WIDTHS) -> PreTrainedMod
     return model
 
 
-def check(decoder: Decoder, stages: int, block_causal: bool) -> None:
-    """Raises DecoderError unless the small model computes the same whole and in so many body
-    stages, as its samples are in the run, and no token sees a later one."""
+def check(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> None:
+    """Raises DecoderError unless the small model computes the same whole and in body stages of
+    so many layers each, as its samples are in the run, and no token sees a later one."""
     try:
-        difference = compare(decoder, stages, block_causal)
+        difference = compare(decoder, cut, block_causal)
         strange = sees_too_much(small(decoder), block_causal)
     except DecoderError:
         raise
     except Exception as error:
         raise DecoderError(
-            f"{decoder.name}, cut into {stages} stages, fails in a trial: {type(error).__name__}: "
-            f"{error}. Train it with a tool that keeps the whole model in one process"
+            f"{decoder.name}, cut into {len(cut)} stages, fails in a trial: "
+            f"{type(error).__name__}: {error}. Train it with a tool that keeps the whole model in "
+            "one process"
         ) from error
     how = ", with documents kept apart" if block_causal else ""
     if not difference.logits <= TOLERANCE:
@@ -128,21 +130,20 @@ def check(decoder: Decoder, stages: int, block_causal: bool) -> None:
     else:
         return
     raise DecoderError(
-        f"{decoder.name}, cut into {stages} stages{how}, computes {problem}: at most "
+        f"{decoder.name}, cut into {len(cut)} stages{how}, computes {problem}: at most "
         f"{TOLERANCE:g} is accepted. Train it with a tool that keeps the whole model in one process"
     )
 
 
-def compare(decoder: Decoder, stages: int, block_causal: bool) -> Difference:
-    """Compare the small model, whole and in so many body stages. Raises DecoderError, and whatever
-    the class raises."""
+def compare(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> Difference:
+    """Compare the small model, whole and in body stages of so many layers each. Raises
+    DecoderError, and whatever the class raises."""
     whole = small(decoder)
     tiny = _Small(decoder, whole)
-    per_stage = decoder.layers // stages
     ends = DecoderEnds(tiny, block_causal)
     bodies = [
-        DecoderBody(tiny, range(first, first + per_stage), block_causal)
-        for first in range(0, decoder.layers, per_stage)
+        DecoderBody(tiny, range(end - size, end), block_causal)
+        for size, end in zip(cut, accumulate(cut), strict=True)
     ]
     weights = dict(whole.named_parameters())
     modules: list[nn.Module] = [ends, *bodies]

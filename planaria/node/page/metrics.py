@@ -118,7 +118,7 @@ def of_registry(description: Description, history: History, run: RunFile) -> Ite
         yield Point("planaria_validation_loss", (), point[1] if point else math.nan)
     yield Point("planaria_view", (), description.view.number)
     nodes = Counter(seat.stage for seat in state.seats)
-    for stage in (*range((run.model.stages or 0) + 1), None):
+    for stage in (*range(run.model.body_stages + 1), None):
         yield Point("planaria_nodes", ("standby" if stage is None else str(stage),), nodes[stage])
     for (stage, method), count in history.rebuilt.items():
         yield Point("planaria_rebuilds_total", (str(stage), method), count)

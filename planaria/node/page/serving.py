@@ -51,7 +51,7 @@ class Living:
         driver = machine.view.driver
         record = machine.members.by_name.get(driver)
         committed = 0 if record is None else record.committed
-        stages = self._run.model.stages or 0
+        stages = self._run.model.body_stages
         for line in lines:
             self._history.hear_from(node, line, stages, time.time(), driver, committed)
 

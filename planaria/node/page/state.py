@@ -40,7 +40,7 @@ def page_state(
     """The page's state; times in Unix seconds. `run` has `model.stages`. The values of keys are
     independent, so that only changed ones need be sent."""
     state = RunState(description, history.story)
-    stages = [_stage(state, at) for at in range((run.model.stages or 0) + 1)]
+    stages = [_stage(state, at) for at in range(run.model.body_stages + 1)]
     word, sentence = _condition(state, stages, history)
     return {
         "run": {

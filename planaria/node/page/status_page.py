@@ -112,8 +112,8 @@ def as_text(description: Description, indent: int | None = 2) -> str:
 def page(description: Description) -> RenderableType:
     state, run = RunState(description), _run_file(description)
     stages = max((seat.stage for seat in state.seats if seat.stage is not None), default=0)
-    if run is not None and run.model.stages is not None:
-        stages = run.model.stages
+    if run is not None:
+        stages = run.model.body_stages or stages
     parts: list[RenderableType] = [_head(state)]
     if run is not None:
         parts += [progress(state.committed, run.steps, state.loss, state.tokens_per_second)]

@@ -117,7 +117,7 @@ class Notifier:
     def _vacant(self, state: RunState, run: RunFile, now: float) -> list[int]:
         """The stages that have had no node for too long."""
         served = {stage for member in state.description.view.members for stage in stages_of(member)}
-        vacant = set(range((run.model.stages or 0) + 1)) - served
+        vacant = set(range(run.model.body_stages + 1)) - served
         since = {stage: self._vacant_since.get(stage, now) for stage in sorted(vacant)}
         self._vacant_since = since
         return [stage for stage, began in since.items() if now - began > VACANT]

@@ -66,7 +66,7 @@ def summarize(
     counted = [entry for part in parts(events) for entry in part]
     aborted = sum(isinstance(entry.event, Aborted) for entry in counted)
     rolled_back = sum(back.lost - back.to for back in rollbacks(counted))
-    places = ((run.model.stages or 0) + 1) * run.swarm.replicas
+    places = (run.model.body_stages + 1) * run.swarm.replicas
     tokens = sum(line["tokens"] for line in lines)
     seconds = seconds_of_training(lines, events)
     losses = [line["loss"] for line in lines if line["loss"] is not None]

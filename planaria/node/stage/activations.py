@@ -25,8 +25,8 @@ def saved(run: RunFile, config: ModelConfig, stage: int) -> int:
     if stage == 0:  # tokens and their embedding
         return row + run.training.microbatch * (config.context + 1) * torch.int64.itemsize
     if run.training.recompute:
-        return row * (config.layers_per_stage + 1)
-    return config.layers_per_stage * _block(run, config) + row
+        return row * (len(config.layers_of(stage)) + 1)
+    return len(config.layers_of(stage)) * _block(run, config) + row
 
 
 def _block(run: RunFile, config: ModelConfig) -> int:
@@ -38,13 +38,13 @@ def _block(run: RunFile, config: ModelConfig) -> int:
     if run.training.precision == "float32":
         return VALUE * tokens * (8 * config.dim + 2 * keys + 4 * config.hidden + small)
     whole_width = VALUE * tokens * (4 * config.dim + small)
-    cast = HALF * _matrices(config) // config.layers_per_stage
+    cast = HALF * _matrices(config) // config.cut[0]
     return whole_width + HALF * tokens * (7 * config.dim + 2 * keys + 4 * config.hidden) + cast
 
 
 @cache
 def _matrices(config: ModelConfig) -> int:
-    """Number of values in a body stage's matrices."""
+    """Number of values in stage 1's matrices."""
     return sum(shape.numel() for shape in parameter_shapes(config, 1) if len(shape) == 2)
 
 

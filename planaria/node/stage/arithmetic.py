@@ -17,7 +17,7 @@ from planaria.node.data.mixture import Data
 from planaria.node.data.tokenizer import part_of
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint, digest, some
-from planaria.node.model.layout import counterparts
+from planaria.node.model.layout import Weight, counterparts
 from planaria.node.model.lora import Frozen, copied
 from planaria.node.model.modules import (
     BodyStage,
@@ -165,38 +165,9 @@ class TorchStage:
             checkfree.Trained(stage, state.tensors["weights"], state.omega)
             for stage, state in zip(stages, states, strict=True)
         ]
-        weights, self._omega = self._guess(sync.method, sources)
+        weights, self._omega = guess_stage(self._beginning, self.stage, sync.method, sources)
         self.optimizer.load([("weights", weights)], 0)
         return self._learned()
-
-    def _guess(self, method: str, sources: Sequence[checkfree.Trained]) -> tuple[Tensor, float]:
-        """`checkfree.guess` of each tensor that all sources have in its shape, at its place. Others
-        begin anew, and are named in the log."""
-        by_source = [counterparts(self.config, self.stage, source.stage) for source in sources]
-        rows = list(zip(*by_source, strict=True))
-        if all(found and found.first == own.first for row in rows for own, found in row):
-            return checkfree.guess(self.stage, method, sources)
-        initial = build_stage(self.config, self.stage, self.run.seed, self._beginning.own)
-        weights = torch.cat([part.detach().flatten() for part in initial.parameters()])
-        lacking, omega = [], 0.0
-        for row in rows:
-            own = row[0][0]
-            found = [weight for _, weight in row if weight is not None]
-            if len(found) < len(sources):
-                lacking.append(own.name)
-                continue
-            parts = [
-                source._replace(weights=source.weights[weight.first :][: weight.size])
-                for source, weight in zip(sources, found, strict=True)
-            ]
-            part, omega = checkfree.guess(self.stage, method, parts)
-            weights[own.first :][: own.size] = part
-        log.warning(
-            "stage %d: %d of %d tensors begin anew, since not all stages that it is estimated from "
-            "have them in the same shape: %s",
-            *(self.stage, len(lacking), len(rows), some(lacking)),
-        )
-        return weights, omega
 
     def _check_origin(self, weights: Tensor, giver: str) -> None:
         """Check that these are the run's initial weights. Raises ComplaintError."""
@@ -273,6 +244,38 @@ class TorchStage:
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
         return boundary_tensor(frame)
+
+
+def guess_stage(
+    beginning: Beginning, stage: int, method: str, sources: Sequence[checkfree.Trained]
+) -> tuple[Tensor, float]:
+    """`checkfree.guess` of each tensor that all sources have in its shape, at its relative depth.
+    Others begin anew, and are named in the log. A source's ω counts in relation to its layers."""
+    config, placed, lacking = beginning.config, [], dict[str, Weight]()
+    for source in sources:
+        rows = counterparts(config, stage, source.stage)
+        lacking |= {own.name: own for own, found in rows if found is None}
+        weights = source.weights[: sum(own.size for own, _ in rows)]
+        if any(found is None or found.first != own.first for own, found in rows):
+            parts = [weights.new_zeros(own.size) for own, _ in rows]
+            for part, (_, found) in zip(parts, rows, strict=True):
+                if found is not None:
+                    part.copy_(source.weights[found.first :][: found.size])
+            weights = torch.cat(parts)
+        share = len(config.layers_of(stage)) / len(config.layers_of(source.stage))
+        placed.append(source._replace(weights=weights, omega=source.omega * share))
+    weights, omega = checkfree.guess(stage, method, placed)
+    if lacking:
+        initial = build_stage(config, stage, beginning.run.seed, beginning.own)
+        anew = torch.cat([part.detach().flatten() for part in initial.parameters()])
+        for own in lacking.values():
+            weights[own.first :][: own.size] = anew[own.first :][: own.size]
+        log.warning(
+            "stage %d: %d of %d tensors begin anew, since not all stages that it is estimated from "
+            "have them in the same shape: %s",
+            *(stage, len(lacking), len(rows), some(list(lacking))),
+        )
+    return weights, omega
 
 
 def _before(stage: int, lineage: int) -> StateId:

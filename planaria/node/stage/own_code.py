@@ -204,7 +204,7 @@ def _decoder_as_said(config: ModelConfig) -> Architecture:
         built = decoder.own()._replace(module=own.module, decoder=own.decoder)
         if built != own:
             raise OwnCodeError(f"{decoder.name} builds another model than in the run file")
-        check(decoder, config.stages, config.block_causal)
+        check(decoder, config.cut, config.block_causal)
     except DecoderError as error:
         raise OwnCodeError(str(error)) from error
     return decoder

@@ -1,9 +1,8 @@
-"""Converts a run's saves for a run that has the same model in more or fewer stages.
+"""Converts a run's saves for a run that has the same model in other stages.
 
-All body stages have the same number of layers. A stage's flat tensors contain its layers in order.
-So a new stage's tensors are pieces of the old ones', concatenated, and copied from file to file in
-chunks. The new saves belong to another run, whose nodes accept no others, and to another lineage
-than the old ones.
+A stage's flat tensors contain its layers in order, which are all of one size. So a new stage's
+tensors are pieces of the old ones', concatenated, and copied from file to file in chunks. The new
+saves belong to another run, whose nodes accept no others, and to another lineage than the old ones.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -39,18 +39,17 @@ class LayerRange(NamedTuple):
     of: int  # layers of the whole stage
 
 
-def pieces(stage: int, layers: int, before: int, after: int) -> list[LayerRange]:
-    """The pieces of a stage of `after` body stages, in order, of `layers` layers in all that were
-    divided into `before`. Stage 0 isn't divided: it counts as one layer, and stays."""
+def pieces(stage: int, before: ModelConfig, after: ModelConfig) -> list[LayerRange]:
+    """The pieces of a stage of the model `after`, in order, whose layers were divided as in
+    `before`. Stage 0 isn't divided: it counts as one layer, and stays."""
     if stage == 0:
         return [LayerRange(0, 0, 1, 1)]
-    layers_before, layers_after = layers // before, layers // after
-    layer, end, ranges = (stage - 1) * layers_after, stage * layers_after, []
-    while layer < end:
-        old, first = divmod(layer, layers_before)
-        count = min(layers_before - first, end - layer)
-        ranges.append(LayerRange(old + 1, first, count, layers_before))
-        layer += count
+    wanted, ranges = after.layers_of(stage), []
+    for old, size in enumerate(before.cut, start=1):
+        had = before.layers_of(old)
+        start, end = max(had.start, wanted.start), min(had.stop, wanted.stop)
+        if start < end:
+            ranges.append(LayerRange(old, start - had.start, end - start, size))
     return ranges
 
 
@@ -88,8 +87,8 @@ def moment_scale(decay: float, before: int, after: int) -> float:
     return (1 - decay**after) / (1 - decay**before) if before else 1.0
 
 
-def _stages_as_they_are(saves: Iterable[SaveFile], config: ModelConfig) -> int:
-    """`stages_of` for layers that differ along the depth: other stages can't be made of them."""
+def _as_it_is(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
+    """`as_saved` for layers that differ along the depth: other stages can't be made of them."""
     for save in saves:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
         wanted = config.trained_in(stage) if stage <= config.stages else 0
@@ -99,17 +98,16 @@ def _stages_as_they_are(saves: Iterable[SaveFile], config: ModelConfig) -> int:
                 f"{wanted}: layers of this model differ in shape, so keep model.stages, and name "
                 "only saves of this model"
             )
-    return config.stages
+    return config
 
 
-def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
-    """The number of body stages of one run's saves. Raises SaveError if they are of another
+def as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
+    """The model in the body stages of one run's saves. Raises SaveError if they are of another
     model than `config`."""
-    if not config.alike:
-        return _stages_as_they_are(saves, config)
-    first, body = config.trained
-    layer = body // config.layers_per_stage
-    layer_counts = set()
+    if config.own is not None and config.own.others:
+        return _as_it_is(saves, config)
+    first, layer = config.trained[0], config.trained_in(1) // config.cut[0]
+    found, stages, sizes = set[tuple[int, int]](), 0, tuple[int, ...]()
     for save in saves:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
         if (values != first) if stage == 0 else (not values or values % layer):
@@ -119,14 +117,19 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
                 "Only model.stages may differ from the run file of the saves in [model] and [data]"
             )
         if stage:
-            layer_counts.add(values // layer)
-    if len(layer_counts) != 1 or config.layers % min(layer_counts):
-        counts = " and ".join(map(str, sorted(layer_counts))) or "no"
-        raise SaveError(
-            f"these saves are of stages with {counts} layers, and the model has {config.layers}: "
-            "name the folders with all saves of one run, and give that run's model.layers"
-        )
-    return config.layers // min(layer_counts)
+            found.add((stage, values // layer))
+        stages, sizes = save.stages, save.sizes
+    counts = sorted({layers for _, layers in found})
+    with suppress(ValueError):
+        stages = stages or (config.layers // counts[0] if counts else 0)  # unknown in old saves
+        before = replace(config, stages=stages, sizes=sizes)
+        if found <= {*enumerate(before.cut, start=1)}:
+            return before
+    raise SaveError(
+        f"these saves are of stages with {' and '.join(map(str, counts)) or 'no'} layers, and the "
+        f"model has {config.layers}: name the folders with all saves of one run, and give that "
+        "run's model.layers"
+    )
 
 
 def whole_steps(saves: Iterable[SaveFile], stages: int) -> list[int]:
@@ -178,7 +181,7 @@ def regroup(
     """Write one run's newest saves anew for the stages of `config`, into the folder that
     `open_folder` has for each; `betas` are the run's. Returns what they were made of. Raises
     SaveError, OSError."""
-    chosen = choose(saves, stages_of(saves, config))
+    chosen = choose(saves, as_saved(saves, config).stages)
     rewrite(chosen, config, open_folder, betas)
     return chosen[0]
 
@@ -191,14 +194,14 @@ def rewrite(
 ) -> None:
     """Like `regroup`, for the saves that `choose` has chosen."""
     resumed, parts_of = chosen
-    stages_before = stages_of(chain.from_iterable(parts_of.values()), config)
-    if not resumed.exact and stages_before != config.stages:
+    before = as_saved(chain.from_iterable(parts_of.values()), config)
+    if not resumed.exact and before.cut != config.cut:
         raise SaveError(
             f"{resumed.reason}. Layers are regrouped at one step: bring the saves that lack, or "
-            f"go on with {stages_before} stages, as it was, until each has saved"
+            f"go on with {before.stages} stages, as it was, until each has saved"
         )
     for stage in range(config.stages + 1):
-        parts = pieces(stage, config.layers, stages_before, config.stages)
+        parts = pieces(stage, before, config)
         if all(piece.stage in parts_of for piece in parts):
             made_of = [(piece, parts_of[piece.stage][0]) for piece in parts]
             _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of, betas)

@@ -107,7 +107,8 @@ class Contents(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, stage: int) -> Contents:
         shapes = {name: list(shape) for name, shape in trained_shapes(config, stage).items()}
-        return cls(shapes, {"stages": config.stages, **to_config(config, "float32", None)})
+        cut = {"stages": config.stages, "sizes": config.cut}
+        return cls(shapes, {**cut, **to_config(config, "float32", None)})
 
     @property
     def values(self) -> int:
@@ -306,13 +307,14 @@ class SaveFile:
     tensors: Mapping[str, int]  # number of values by name, in the file's order
     begin: int  # offset of the first one in the file
     stages: int  # body stages of the model; 0: not known
+    sizes: tuple[int, ...]  # layers of each; (): equal
 
     @classmethod
     def open(cls, path: Path) -> SaveFile:
         """Raises SaveError for an unreadable file, a damaged header or a wrong length."""
         with _opened(path) as (file, fields):
             sizes = {name: values for name, values, _ in _listed(fields)}
-            return cls(path, fields["run"], _state(fields), sizes, file.tell(), _stages(fields))
+            return cls(path, fields["run"], _state(fields), sizes, file.tell(), *_cut(fields))
 
     def check(self) -> None:
         """Read all of it, at most a chunk in memory. Raises SaveError."""
@@ -668,11 +670,12 @@ def _digest_of_values(fields: Fields) -> bytes:
     return xxh3_64_digest(fields["tensors"].encode())
 
 
-def _stages(fields: Fields) -> int:
+def _cut(fields: Fields) -> tuple[int, tuple[int, ...]]:
     try:
-        return int(json.loads(fields["config"])["stages"])
+        config = json.loads(fields["config"])
+        return int(config["stages"]), tuple(map(int, config.get("sizes", ())))
     except _NO_SENSE:
-        return 0
+        return 0, ()
 
 
 def _listed(fields: Fields) -> list[Listed]:

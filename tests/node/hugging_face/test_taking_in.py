@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.hugging_face.taking_in import find_tokenizer, stages_for, take_in
+from planaria.node.hugging_face.taking_in import find_tokenizer, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
@@ -126,10 +126,10 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
 def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:
     exported(tmp_path, GROUPED)
     run = take_in(run_from(tmp_path))
-    assert (run.model.stages, run.model.context) == (3, 24)
-    assert [stages_for(layers) for layers in (32, 30, 22, 13, 1)] == [4, 3, 2, 1, 1]
-    with pytest.raises(RunFileError, match="layers = 6 must be a multiple of stages = 4"):
-        take_in(run_from(tmp_path, stages=4))
+    assert (run.model.stages, run.config.cut, run.model.context) == (4, (1, 1, 2, 2), 24)
+    assert take_in(run_from(tmp_path, stages=[1, 3, 2])).config.cut == (1, 3, 2)
+    with pytest.raises(RunFileError, match=r"stages = \[3, 2\] has 5 layers, and the model layers"):
+        take_in(run_from(tmp_path, stages=[3, 2]))
     with pytest.raises(RunFileError, match="context = 25, and the model looks back over 24"):
         take_in(run_from(tmp_path, context=25))
 

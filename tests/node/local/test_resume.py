@@ -15,6 +15,7 @@ from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
 from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.corpus import read_index
+from planaria.node.hugging_face.taking_in import contents
 from planaria.node.launch.resolve import resolve
 from planaria.node.launch.settings import changed, describe_change, differences
 from planaria.node.local import resume as module
@@ -30,17 +31,21 @@ from planaria.node.local.resume import (
     with_settings_of,
 )
 from planaria.node.local.swarm import SwarmPlan, copied, read_plan, resume_from, write_plan
+from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.run_file import (
     ChangeSection,
     RunFile,
     RunFileError,
     dumps,
+    from_fields,
     load,
     loads,
     override,
 )
 from planaria.node.state.saves import find_saves
 from planaria.node.state.stage_state import Age
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import GROUPED
 from tests.node.state.small_saves import opened, state
 
 RUN = resolve(
@@ -225,8 +230,10 @@ def test_a_policy_that_needs_more_stages_is_refused(tmp_path: Path) -> None:
         differently(kept, model__stages=2)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2)])
-def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int, replicas: int) -> None:
+@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2), ([1, 3], 1), ([1, 1, 2], 2)])
+def test_a_run_goes_on_in_other_numbers(
+    tmp_path: Path, stages: int | list[int], replicas: int
+) -> None:
     kept = begun(tmp_path)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8)
@@ -236,13 +243,30 @@ def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int, replicas: i
     assert new.run.changes == (ChangeSection(step=8, was=was, anew=True),)
     assert new.id != kept.id
     assert load(new.out / RUN_FILE) == new.run
-    for stage in range(stages + 1):
+    for stage in range(new.run.config.stages + 1):
         assert at(new, f"{stage}.0", stage) == [Age(2, 8)]
     with new.open_journal() as journal:
         assert journal.view is not None
         assert (journal.view.number, journal.view.committed) == (8, 9)
         assert not journal.view.members
     assert put_in_place(new, slots_of(new)) == []
+
+
+@pytest.mark.parametrize("stages", [2, [1, 2, 3]])
+def test_the_checkpoints_digests_are_those_of_the_new_stages(
+    tmp_path: Path, stages: int | list[int]
+) -> None:
+    exported(tmp_path / "model", GROUPED)
+    model = {"from": str(tmp_path / "model"), "stages": 3, "context": 24}
+    kept = begun(tmp_path, resolve(from_fields({"model": model, "data": {"path": "elsewhere"}})))
+    for stage in range(4):
+        save(kept, f"{stage}.0", stage, 8)
+    new = differently(kept, model__stages=stages)
+    new = take_over(kept, new, slots_of(new))
+    digests = contents(Checkpoint.open(tmp_path / "model"), new.run.config)
+    assert new.run.model.content == new.run.original.model.content == digests
+    assert len(digests) == new.run.config.stages + 1
+    assert new.run.changes[0].was == ("model.stages=3",)
 
 
 def test_with_other_settings_it_is_the_same_run_and_has_its_saves(tmp_path: Path) -> None:

@@ -306,8 +306,15 @@ def test_the_shipped_prose_is_for_runs_that_say_nothing_else(tmp_path, monkeypat
         (["--replicas", "0"], "swarm.replicas"),
         (["--policy", "prayer"], "recovery.policy"),
         (["--stages", "2", "--kill", "7@3"], "no stage 7, choose 0 to 2"),
-        (["--stages", "3"], "layers = 4 must be a multiple of stages = 3: choose stages out of 1,"),
+        (
+            ["--stages", "5"],
+            "stages = 5 is more than layers = 4: choose fewer stages",
+        ),
         (["--stages", "200", "--layers", "200"], "are 201 nodes"),
+        (
+            ["--policy=checkfree+", "--layers=6", "--set=model.stages=[1, 2, 1, 2]"],
+            "[1, 2, 1, 2] gives these different",
+        ),
         (["--device", "cuda:99"], "--device cuda:99: this machine has "),
         (["no-such.toml"], "can't read the run file no-such.toml"),
     ],

@@ -74,8 +74,10 @@ def run_of(folder: Path, key: str = "from", **model: Any) -> RunFile:
 @pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> None:
-    assert trial.compare(of(kind), 2, packed)[:2] == (0.0, 0.0)
-    trial.check(of(kind), 2, packed)
+    decoder = of(kind)
+    half = decoder.layers // 2
+    assert trial.compare(decoder, [half, half], packed)[:2] == (0.0, 0.0)
+    trial.check(decoder, [1, decoder.layers - 1], packed)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +98,13 @@ def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, valu
     empty = Decoder.empty
     monkeypatch.setattr(Decoder, "empty", other)
     with pytest.raises(DecoderError, match=r"stages, computes logits that differ by .* at most"):
-        trial.check(of(kind), 2, block_causal=False)
+        trial.check(of(kind), [2, 2], block_causal=False)
 
 
 def test_documents_that_a_class_does_not_keep_apart_are_refused() -> None:
-    trial.check(of("opt"), 2, block_causal=False)
+    trial.check(of("opt"), [2, 2], block_causal=False)
     with pytest.raises(DecoderError, match="kept apart, computes logits of a token that depend on"):
-        trial.check(of("opt"), 2, block_causal=True)
+        trial.check(of("opt"), [2, 2], block_causal=True)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
 
 def parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
-        ends, body = LlamaEnds(config), LlamaBody(config)
+        ends, body = LlamaEnds(config), LlamaBody(config, 1)
     return sum(p.numel() for p in ends.parameters()) + config.stages * sum(
         p.numel() for p in body.parameters()
     )
@@ -260,17 +260,36 @@ def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: f
 def test_presets_are_table_4_of_the_paper() -> None:
     small = shape.model_config(ModelSection(preset="small"), 32_000)
     assert (small.dim, small.heads, small.kv_heads, small.layers) == (512, 8, 8, 12)
-    assert (small.stages, small.layers_per_stage, small.context) == (4, 3, 512)
+    assert (small.cut, small.context) == ((3, 3, 3, 3), 512)
     assert (small.hidden, small.learning_rate) == (1536, 6e-4)
+
+
+def test_stages_divide_the_layers_evenly_or_as_it_is_said() -> None:
+    def of(stages: int | tuple[int, ...]) -> shape.ModelConfig:
+        return shape.model_config(ModelSection(layers=30, stages=stages), 97)
+
+    assert (of(4).cut, of((8, 8, 8, 6)).cut) == ((7, 7, 8, 8), (8, 8, 8, 6))
+    assert [*map(of(4).layers_of, range(4))] == [range(0), range(7), range(7, 14), range(14, 22)]
+    first, layer = of(30).parameters
+    for stages in (4, (8, 8, 8, 6), (1, 29)):
+        config = of(stages)
+        assert config.parameters == (first, max(config.cut) * layer)
+        assert [config.trained_in(stage + 1) for stage in range(config.stages)] == [
+            size * layer for size in config.cut
+        ]
+        assert shape.total(config, shape.named_shapes) == first + 30 * layer
+        body = modules.build_stage(config, 1, seed=0)
+        assert isinstance(body, BodyStage)
+        assert len(body.layers) == config.cut[0]
 
 
 def test_overrides_carry_along_what_follows_from_them() -> None:
     config = shape.model_config(ModelSection(preset="mini", stages=2, heads=8, dim=64), 500)
-    assert (config.layers, config.layers_per_stage) == (8, 4)
+    assert (config.layers, config.cut) == (8, (4, 4))
     assert (config.kv_heads, config.hidden) == (8, 256)
     section = ModelSection(preset="mini", layers=4, kv_heads=2, hidden=100, vocabulary=512)
     config = shape.model_config(section, 500)
-    assert (config.layers_per_stage, config.kv_heads, config.hidden) == (1, 2, 100)
+    assert (config.cut, config.kv_heads, config.hidden) == ((1, 1, 1, 1), 2, 100)
     assert config.vocabulary == 512
 
 
@@ -279,13 +298,10 @@ def test_overrides_carry_along_what_follows_from_them() -> None:
     [
         ({"preset": "huge"}, "no preset 'huge'; there are large, medium, midi, mini"),
         ({"vocabulary": 99}, "vocabulary = 99 is less than the 100 of the data"),
+        ({"layers": 3}, "stages = 4 is more than layers = 3: choose fewer stages, or more"),
         (
-            {"layers": 6},
-            "layers = 6 must be a multiple of stages = 4: choose stages out of 1, 2, 3,",
-        ),
-        (
-            {"stages": 3},
-            "layers = 4 must be a multiple of stages = 3: choose stages out of 1, 2, 4,",
+            {"stages": (2, 1, 2)},
+            r"stages = \[2, 1, 2\] has 5 layers, and the model layers = 4: give numbers of layers",
         ),
         ({"heads": 3}, "dim = 64 must be a multiple of heads = 3"),
         ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),

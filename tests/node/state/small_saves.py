@@ -15,8 +15,8 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
 
-def model(layers: int, stages: int, **changes: int) -> ModelConfig:
-    figures = {
+def model(layers: int, stages: int, **changes: Any) -> ModelConfig:
+    figures: dict[str, Any] = {
         "vocabulary": 11,
         "dim": 4,
         "heads": 2,
@@ -41,8 +41,7 @@ def opened(folder: Path, run: str, config: ModelConfig, stage: int) -> Saves:
 
 def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> StageState:
     """Weights that follow from (seed, stage, layer), and moments of none but this stage."""
-    first, body = config.parameters
-    size = body if stage else first
+    size = config.trained_in(stage)
     drawn = torch.Generator().manual_seed(100 * step + stage)
     scales = [1.0] * (config.stages + 1)
     last = pb.Commit(

@@ -20,21 +20,28 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
 from planaria.node.state.regroup import (
     SaveError,
+    as_saved,
     choose,
     moment_scale,
     of_one_run,
     pieces,
     regroup,
-    stages_of,
 )
 from planaria.node.state.saves import SaveFile, find_saves, name_of
 from planaria.node.state.stage_state import StageState
 from tests.node.state.small_saves import model, opened, saved, state
 
 CPU = torch.device("cpu")
-DIVISIONS = [
-    (layers, n) for layers in (1, 2, 4, 6) for n in range(1, layers + 1) if layers % n == 0
-]
+CUTS = [(1,), (2,), (1, 1), (4,), (1, 3), (3, 1), (1, 2, 1), (2, 2), (1, 1, 1, 1), (6,)]
+CUTS += [(2, 2, 2), (3, 3), (3, 2, 1), (1, 4, 1), (2, 1, 1, 2), (1, 1, 1, 1, 1, 1)]
+
+
+def cut(*sizes: int) -> ModelConfig:
+    return model(sum(sizes), len(sizes), sizes=sizes)
+
+
+def any_cut(data: st.DataObject, layers: int) -> ModelConfig:
+    return cut(*data.draw(st.sampled_from([sizes for sizes in CUTS if sum(sizes) == layers])))
 
 
 def regrouped(
@@ -53,34 +60,31 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 # Which layers go where
 
 
-@given(st.sampled_from(DIVISIONS), st.data())
-def test_each_layer_is_in_one_stage_in_order(
-    division: tuple[int, int], data: st.DataObject
-) -> None:
-    layers, before = division
-    after = data.draw(st.sampled_from([n for total, n in DIVISIONS if total == layers]))
-    had = layers // before
+@given(st.sampled_from(CUTS), st.data())
+def test_each_layer_is_in_one_stage_in_order(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    before, after = cut(*sizes), any_cut(data, sum(sizes))
     found = [
-        (piece.stage - 1) * had + piece.first + layer
-        for stage in range(1, after + 1)
-        for piece in pieces(stage, layers, before, after)
+        before.layers_of(piece.stage)[piece.first + layer]
+        for stage in range(1, after.stages + 1)
+        for piece in pieces(stage, before, after)
         for layer in range(piece.layers)
     ]
-    assert found == list(range(layers))
-    assert {len({p.of for p in pieces(s, layers, before, after)}) for s in range(after + 1)} == {1}
-    assert pieces(0, layers, before, after) == [(0, 0, 1, 1)]
+    assert found == list(range(before.layers))
+    for stage in range(1, after.stages + 1):
+        assert [piece.of for piece in pieces(stage, before, after)] == [
+            before.cut[piece.stage - 1] for piece in pieces(stage, before, after)
+        ]
+    assert pieces(0, before, after) == [(0, 0, 1, 1)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-@given(st.sampled_from(DIVISIONS), st.data())
+@given(st.sampled_from(CUTS), st.data())
 def test_there_and_back_is_what_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, division: tuple[int, int], data: st.DataObject
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], data: st.DataObject
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 64)  # of which a layer has some
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-    layers, before = division
-    after = data.draw(st.sampled_from([n for total, n in DIVISIONS if total == layers]))
-    old, new = model(layers, before), model(layers, after)
+    old, new = cut(*sizes), any_cut(data, sum(sizes))
     there = regrouped(saved(folder / "old", old), new, folder / "new")
     back = regrouped(find_saves(folder / "new"), old, folder / "again", "third")
     assert sum(one.omega for one in there) == pytest.approx(sum(one.omega for one in back))
@@ -94,7 +98,7 @@ def test_there_and_back_is_what_it_was(
 
 
 def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
-    old, new = model(6, 2), model(6, 3)
+    old, new = model(6, 2), cut(1, 3, 2)
     modules = [build_stage(old, stage, seed=5) for stage in range(3)]
     for stage, built in enumerate(modules):
         tensors = dict(StageOptimizer(built, CPU).state(optimizer=True))
@@ -261,7 +265,16 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
 def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, says: str) -> None:
     saves = saved(tmp_path, model(4, 2))
     with pytest.raises(SaveError, match=says):
-        stages_of(saves, new)
+        as_saved(saves, new)
+
+
+def test_older_saves_say_less_of_their_stages(tmp_path: Path) -> None:
+    """These had as many layers each."""
+    saves = saved(tmp_path, cut(2, 2))
+    for stages in (2, 0):
+        old = [replace(save, stages=stages, sizes=()) for save in saves]
+        assert as_saved(old, cut(1, 3)).cut == (2, 2)
+    assert as_saved(saved(tmp_path / "other", cut(1, 3), run="other"), cut(4)).cut == (1, 3)
 
 
 def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
