@@ -111,7 +111,7 @@ def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) ->
                 quant_type="nf4",
                 dtype=dtype,
             )
-            weight: Tensor = library.dequantize_4bit(codes[:, None], state)
+            weight: Tensor = library.dequantize_4bit(codes[: -(-size // 2), None], state)
             return weight
         case "nf4":
             pairs = PAIRS.to(codes.device)[codes.int()]

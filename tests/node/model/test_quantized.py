@@ -32,7 +32,7 @@ from planaria.node.model.shape import BYTES_OF_BASE, PROJECTIONS, Base, Lora
 from tests.node.stage.shapes import GROUPED
 
 BASES = pytest.mark.parametrize("base", get_args(Base))
-SHAPES = [(96, 64), (7, 9), (1, 1), (5, 64)]
+SHAPES = [(96, 64), (7, 9), (1, 1), (5, 64), (6, 8)]
 
 
 def matrix(shape: tuple[int, int] = (96, 64)) -> torch.Tensor:

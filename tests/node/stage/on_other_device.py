@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import pytest
 import torch
 from attempt_swarm import STAGES, Swarm
 from other_device import CPU, register
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planaria.node.data.corpus import Corpus
@@ -26,6 +26,8 @@ from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.doctor import SEE_DEVICE
 from planaria.node.launch.errors import NodeError
 from planaria.node.machine.device import measure_speed, memory_of, why_no_bf16
+from planaria.node.model.quantized import QuantizedLinear, pack
+from planaria.node.model.shape import Base
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
 from planaria.node.serve import pick_device
 from planaria.node.stage.arithmetic import TorchStage, layout_of
@@ -250,10 +252,26 @@ def test_frozen_weights_and_other_adapters_come_from_elsewhere(corpus: Corpus) -
         return {
             "before": stage.look(shown, False).cpu(),
             "with others": stage.look(shown, False, other).cpu(),
-            "frozen": stage._base.flat().cpu(),
+            "frozen": stage._base.words().cpu(),
         }
 
     same(answered)
+
+
+@rounds
+@pytest.mark.parametrize("base", get_args(Base))
+def test_packed_matrices_are_multiplied(base: Base) -> None:
+    def multiplied(device: torch.device) -> dict[str, Any]:
+        linear = nn.Linear(8, 6, bias=False)
+        layer = QuantizedLinear(linear, base)
+        layer.put(pack(drawn(6, 8), base))
+        x = drawn(3, 8).to(device).requires_grad_()
+        y = layer.to(device)(x)
+        y.backward(drawn(3, 6, seed=1).to(device))
+        assert x.grad is not None
+        return {"output": y.detach().cpu(), "gradient": x.grad.cpu()}
+
+    same(multiplied)
 
 
 @rounds
