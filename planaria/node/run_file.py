@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import tomli_w
 from pydantic import (
@@ -779,9 +779,10 @@ def _unknown(location: Sequence[str | int]) -> str:
     *sections, key = map(str, location)
     keys = list(_keys(RunFile))
     siblings = [path[-1] for path in keys if list(path[:-1]) == sections]
-    matches = get_close_matches(key, siblings, n=1)
-    if not matches:  # it may be in the wrong section
-        close = get_close_matches(key, {path[-1] for path in keys}, n=1)
+    elsewhere = {path[-1] for path in keys}  # it may be in the wrong section
+    matches = [] if key in elsewhere else get_close_matches(key, siblings, n=1)
+    if not matches:
+        close = get_close_matches(key, elsewhere, n=1)
         matches = [".".join(path) for path in keys if path[-1] in close]
     if matches:
         return f"is no key; did you mean {' or '.join(matches)}?"
@@ -791,8 +792,9 @@ def _unknown(location: Sequence[str | int]) -> str:
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         yield (*path, field.alias or name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _keys(field.annotation, (*path, name))
+        for kind in (field.annotation, *get_args(field.annotation)):  # `X` or `X | None`
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from _keys(kind, (*path, name))
 
 
 def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile:

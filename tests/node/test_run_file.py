@@ -160,6 +160,7 @@ def test_all_commands_refuse_alike(command: str, tmp_path: Path) -> None:
         ),
         ("[model]\nstage = 3", "model.stage: is no key; did you mean stages?"),
         ("replicas = 3", "replicas: is no key; did you mean swarm.replicas?"),
+        ("[training]\nbase = 'nf4'", "training.base: is no key; did you mean training.lora.base?"),
         ("lr = 3", "lr: is no key; did you mean training.lr or recovery.relearn.lr?"),
         ("[recovery.snapshot]\nperiods = 3", "recovery.snapshot.periods: is no .* mean period?"),
         ("[trainin]\nlr = 1.0", "trainin: is no key; did you mean training?"),

@@ -44,6 +44,7 @@ def resolve(run: RunFile) -> RunFile:
     The data may be missing on this machine if the run file has `model.vocabulary`. Raises
     RunFileError and CorpusError.
     """
+    _check_lora(run)
     run = take_in(run)
     vocabulary, data = run.model.vocabulary, _absolute(run.data)
     if vocabulary is None or all(path.exists() for path in data.folders):
@@ -64,7 +65,7 @@ def resolve(run: RunFile) -> RunFile:
     figures = {"model__stages": run.model.stages or config.stages, "model__layers": config.layers}
     run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
     check_policy(run)
-    _check_lora(run)
+    _check_adapted(run)
     return run
 
 
@@ -146,7 +147,8 @@ def _check_alike(run: RunFile) -> None:
 
 
 def _check_lora(run: RunFile) -> None:
-    if (lora := run.training.lora) is None:
+    """Check what doesn't depend on the model, which may take minutes to read."""
+    if run.training.lora is None:
         return
     if run.model.origin is None:
         raise RunFileError(
@@ -158,6 +160,11 @@ def _check_lora(run: RunFile) -> None:
             f"recovery.policy = {run.recovery.policy} swaps stages, but with training.lora each "
             "stage keeps its part of the base model: use checkfree or snapshot"
         )
+
+
+def _check_adapted(run: RunFile) -> None:
+    if (lora := run.training.lora) is None:
+        return
     names = matrix_names(run.config)
     if unknown := [name for name in lora.targets if name not in names]:
         raise RunFileError(
