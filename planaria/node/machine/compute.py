@@ -19,6 +19,8 @@ from planaria.node.ports import Priority
 T = TypeVar("T")
 
 END = 2.0
+"""Seconds without processor time after which a stopped thread counts as hanging."""
+LONGEST = 30.0
 """Seconds for the current task to end when the thread is stopped."""
 
 
@@ -121,15 +123,20 @@ class ComputeThread:
         except OSError:
             return None
 
-    def stop(self, seconds: float | None = END) -> bool:
-        """Drop queued tasks, and wait for the current one. False: it hasn't ended in that time;
-        then only the end of the process ends it."""
+    def stop(self, seconds: float = END) -> bool:
+        """Drop queued tasks, and wait for the current one. False: it took no processor time for
+        these seconds, or takes too long; then only the end of the process ends it."""
         with self._wake:
             self._stopped = True
             self._tasks.clear()
             self._wake.notify()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        until = time.monotonic() + LONGEST
+        while True:
+            before = self._processor_time()
+            self._thread.join(seconds)
+            computes = before is not None and before != self._processor_time()
+            if not self._thread.is_alive() or not computes or time.monotonic() > until:
+                return not self._thread.is_alive()
 
     def _work(self) -> None:
         _here.watch = self.watch

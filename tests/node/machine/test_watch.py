@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from functools import partial
 
@@ -160,6 +161,27 @@ async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
     finally:
         hangs.set()
     assert compute.stop(60.0)
+
+
+async def test_a_thread_that_still_computes_is_waited_for(monkeypatch) -> None:
+    """As on a machine that has much else to do."""
+    begun, done, looks = threading.Event(), threading.Event(), itertools.count()
+
+    def task() -> None:
+        begun.set()
+        done.wait()
+
+    def processor_time() -> float:
+        if (look := next(looks)) > 6:
+            done.set()
+        return look / 1e3
+
+    compute = ComputeThread("test", asyncio.get_running_loop())
+    compute.post(task, lambda _: None, Priority.CONTROL)
+    await asyncio.to_thread(begun.wait)
+    monkeypatch.setattr(compute, "_processor_time", processor_time)
+    assert compute.stop(0.0)
+    assert next(looks) > 6
 
 
 async def test_a_thread_that_waits_for_a_disk_is_not_computing() -> None:
