@@ -792,9 +792,9 @@ def _unknown(location: Sequence[str | int]) -> str:
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         yield (*path, field.alias or name)
-        for kind in (field.annotation, *get_args(field.annotation)):  # `X` or `X | None`
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from _keys(kind, (*path, name))
+        kind, *others = (*get_args(field.annotation), field.annotation)  # of `X | None`, or `X`
+        if isinstance(kind, type) and issubclass(kind, Section) and Ellipsis not in others:
+            yield from _keys(kind, (*path, name))
 
 
 def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile:
