@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -792,8 +792,9 @@ def _unknown(location: Sequence[str | int]) -> str:
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         yield (*path, field.alias or name)
-        kind, *others = (*get_args(field.annotation), field.annotation)  # of `X | None`, or `X`
-        if isinstance(kind, type) and issubclass(kind, Section) and Ellipsis not in others:
+        kind, *_ = (*get_args(field.annotation), field.annotation)  # of `X | None`, or `X`
+        listed = get_origin(field.annotation) is tuple
+        if isinstance(kind, type) and issubclass(kind, Section) and not listed:
             yield from _keys(kind, (*path, name))
 
 
