@@ -226,7 +226,7 @@ def uniform(
 @cache
 def parameters(config: ModelConfig, stage: int) -> int:
     """The number of parameters of the whole stage."""
-    return sum(shape.numel() for shape in parameter_shapes(config, stage))
+    return config.values_in(stage)
 
 
 def values_sent(run: RunFile, config: ModelConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planaria.node.model.shape import ModelConfig, named_shapes, total, trained_shapes
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 
 HEAD = """\
@@ -102,10 +102,11 @@ def model_card(
     for name, label in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:
             rows[label] = f"{losses[name]:.4f} nats a token"
-    head, shapes = OWN_HEAD if own_code else HEAD, named_shapes
+    head, count = OWN_HEAD if own_code else HEAD, config.values_in
     if lora is not None and not merged:
-        head, shapes = ADAPTERS, trained_shapes
-    text = head.format(base=base, name=run.name, parameters=total(config, shapes))
+        head, count = ADAPTERS, config.trained_in
+    parameters = sum(map(count, range(config.stages + 1)))
+    text = head.format(base=base, name=run.name, parameters=parameters)
     text += "\n| | |\n| --- | --- |\n"
     text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return text + _recoveries(summary.get("rebuilds", []))

@@ -166,9 +166,7 @@ class Checkpoint:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The words of a tensor in the stage's base (quantized.py), and the values that these stand
         for, flat. Raises OSError, UnsupportedModelError."""
-        import numpy as np
-
-        values, base = np.concatenate([*self._finite(name)]), config.base_of(stage)
+        values, base = check_finite(self.read(name), self.folder, name), config.base_of(stage)
         if base is None or not self.is_linear(name):
             return values, values
         import torch

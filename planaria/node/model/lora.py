@@ -102,9 +102,9 @@ class Frozen:
     def _shrink(self) -> None:
         parameters = [slot for slot in self._slots if isinstance(slot, nn.Parameter)]
         if self._bf16 and all(map(_fits, parameters)):
-            for parameter in parameters:
-                if parameter.dim() > 1:
-                    parameter.data = parameter.bfloat16()
+            for parameter in parameters:  # none keeps the float32 values of `put`
+                small = parameter.bfloat16() if parameter.dim() > 1 else parameter.clone()
+                parameter.data = small.detach()
 
     def words(self) -> Tensor:
         """A copy of all, float32 [size]: parameters by their values, packed matrices by their

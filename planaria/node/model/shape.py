@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -317,9 +316,7 @@ class ModelConfig:
     def parameters(self) -> tuple[int, int]:
         """Number of parameters of stage 0, and of the largest body stage."""
         if self.own is not None:
-            ends, *bodies = (
-                sum(map(math.prod, named_shapes(self, stage).values())) for stage in self._unlike
-            )
+            ends, *bodies = map(self.values_in, self._unlike)
             return ends, max(bodies)
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.dim * (q + 2 * k) + self.written * q
@@ -399,14 +396,6 @@ def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]
         shapes[f"{module}.lora_A.weight"] = (lora.rank, columns)
         shapes[f"{module}.lora_B.weight"] = (rows, lora.rank)
     return shapes
-
-
-def total(
-    config: ModelConfig, shapes: Callable[[ModelConfig, int], Mapping[str, tuple[int, ...]]]
-) -> int:
-    """Number of parameters of all stages, of those that `shapes` lists."""
-    stages = range(config.stages + 1)
-    return sum(math.prod(shape) for stage in stages for shape in shapes(config, stage).values())
 
 
 def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:

@@ -147,6 +147,8 @@ def test_a_base_that_bf16_would_change_stays_as_it_is() -> None:
     assert torch.equal(base.words(), exact)
     base.put(exact.bfloat16().float())
     assert module.layers[0].self_attn.q_proj.base.weight.dtype == torch.bfloat16
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in frozen), "no more is kept"
     base.put(exact)  # what a peer gives may be another
     assert torch.equal(base.words(), exact)
     assert {p.dtype for p in module.parameters()} == {torch.float32}

@@ -277,7 +277,7 @@ def test_stages_divide_the_layers_evenly_or_as_it_is_said() -> None:
         assert [config.trained_in(stage + 1) for stage in range(config.stages)] == [
             size * layer for size in config.cut
         ]
-        assert shape.total(config, shape.named_shapes) == first + 30 * layer
+        assert sum(map(config.values_in, range(config.stages + 1))) == first + 30 * layer
         body = modules.build_stage(config, 1, seed=0)
         assert isinstance(body, BodyStage)
         assert len(body.layers) == config.cut[0]
