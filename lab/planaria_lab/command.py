@@ -70,6 +70,7 @@ def lab_run(
     ] = 0,
 ) -> None:
     """Run what a study lacks. Each result is kept, so it can be stopped and started again."""
+    from planaria_lab import origin
     from planaria_lab.convergence import runner, study
 
     loaded = study.load(study_file)
@@ -81,11 +82,13 @@ def lab_run(
     _prepare(loaded, wanted)
     results = study_file.with_name(study.RESULTS)
     lines = study.read_results(results)
+    here = origin.origin(device)
     for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
         other_lines = study.read_results(other)
         for key, job in runner.resolved(wanted):
-            if key in other_lines and key not in lines:
-                lines[key] = {**other_lines[key], "variant": job.variant}
+            line = other_lines.get(key)
+            if line and key not in lines and origin.paired(line, here):
+                lines[key] = {**line, "variant": job.variant}
                 study.append_result(results, lines[key])
     todo = {key: job for key, job in runner.resolved(wanted) if key not in lines}
     console.print(f"{loaded.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
@@ -134,7 +137,8 @@ def lab_norms(
     """Measure the stages' gradient norms in a study's baseline: norms.jsonl, norms.md beside it."""
     import json
 
-    from planaria_lab.convergence import norms, runner, study
+    from planaria_lab import origin
+    from planaria_lab.convergence import norms, study
 
     loaded = study.load(study_file)
     wanted = [
@@ -147,7 +151,7 @@ def lab_norms(
     measured = norms.read(path)
     done = {(norm.seed, norm.machine) for norm in measured}
     for job in wanted:
-        if (job.seed, runner.machine("cpu")) not in done:
+        if (job.seed, origin.machine("cpu")) not in done:
             measured.append(norms.measure(job))
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(measured[-1]._asdict()) + "\n")
@@ -210,8 +214,17 @@ def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]
 
 
 @lab_app.command("report")
-def lab_report(study_file: StudyFile) -> None:
-    """Write table.md, curves.png and costs.png beside the study, from the results so far."""
+def lab_report(
+    study_files: Annotated[
+        list[Path], typer.Argument(metavar="STUDY.toml...", help="Studies, one after the other.")
+    ],
+) -> None:
+    """Write table.md, curves.png and costs.png beside each study, from the results so far."""
+    for study_file in study_files:
+        _report(study_file)
+
+
+def _report(study_file: Path) -> None:
     from planaria_lab.convergence import report, runner, study
 
     loaded = study.load(study_file)
@@ -219,22 +232,19 @@ def lab_report(study_file: StudyFile) -> None:
     lines = study.read_results(results)
     wanted = study.jobs(loaded)
     _prepare(loaded, wanted)
-    counted = {
-        (job.variant, job.seed): runner.counted(lines[key], job)
-        for key, job in runner.resolved(wanted)
-        if key in lines
+    by_run = {
+        (job.variant, job.seed): lines[key] for key, job in runner.resolved(wanted) if key in lines
     }
-    if not counted:
+    if not by_run:
         command = f"planaria lab run {shlex.quote(str(study_file))}"
         raise study.StudyError(f"{results} has no run of this study; make them with `{command}`")
-    if missing := len(wanted) - len(counted):
+    if missing := len(wanted) - len(by_run):
         console.print(
             f"{missing} of {len(wanted)} runs are missing: the table is without them",
             soft_wrap=True,
         )
-    rows = report.rows(loaded, counted)
-    command = f"planaria lab run {study_file} && planaria lab report {study_file}"
-    text = report.table(loaded, rows, command)
+    rows = report.rows(loaded, by_run)
+    text = report.table(loaded, rows, study_file)
     study_file.with_name("table.md").write_text(text, encoding="utf-8")
     report.plot_curves(loaded, rows, study_file.with_name("curves.png"))
     report.plot_costs(loaded, rows, study_file.with_name("costs.png"))

@@ -10,7 +10,7 @@ import pytest
 
 from planaria_lab import bench
 from planaria_lab.bench.rows import keep
-from planaria_lab.convergence.runner import machine
+from planaria_lab.origin import lacking, machine
 
 BENCH = Path(bench.__file__).parent
 
@@ -29,6 +29,7 @@ def test_a_row_is_added_where_out_says(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["ratio"] for row in rows["bench"]] == [0.8]
     assert [row["ratio"] for row in rows["mine"]] == [0.9, 1.0]
     assert rows["mine"][0]["machine"] == machine("cpu")
+    assert not lacking(rows["mine"][0])
 
 
 def test_every_measurement_keeps_its_figures() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ FOLDER = "out/bench"
 
 
 def keep(bench: str, **figures: Any) -> None:
-    """Adds a row: when, on which machine, how many processes want its cores, and these figures."""
-    from planaria_lab.convergence.runner import machine  # not in processes that only serve
+    """Adds a row: its origin, how many processes want its cores, and these figures."""
+    from planaria_lab.origin import origin  # not in processes that only serve
 
     path = Path(os.environ.get("OUT") or FOLDER) / f"{bench}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     row = {
-        "at": round(time.time()),
-        "machine": machine("cpu"),
+        **origin(),
         "load": round(os.getloadavg()[0], 1),
         **figures,
     }

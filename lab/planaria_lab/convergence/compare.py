@@ -131,22 +131,3 @@ def _relearned(run: Mapping[str, Any]) -> tuple[float, float]:
         )
 
     return passes("") / tokens, passes("background_") / tokens
-
-
-def with_updates(
-    run: Mapping[str, Any], update_tokens: float, updates_a_token: float
-) -> dict[str, Any]:
-    """A line from when the updates of relearning weren't counted, nor made in the background, with
-    what they took. `updates_a_token`: of a stage."""
-    rebuilds = []
-    for line in run["rebuilds"]:
-        if "relearned" in line:
-            done = line["relearned"]
-            counted = {
-                "stage_updates": round(done["stage_tokens"] * updates_a_token),
-                "background_stage_tokens": 0,
-                "background_stage_updates": 0,
-            }
-            line = {**line, "relearned": counted | done}
-        rebuilds.append(line)
-    return {"update_tokens": update_tokens, **run, "rebuilds": rebuilds}

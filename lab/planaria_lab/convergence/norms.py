@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from planaria.node.data.mixture import open_data
 from planaria.recovery.checkfree import weights_of
-from planaria_lab.convergence.runner import machine
 from planaria_lab.convergence.study import Job, Study
 from planaria_lab.convergence.training import TrainingSwarm
+from planaria_lab.origin import origin
 
 NORMS = "norms.jsonl"
 EVERY = 10
@@ -24,9 +24,12 @@ class Norms(NamedTuple):
     """The norms of one run, a line in the file."""
 
     seed: int
-    machine: str
     squared: list[list[float]]  # ω of stages 0, 1, .., L after each tenth step
     sizes: list[float]  # root mean square of the elements of each stage's matrices, at the end
+    machine: str
+    torch: str
+    commit: str
+    at: int
 
 
 def measure(job: Job) -> Norms:
@@ -45,7 +48,7 @@ def measure(job: Job) -> Norms:
         sizes.append(
             math.sqrt(math.fsum(float(matrix.square().sum()) for matrix in matrices) / values)
         )
-    return Norms(job.seed, machine("cpu"), squared, [round(size, 4) for size in sizes])
+    return Norms(job.seed, squared, [round(size, 4) for size in sizes], **origin())
 
 
 def read(path: Path) -> list[Norms]:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from planaria_lab.convergence.compare import CostOfLosses, Spread, cost, curve_of, loss_at
 from planaria_lab.convergence.study import Study
 from planaria_lab.lines import COLORS, distinct_style, name_at_the_ends
+from planaria_lab.origin import paired
 
 matplotlib.use("agg")
 
@@ -28,6 +29,18 @@ class VariantRow:
     runs: Sequence[Line]
     others: Sequence[Line]  # of the baseline, seed by seed
     costs: Sequence[CostOfLosses]
+    unpaired: int = 0  # runs that another processor or torch did than the baseline's
+
+    @property
+    def seeds(self) -> str:
+        """How many are compared, and with what reservation."""
+        words = [str(len(self.runs))]
+        pairs = zip(self.runs, self.others, strict=True)
+        if any(run.get("commit") != other.get("commit") for run, other in pairs):
+            words.append("other commit")
+        if self.unpaired:
+            words.append(f"{self.unpaired} unpaired")
+        return ", ".join(words)
 
     def spread(self, figure: Callable[[CostOfLosses], float]) -> Spread:
         return Spread.of([figure(cost) for cost in self.costs])
@@ -40,19 +53,21 @@ class VariantRow:
 
 def rows(study: Study, lines: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
     """A row for each variant, with the seeds that have both its run and the run to compare it
-    with."""
+    with, if they are paired."""
     compared = []
     for variant in study.variants:
-        seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= lines.keys()]
-        runs = [lines[variant.name, seed] for seed in seeds]
-        others = [lines[study.baseline, seed] for seed in seeds]
+        keys = [((variant.name, seed), (study.baseline, seed)) for seed in study.seeds]
+        both = [(lines[own], lines[other]) for own, other in keys if {own, other} <= lines.keys()]
+        runs = [run for run, other in both if paired(run, other)]
+        others = [other for run, other in both if paired(run, other)]
         costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
-        compared.append(VariantRow(variant.name, runs, others, costs))
+        unpaired = len(both) - len(runs)
+        compared.append(VariantRow(variant.name, runs, others, costs, unpaired))
     return compared
 
 
-def table(study: Study, compared: Sequence[VariantRow], command: str) -> str:
-    """The results as a table in Markdown."""
+def table(study: Study, compared: Sequence[VariantRow], file: Path) -> str:
+    """The results as a table in Markdown. `file`: of the study."""
     named = {row.name: row for row in compared}
     references = {v.name: named.get(v.reference or study.reference) for v in study.variants}
     relative = any(references.values())
@@ -68,12 +83,13 @@ def table(study: Study, compared: Sequence[VariantRow], command: str) -> str:
     heads += ["behind and computing, share of the reference"] if relearned and relative else []
     heads += ["... without the background's"] if background and relative else []
     heads += [f"perplexity, {name}" for name in ("held out", *texts)] if texts else []
-    lines = [f"# {study.title}", "", _machines(compared), f"Made by `{command}`.", ""]
+    made = f"Made by `planaria lab run {file} && planaria lab report {file}`."
+    lines = [f"# {study.title}", "", _machines(compared), made, ""]
     lines += [f"Mean ± standard deviation over the seeds; `{study.baseline}` is the baseline."]
-    lines += _referred(references)
+    lines += _referred(references) + _reserved(compared)
     lines += ["", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in compared:
-        cells = [row.name, str(len(row.costs)), f"{row.losses:.1f}"]
+        cells = [row.name, row.seeds, f"{row.losses:.1f}"]
         if not row.costs:
             lines.append("| " + " | ".join(cells + ["-"] * (len(heads) - 3)) + " |")
             continue
@@ -112,6 +128,16 @@ def _referred(references: Mapping[str, VariantRow | None]) -> list[str]:
             for name in names_by_reference
         ),
     ]
+
+
+def _reserved(compared: Sequence[VariantRow]) -> list[str]:
+    """Lines that say what the words beside numbers of seeds mean, if there are any."""
+    meanings = {
+        "other commit": "the baseline's run was made at another commit of the same arithmetic",
+        "unpaired": "another processor or torch did the baseline's run, so it isn't compared",
+    }
+    used = [word for word in meanings if any(word in row.seeds for row in compared)]
+    return ["", *(f"- {word}: {meanings[word]}." for word in used)] if used else []
 
 
 def _machines(compared: Sequence[VariantRow]) -> str:

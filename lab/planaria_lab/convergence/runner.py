@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from threading import Thread
@@ -21,16 +19,11 @@ from planaria.node.data.mixture import open_data
 from planaria.node.data.spread import over_dask
 from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import override
-from planaria_lab.convergence.compare import with_updates
 from planaria_lab.convergence.partial import PartialRun, Progress
 from planaria_lab.convergence.schedule import schedule
 from planaria_lab.convergence.study import Job, StudyError, append_result
-from planaria_lab.convergence.training import (
-    LostError,
-    TrainingSwarm,
-    update_tokens,
-    updates_a_token,
-)
+from planaria_lab.convergence.training import LostError, TrainingSwarm, update_tokens
+from planaria_lab.origin import origin
 
 TICK = 0.5  # seconds
 SAMPLES = 256  # of another text, at most
@@ -47,13 +40,6 @@ def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
         whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
         keyed.append((whole.key(run.data.content), whole))
     return keyed
-
-
-def counted(line: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """A line of the results of this resolved job, with what its updates took."""
-    config = job.run.model.config
-    a_token = updates_a_token(job.run, config, job.ablation)
-    return with_updates(line, update_tokens(config, job.ablation), a_token)
 
 
 def run_all(
@@ -196,7 +182,7 @@ def run_one(
         "share": swarm.share_of_a_stage,
         "update_tokens": update_tokens(swarm.config, job.ablation),
         "seconds": round(time.perf_counter() - started, 1),
-        "machine": machine(device),
+        **origin(device),
     }
 
 
@@ -225,18 +211,3 @@ def _other(swarm: TrainingSwarm, folder: Path) -> float:
     starts = np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64) * context
     samples = np.stack([ids[start : start + context + 1] for start in starts])
     return swarm.validate(torch.from_numpy(samples))
-
-
-def machine(device: str) -> str:
-    """The processor that a run's digits depend on: others sum in another order."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(torch.device(device))
-    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -49,6 +49,7 @@ from planaria_lab.emulation.live_swarm import (
     train,
 )
 from planaria_lab.emulation.relay import NETWORK
+from planaria_lab.origin import origin
 
 PLAIN: Final = "plain"
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -148,14 +149,13 @@ def open_samples(path: Path, setting: Setting) -> list[Sample]:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]  # the rest is what an interrupted write has left
         lines = [json.loads(line) for line in whole.splitlines()] or [header]
-        if lines[0] != header:
-            differ = ", ".join(key for key in header if lines[0].get(key) != header[key])
+        if differ := ", ".join(key for key in header if lines[0].get(key) != header[key]):
             raise LiveError(
                 f"{path} has results of other settings ({differ}): choose another --out, or "
                 "remove it"
             )
         if whole != text or not text:
-            path.write_text(whole or json.dumps(header) + "\n", encoding="utf-8")
+            path.write_text(whole or json.dumps(header | origin()) + "\n", encoding="utf-8")
         return [SAMPLE.validate_python(line) for line in lines[1:]]
     except (OSError, ValueError, AttributeError) as error:
         raise LiveError(f"{path} can't be used: {error}; remove it to start again") from error
@@ -194,7 +194,7 @@ def measure_all(
             on_step = partial(_show, progress, task)
             sample = _measure_one(setting, block, policy, device, links, on_step)
             with path.open("a", encoding="utf-8") as file:
-                file.write(SAMPLE.dump_json(sample).decode() + "\n")
+                file.write(json.dumps(SAMPLE.dump_python(sample, mode="json") | origin()) + "\n")
             samples.append(sample)
             progress.console.print(f"{name}: {_in_short(sample)}", soft_wrap=True, highlight=False)
             progress.remove_task(task)

@@ -19,9 +19,9 @@ from shutil import rmtree
 from typing import Any, Final, NamedTuple
 
 from planaria.node.run_file import RunFile
-from planaria_lab.convergence.runner import machine
 from planaria_lab.convergence.study import append_result, read_results
 from planaria_lab.lines import COLORS
+from planaria_lab.origin import origin
 from planaria_lab.saves.swarm import SavesError, Saving, measure
 
 RUN: Final = """
@@ -118,7 +118,7 @@ def measure_all(run: RunFile, blocks: int, out: Path, say: Callable[[str], None]
             "suite": turn.suite._asdict(),
             "variant": turn.variant,
             "load": round(load, 1),
-            "machine": machine("cpu"),
+            **origin(),
             **asdict(outcome),
         }
         append_result(out / ROWS, row)

@@ -26,13 +26,15 @@ def run(
     ] = 100,
 ) -> None:
     """Run everything (three minutes on one core), store it, and report."""
+    from planaria_lab.origin import origin
     from planaria_lab.scar.results import records
 
     out.mkdir(parents=True, exist_ok=True)
+    made = origin()
     unfinished = out / f"{RESULTS}.unfinished"
     with unfinished.open("w") as file:
         for record in records(trials):
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record | made) + "\n")
             typer.echo(" ".join(str(record[key]) for key in record["of"]))
     unfinished.replace(out / RESULTS)
     report(out)

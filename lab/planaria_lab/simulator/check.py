@@ -45,6 +45,7 @@ from planaria_lab.emulation.emulation import emulate
 from planaria_lab.emulation.links import WAN_LINKS, Network, all_alike, read_links
 from planaria_lab.emulation.live_study import POLICIES, at_sites, machine, plan_run, with_data
 from planaria_lab.emulation.live_swarm import LiveError, machines, measure, train
+from planaria_lab.origin import origin
 from planaria_lab.simulator.churn import Churn, LostPlace
 from planaria_lab.simulator.run import simulate_run
 from planaria_lab.simulator.step import simulate_step
@@ -195,12 +196,12 @@ def read_samples(path: Path) -> list[Live]:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         lines = [json.loads(line) for line in whole.splitlines()] or [header]
-        if lines[0] != header:
+        if header.items() - lines[0].items():
             raise LiveError(
                 f"{path} has results of other settings or of another machine: choose another "
                 "--out, or remove it"
             )
-        path.write_text(whole or json.dumps(header) + "\n", encoding="utf-8")
+        path.write_text(whole or json.dumps(origin() | header) + "\n", encoding="utf-8")
         return [LIVE.validate_python(line) for line in lines[1:]]
     except (OSError, ValueError) as error:
         raise LiveError(f"{path} can't be used: {error}; remove it to start again") from error
@@ -215,7 +216,7 @@ def missing(samples: Sequence[Live], blocks: int) -> list[LiveCase]:
 
 def append(path: Path, sample: Live) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(LIVE.dump_json(sample).decode() + "\n")
+        file.write(json.dumps(LIVE.dump_python(sample, mode="json") | origin()) + "\n")
 
 
 # --- simulated

@@ -129,11 +129,13 @@ def figures(
     groups: Sequence[int], trials: int, trails: int, deepest: int, seed: int, out: Path
 ) -> None:
     """Writes rows and pictures."""
+    from planaria_lab.origin import origin
     from planaria_lab.spare.plots import plot_by_redundancy
 
     rows = list(measure(groups, trials, trails, deepest, seed))
     out.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    made = origin()
+    text = "".join(json.dumps({**row, **made}) + "\n" for row in rows)
     (out / ROWS).write_text(text, encoding="utf-8")
     for name, (label, lines) in curves(rows).items():
         plot_by_redundancy(lines, label, out / f"{name}.png")

@@ -29,6 +29,7 @@ from planaria.node.model.shape import ModelConfig
 from planaria.node.model.subspace import Subspace
 from planaria.node.run_file import RunFile
 from planaria_lab.convergence import training
+from planaria_lab.origin import origin
 
 STUDY: Final = tomllib.loads((Path(__file__).parent / "study.toml").read_text())
 RANKS: Final = 16, 64
@@ -135,7 +136,7 @@ def main() -> None:
     with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
         for row in pool.map(run_one, variants):
             with Path(sys.argv[1]).open("a") as rows:
-                rows.write(json.dumps(row) + "\n")
+                rows.write(json.dumps(row | origin()) + "\n")
 
 
 if __name__ == "__main__":

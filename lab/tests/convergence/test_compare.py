@@ -11,7 +11,6 @@ from planaria_lab.convergence.compare import (
     iteration_cost,
     loss_at,
     reached,
-    with_updates,
 )
 
 CLEAN = [(0, 8.0), (10, 6.0), (20, 5.0), (30, 4.5), (40, 4.25)]
@@ -65,18 +64,6 @@ def test_who_relearns_together_is_counted_once() -> None:
     assert (costs.difference, costs.iterations, costs.behind) == (0, 0, 0)
     assert (costs.relearned, costs.background) == (15, 4.5)  # 4000 + 50 * 40 tokens, twice
     assert (costs.waited, costs.net, costs.net_waited_for) == (84, 15, 10.5)
-
-
-def test_updates_that_a_line_does_not_tell_are_not_left_out() -> None:
-    validation = [[i, i, loss] for i, loss in CLEAN]
-    done = {"before": 0.3, "stage_tokens": 4000, "updates": 40}
-    rebuilds = [{"iteration": 5, "stage": 2, "relearned": done}, {"iteration": 9, "stage": 0}]
-    line = {"validation": validation, "window": 100, "share": 0.125, "rebuilds": rebuilds}
-    with pytest.raises(KeyError, match="update_tokens"):
-        cost(line, {"validation": validation}, 20)
-    whole = with_updates(line, 40.0, 1 / 100)
-    assert cost(whole, {"validation": validation}, 20).relearned == (4000 + 40 * 40) / 100 * 0.125
-    assert with_updates(whole, 0.0, 1 / 10) == whole
 
 
 def test_a_rolled_back_run_is_compared_after_as_many_iterations() -> None:

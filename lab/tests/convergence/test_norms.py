@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria_lab.convergence.norms import Norms, read, table
-from planaria_lab.convergence.runner import machine
 from planaria_lab.convergence.study import Study, load
+from planaria_lab.origin import machine
 
 STUDY = """
 title = "norms"
@@ -56,5 +56,7 @@ def test_a_run_is_measured_once_for_each_seed_and_machine(path: Path) -> None:
 def test_the_table_has_medians_and_shares(path: Path) -> None:
     study: Study = load(path)
     squared = [[9.0, 8.0, 2.0, 1.0], [9.0, 9.0, 3.0, 1.0], [9.0, 4.0, 4.0, 4.0]]
-    line = table(study, [Norms(7, "abacus", squared, [0.1, 0.2, 0.3, 0.4])]).splitlines()[-1]
+    line = table(
+        study, [Norms(7, squared, [0.1, 0.2, 0.3, 0.4], "abacus", "2.13.0", "f00", 1)]
+    ).splitlines()[-1]
     assert line == "| 7 | abacus | 3, 8 | 0.89 | 0.200, 0.300, 0.400 |"

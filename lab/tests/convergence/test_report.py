@@ -8,6 +8,9 @@ import pytest
 from planaria_lab.convergence.report import Line, plot_costs, plot_curves, rows, table
 from planaria_lab.convergence.study import Study
 
+STUDY = Path("study.toml")
+ORIGIN = {"machine": "abacus, 2 cores", "torch": "2.13.0", "commit": "f00", "at": 1}
+
 
 @pytest.fixture
 def study() -> Study:
@@ -43,7 +46,7 @@ def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
         "share": 0.25,
         "update_tokens": 50.0,
         "seconds": 60.0,
-        "machine": "abacus",
+        **ORIGIN,
     }
 
 
@@ -66,7 +69,7 @@ def cells(text: str, name: str) -> dict[str, str]:
 
 
 def test_a_row_is_compared_seed_by_seed(study: Study, runs: dict[tuple[str, int], Line]) -> None:
-    text = table(study, rows(study, runs), "planaria lab report")
+    text = table(study, rows(study, runs), STUDY)
     assert "5 runs, 5 minutes" in text
     guessed, relearned = cells(text, "guessed"), cells(text, "relearned")
     assert guessed["above the baseline"] == "+0.7500 ± 0.3536"
@@ -82,6 +85,31 @@ def test_a_row_is_compared_seed_by_seed(study: Study, runs: dict[tuple[str, int]
     assert set(cells(text, "nothing yet").values()) == {"nothing yet", "0", "0.0", "-"}
 
 
+@pytest.mark.parametrize(
+    ("other", "seeds"),
+    [
+        ({"commit": "f01"}, "2, other commit"),
+        ({"machine": "abacus, 8 cores"}, "2"),
+        ({"machine": "slide rule, 2 cores"}, "1, 1 unpaired"),
+        ({"torch": "3.0"}, "1, 1 unpaired"),
+    ],
+)
+def test_a_run_is_compared_only_with_one_of_its_processor_and_torch(
+    study: Study, runs: dict[tuple[str, int], Line], other: Line, seeds: str
+) -> None:
+    runs["guessed", 1] = {**runs["guessed", 1], **other}
+    compared = rows(study, runs)
+    text = table(study, compared, STUDY)
+    guessed = cells(text, "guessed")
+    assert guessed["seeds"] == seeds
+    paired = "unpaired" not in seeds
+    assert guessed["above the baseline"] == ("+0.7500 ± 0.3536" if paired else "+1.0000")
+    assert [word in text for word in ("\n- other commit:", "\n- unpaired:")] == [
+        "commit" in seeds,
+        not paired,
+    ]
+
+
 def test_a_variant_may_have_a_reference_of_its_own(
     study: Study, runs: dict[tuple[str, int], Line]
 ) -> None:
@@ -89,7 +117,7 @@ def test_a_variant_may_have_a_reference_of_its_own(
         variant.model_copy(update={"reference": "relearned" if variant.name == "guessed" else ""})
         for variant in study.variants
     ]
-    text = table(study.model_copy(update={"variants": other}), rows(study, runs), "report")
+    text = table(study.model_copy(update={"variants": other}), rows(study, runs), STUDY)
     assert cells(text, "guessed")["share of the reference"] == "5.00"  # 1.0 of 0.2
     assert cells(text, "relearned")["share of the reference"] == "0.20"
     assert "`relearned` is the reference of: guessed." in text

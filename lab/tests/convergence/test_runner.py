@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import distributed
 import pytest
+from typer.testing import CliRunner
 
 import planaria.node.data.spread
+from planaria.node.cli import app
 from planaria.node.data.corpus import CorpusError
+from planaria_lab.convergence import runner
 from planaria_lab.convergence.runner import resolved, run_all_over_dask, run_one
-from planaria_lab.convergence.study import Job, Study, jobs, read_results
+from planaria_lab.convergence.study import RESULTS, Job, Study, jobs, load, read_results
+from planaria_lab.origin import origin
 
 
 def todo(data: Path) -> list[tuple[str, Job]]:
@@ -47,7 +52,7 @@ def test_a_dask_cluster_has_the_same_results(data: Path, tmp_path: Path) -> None
         assert kept.keys() == {key for key, _ in wanted}
         for key, job in wanted:
             alone = run_one(key, job, "cpu")
-            for volatile in ("seconds", "rebuilds"):  # these have JSON's lists
+            for volatile in ("seconds", "at", "rebuilds"):  # the last has JSON's lists
                 del alone[volatile], kept[key][volatile]
             assert {**alone, "validation": [list(point) for point in alone["validation"]]} == kept[
                 key
@@ -66,3 +71,30 @@ def test_a_cluster_that_is_not_there_is_named(
     nowhere = "tcp://127.0.0.1:9"
     with pytest.raises(CorpusError, match=f"no Dask scheduler answers at {nowhere}"):
         run_all_over_dask(todo(data), tmp_path / "runs.jsonl", "cpu", nowhere, lambda *done: None)
+
+
+@pytest.mark.parametrize(("machine", "todo"), [({}, 0), ({"machine": "abacus, 2 cores"}, 1)])
+def test_a_run_of_another_study_is_taken_over_if_this_processor_did_it(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: dict[str, str],
+    todo: int,
+) -> None:
+    path = tmp_path / "mine/study.toml"
+    (tmp_path / "other").mkdir()
+    path.parent.mkdir()
+    path.write_text(
+        'title = "Mine"\nseeds = [0]\nbaseline = "none"\ntarget = 1\nvariants = [{name = "none"}]\n'
+        f'[run]\nsteps = 2\ndata.path = "{data}"\nmodel = {{stages = 3, layers = 3}}\n'
+    )
+    ((key, _),) = resolved(jobs(load(path)))
+    line = {"key": key, "variant": "its name there", **origin(), **machine}
+    (tmp_path / "other" / RESULTS).write_text(json.dumps(line) + "\n")
+    asked: list[str] = []
+    monkeypatch.setattr(runner, "run_all", lambda jobs, *_: asked.extend(key for key, _ in jobs))
+    result = CliRunner().invoke(app, ["lab", "run", str(path)])
+    assert result.exit_code == 0, result.output
+    assert asked == [key] * todo
+    taken = read_results(path.with_name(RESULTS))
+    assert [line["variant"] for line in taken.values()] == ["none"] * (1 - todo)

@@ -117,7 +117,7 @@ STUDIES = sorted((Path(__file__).parents[2] / "results").glob("*/study.toml"))
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
-def test_results_stay_those_of_their_study(
+def test_each_row_is_still_of_its_study(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where no data is, so that it needs no preparing
@@ -126,8 +126,7 @@ def test_results_stay_those_of_their_study(
     data = {**vocabulary, "data__content": CONTENT[asked.text, asked.vocabulary]}
     wanted = [replace(job, run=override(job.run, **data)) for job in jobs(asked)]
     keys = {key for key, _ in resolved(wanted)}
-    keys_of_results = read_results(path.with_name(RESULTS)).keys()
-    assert keys <= keys_of_results
+    assert read_results(path.with_name(RESULTS)).keys() <= keys
 
 
 def test_results_were_made_with_these_defaults() -> None:

@@ -1,0 +1,80 @@
+"""Whether what pages claim has rows, and rows say where they come from.
+
+    python -m planaria_lab.evidence      # in the repository's top folder; a piece of `make nightly`
+
+It prints a line for each file of rows some of which lack a part of their origin, each variant of a
+study that isn't paired with its baseline or has rows of no run of the study, each table that isn't
+what its rows make, and each link of a page to results, or to a measurement, that has no rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from planaria_lab.convergence import report
+from planaria_lab.convergence.study import RESULTS, load, read_results
+from planaria_lab.origin import lacking
+
+FOLDER: Final = Path("lab/results")
+PAGES: Final = "README.md", "docs/*.md", "lab/docs/*.md", "lab/results/*/README.md"
+RECORDS: Final = ".jsonl", ".json", ".txt"
+
+
+def complaints(top: Path) -> Iterator[str]:
+    """What is missing in the repository at `top`."""
+    results = top / FOLDER
+    for path in sorted(results.rglob("*.jsonl")):
+        yield from of_rows(path)
+    for path in sorted(results.rglob("study.toml")):
+        yield from of_study(path, path.relative_to(top))
+    for page in sorted(page for pattern in PAGES for page in top.glob(pattern)):
+        yield from of_page(page, results)
+
+
+def of_rows(path: Path) -> Iterator[str]:
+    """One complaint for a file."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lacked = [(number, lacking(row)) for number, row in enumerate(rows, 1) if lacking(row)]
+    if lacked:
+        number, keys = lacked[0]
+        yield f"{path}: {len(lacked)} rows lack their origin; line {number} lacks {', '.join(keys)}"
+
+
+def of_study(path: Path, name: Path) -> Iterator[str]:
+    """`name`: of the study's file, in its table."""
+    study, lines = load(path), read_results(path.with_name(RESULTS)).values()
+    by_run = {(line["variant"], line["seed"]): line for line in lines}
+    rows = report.rows(study, by_run)
+    for row in rows:
+        if row.unpaired:
+            yield f"{path}: {row.unpaired} rows of {row.name!r} are unpaired: run the baseline"
+    if report.table(study, rows, name) != path.with_name("table.md").read_text(encoding="utf-8"):
+        yield f"{path}: table.md isn't what its rows make: use `planaria lab report {name}`"
+
+
+def of_page(page: Path, results: Path) -> Iterator[str]:
+    text = page.read_text(encoding="utf-8")
+    links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)", text)}
+    folders = {results / link.relative_to(results.resolve()).parts[0] for link in links
+               if results.resolve() in link.parents}  # fmt: skip
+    for folder in sorted(folders):
+        if not any(path.suffix in RECORDS for path in folder.rglob("*")):
+            yield f"{page} links to {folder}, which has no rows"
+    for bench in sorted(set(re.findall(r"planaria_lab\.bench\.(\w+)", text))):
+        if not list(results.glob(f"*/{bench}.jsonl")):
+            yield f"{page} names the measurement {bench}, of which no results are kept"
+
+
+def main() -> None:
+    lines = list(complaints(Path()))
+    print(*lines, sep="\n")
+    sys.exit(f"{len(lines)} complaints" if lines else None)
+
+
+if __name__ == "__main__":
+    main()
