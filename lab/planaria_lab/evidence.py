@@ -58,13 +58,11 @@ def of_study(path: Path, name: Path) -> Iterator[str]:
 
 
 def of_page(page: Path, results: Path) -> Iterator[str]:
-    text = page.read_text(encoding="utf-8")
-    links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)", text)}
-    folders = {results / link.relative_to(results.resolve()).parts[0] for link in links
-               if results.resolve() in link.parents}  # fmt: skip
-    for folder in sorted(folders):
-        if not any(path.suffix in RECORDS for path in folder.rglob("*")):
-            yield f"{page} links to {folder}, which has no rows"
+    text, top = page.read_text(encoding="utf-8"), results.resolve()
+    links = [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)", text)]
+    for name in sorted({link.relative_to(top).parts[0] for link in links if top in link.parents}):
+        if not any(path.suffix in RECORDS for path in (results / name).rglob("*")):
+            yield f"{page} links to {results / name}, which has no rows"
     for bench in sorted(set(re.findall(r"planaria_lab\.bench\.(\w+)", text))):
         if not list(results.glob(f"*/{bench}.jsonl")):
             yield f"{page} names the measurement {bench}, of which no results are kept"

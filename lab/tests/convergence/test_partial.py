@@ -81,7 +81,7 @@ def test_who_is_killed_ends_as_if_it_had_not_been(data: Path, tmp_path: Path, va
     again = run_one(key, job, "cpu", PartialRun(path), lambda: trained.append(None))
     whole = run_one(key, job, "cpu")
     assert len(trained) == whole["validation"][-1][0] - KILLED_AFTER
-    assert {**again, "seconds": 0} == {**whole, "seconds": 0}
+    assert {**again, "seconds": 0, "at": 0} == {**whole, "seconds": 0, "at": 0}
     assert [line["iteration"] for line in whole["rebuilds"]] == [8, 13, 15, 18]
 
 
