@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from json import dumps
+from operator import itemgetter
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Final, NamedTuple
@@ -125,11 +126,7 @@ def measure_all(run: RunFile, blocks: int, out: Path, say: Callable[[str], None]
         lines[row["key"]] = row
         goodput = f"{outcome.steps / outcome.wall:.2f} steps/s, load {load:.1f}"
         say(f"{number + 1} of {len(todo)}: {turn.suite}, {turn.variant}: {goodput}")
-    return [lines[turn.key(run)] for turn in turns(_blocks(lines)) if turn.key(run) in lines]
-
-
-def _blocks(rows: Mapping[str, Row]) -> int:
-    return max((row["block"] + 1 for row in rows.values()), default=0)
+    return [*lines.values()]
 
 
 # --- what it came to
@@ -165,7 +162,7 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
         for variant in VARIANTS:
             own = [
                 (row, plain[row["block"], suite])
-                for row in rows
+                for row in sorted(rows, key=itemgetter("block"))
                 if (_suite(row), row["variant"]) == (suite, variant)
                 and (row["block"], suite) in plain
             ]

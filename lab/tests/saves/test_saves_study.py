@@ -149,5 +149,7 @@ def test_the_table_has_them_and_the_pairs(tmp_path):
     )
     assert first.startswith("| own disk, every 2 steps | 1.467 (1.333 to 1.600) | - | - |")
     assert all(f"{a} / {b}" in text for a, b in PAIRS)
+    *rows, last = ROWS
+    assert table([*rows[:1], last, *rows[1:]]) == text  # pairs are of one block
     plot(ROWS, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
