@@ -1,10 +1,11 @@
 """Whether what pages claim has rows, and rows say where they come from.
 
-    python -m planaria_lab.evidence      # in the repository's top folder; a piece of `make nightly`
+    python -m planaria_lab.evidence      # in the repository's top folder
 
-It prints a line for each file of rows some of which lack a part of their origin, each variant of a
-study that isn't paired with its baseline or has rows of no run of the study, each table that isn't
-what its rows make, and each link of a page to results, or to a measurement, that has no rows.
+Tests run it, so `make test` and `make nightly` do. It prints a line for each file with rows that
+lack a part of their origin, each variant of a study that has unpaired rows, each table that isn't
+what its rows make, and each page that links to results without rows, or names a measurement of
+which no rows are kept.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def of_page(page: Path, results: Path) -> Iterator[str]:
 
 def main() -> None:
     lines = list(complaints(Path()))
-    print(*lines, sep="\n")
+    for line in lines:
+        print(line)
     sys.exit(f"{len(lines)} complaints" if lines else None)
 
 

@@ -15,6 +15,10 @@ TOP = Path(__file__).parents[2]
 STUDY = Path("lab/results/swapped-order")
 
 
+def test_each_claim_of_the_pages_has_rows_that_are_paired() -> None:
+    assert [*complaints(TOP)] == []
+
+
 def test_a_row_of_today_says_where_it_comes_from() -> None:
     assert not lacking(origin())
     assert lacking({**origin(), "commit": ""}) == ["commit"]

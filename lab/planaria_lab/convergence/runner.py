@@ -146,7 +146,7 @@ def run_one(
 ) -> dict[str, Any]:
     """One line of the results; goes on from where the run was `kept`. `trained` is called after
     each iteration. Raises StudyError."""
-    started = time.perf_counter()
+    started, made = time.perf_counter(), origin(device)
     run = job.run
     corpus = open_data(run.data)
     swarm = TrainingSwarm(run, corpus, job.ablation, torch.device(device))
@@ -182,7 +182,7 @@ def run_one(
         "share": swarm.share_of_a_stage,
         "update_tokens": update_tokens(swarm.config, job.ablation),
         "seconds": round(time.perf_counter() - started, 1),
-        **origin(device),
+        **made,
     }
 
 

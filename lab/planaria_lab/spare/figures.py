@@ -132,10 +132,10 @@ def figures(
     from planaria_lab.origin import origin
     from planaria_lab.spare.plots import plot_by_redundancy
 
-    rows = list(measure(groups, trials, trails, deepest, seed))
-    out.mkdir(parents=True, exist_ok=True)
     made = origin()
-    text = "".join(json.dumps({**row, **made}) + "\n" for row in rows)
+    rows = [{**row, **made} for row in measure(groups, trials, trails, deepest, seed)]
+    out.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
     (out / ROWS).write_text(text, encoding="utf-8")
     for name, (label, lines) in curves(rows).items():
         plot_by_redundancy(lines, label, out / f"{name}.png")
