@@ -44,8 +44,8 @@ class Muon:
     seconds, and it computes in bfloat16, which differs between processors.
     """
 
-    def __init__(self, stage: nn.Module, pull: float = 0.0, rounds: int = ROUNDS) -> None:
-        self._pull, self._rounds = pull, rounds
+    def __init__(self, stage: nn.Module, pull: float = 0.0) -> None:
+        self._pull = pull
         matrices = [p for p in stage.parameters() if p.dim() == 2 and p.requires_grad]
         self._matrices = [
             (p, p.detach().clone() if pull else None, torch.zeros_like(p)) for p in matrices
@@ -59,7 +59,7 @@ class Muon:
             momentum.lerp_(gradient, 1 - MOMENTUM)
             rows, columns = weights.shape
             scale = math.sqrt(max(1.0, rows / columns))
-            direction = orthogonalized(gradient.lerp(momentum, MOMENTUM), self._rounds)
+            direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
             if guess is not None:
                 weights.lerp_(guess, self._pull * lr)
             weights.sub_(direction, alpha=lr * scale)
@@ -70,7 +70,7 @@ class Muon:
         return [own for _, *kept in self._matrices for own in kept if own is not None]
 
 
-def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """Approximates U Vᵀ of the matrix's U S Vᵀ by a quintic Newton-Schulz iteration, steepest at 0,
     with the coefficients of Jordan et al. Five rounds map singular values of at least 0.3 % of the
     norm to between 0.68 and 1.21, and smaller ones to smaller values."""
@@ -78,7 +78,7 @@ def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
     x = matrix.T if tall else matrix
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
     a, b, c = QUINTIC
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     out: Tensor = x.T if tall else x

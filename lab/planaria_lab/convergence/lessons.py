@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from planaria.node.model.modules import BodyStage
 from planaria.recovery import relearning
 from planaria.recovery.learner import Learner, learn, residual_error, squared_distance
 from planaria.recovery.relearning import rate, shuffled, updates_to_look
@@ -142,27 +140,3 @@ def residual(learners: Mapping[int, Learner], pieces: Iterable[BlockSamples]) ->
         )
         norm += of_chain
     return relearning.ratio(error, norm)
-
-
-@torch.no_grad()
-def fit_scales(stage: BodyStage, pieces: Iterable[BlockSamples]) -> None:
-    """Scales what each attention and each MLP adds, by least squares over these pieces, as if none
-    changed what goes into another."""
-    parts = [part for name, part in stage.named_modules() if name.endswith(("self_attn", "mlp"))]
-    last = ("o_proj.weight", "down_proj.weight")
-    matrices = [matrix for name, matrix in stage.named_parameters() if name.endswith(last)]
-    added: list[Tensor] = []
-    hooks = [part.register_forward_hook(lambda *call: added.append(call[-1])) for part in parts]
-    gram = torch.zeros(len(parts), len(parts), dtype=torch.float64)
-    wanted = torch.zeros(len(parts), dtype=torch.float64)
-    for piece in pieces:
-        added.clear()
-        x = piece.x.float()
-        stage(x)
-        each = torch.stack([tensor.flatten() for tensor in added]).double()
-        gram += (each @ each.T).cpu()
-        wanted += (each @ (piece.y.float() - x).flatten().double()).cpu()
-    for hook in hooks:
-        hook.remove()
-    for matrix, scale in zip(matrices, torch.linalg.lstsq(gram, wanted).solution, strict=True):
-        matrix.mul_(scale)

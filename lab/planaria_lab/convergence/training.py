@@ -39,7 +39,7 @@ from planaria.recovery import relearning
 from planaria.recovery.checkfree import Trained
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
-from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule
+from planaria.recovery.learner import Learner, Muon, UpdateRule
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import PULL, parts
@@ -52,7 +52,7 @@ from planaria.recovery.snapshot import (
 from planaria.recovery.snapshot import decode as decode_update
 from planaria_lab.choices import Choice, ChosenSnapshot
 from planaria_lab.convergence.averaging import Replicas
-from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState, fit_scales, residual
+from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
 from planaria_lab.simulator.swarm import orthogonalizing_flops
 
 Omega = Literal["squared", "norm", "uniform"]
@@ -72,12 +72,9 @@ class Ablation(Section):
     """The settings beyond those of the daemon."""
 
     omega: Omega = "squared"  # what the neighbours' shares in an average go by
-    clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
-    stage0_moments: bool = False  # copies of stage 0 have Adam's moments
     snapshot_choice: Choice = "priority"  # which rows go next
-    start: Literal["policy", "copy", "random", "best"] = "policy"
-    """Weights that a guess starts from: the policy's, the stage before, new random ones, or of the
-    policy's, both neighbours' and its first ones those that do best what the kept tensors tell."""
+    start: Literal["policy", "copy", "random"] = "policy"
+    """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
     anew_until: int = 0  # steps of training up to which a stage starts from its own first weights
     second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
     relearn_share: float = 1.0  # of the samples of each boundary tensor
@@ -87,12 +84,9 @@ class Ablation(Section):
     relearn_pull: Literal["first", "all", "none"] = "first"  # body stages drawn back to the guess
     relearn_young: bool = True  # the rate is less in the first steps
     relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
-    relearn_rounds: int = ROUNDS  # of Newton and Schulz's iteration
     relearn_first_steps: bool = False
     """Where the first body stage is learned from, as many times the steps are kept as it has
     passes, which are then as others'."""
-    relearn_last: int = 1  # times as many passes where the last body stage is learned
-    relearn_scales: bool = False  # what attention and MLP add is first scaled by least squares
     neighbours_lr: float = 1.0  # times the rate that those beside a guessed stage train at
     neighbours_steps: int = 0  # for so many steps
     relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
@@ -161,7 +155,7 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
     """What an update of a stage that relearns computes beyond forward and backward passes, in
     tokens of these: six operations for each weight."""
     shapes = list(trained_shapes(config, 1).values())
-    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes, ablation.relearn_rounds)
+    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes)
     return flops / (6 * sum(map(math.prod, shapes)))
 
 
@@ -414,12 +408,10 @@ class TrainingSwarm:
         training, recovery = self.run.training, self.run.recovery
         for stage in self.stages:
             stage.omega = stage.optimizer.squared_norm()
-        each = [math.sqrt(stage.omega) for stage in self.stages]
-        whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
-        norms = [whole] * len(each) if self.ablation.clip_scope == "global" else each
+        norm = math.sqrt(math.fsum(stage.omega for stage in self.stages))
         lr = of_run(step, self.run)
         until, alone = self.alone
-        for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
+        for number, stage in enumerate(self.stages):
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)
             if step <= self.beside.get(number, 0):
                 scale *= self.ablation.neighbours_lr
@@ -626,8 +618,7 @@ class TrainingSwarm:
                 stage.optimizer.load([("weights", self.beginning.adapters(number))], 0)
                 stage.omega, stage.boosted_at = 0.0, self.committed
             case "stage0-copy":
-                if not self.ablation.stage0_moments:
-                    stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
+                stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
             case "snapshot":
                 running = self.snapshots[number]
                 line["staleness"] = self.committed - running.held.staleness().mean
@@ -682,7 +673,6 @@ class TrainingSwarm:
         and once one that learns alone is good enough it learns the rest in the background."""
         recovery, ablation = self.run.recovery, self.ablation
         pieces = self._pieces(block)
-        self._choose_start(block, pieces)
         guessed = {number: State.of(self.stages[number]) for number in block}
         for number in block:
             self.stages[number].optimizer.load([("weights", guessed[number].tensors["weights"])], 0)
@@ -721,7 +711,7 @@ class TrainingSwarm:
         learners = {}
         for number in block:
             stage = self.stages[number]
-            update: UpdateRule = Muon(stage.module, pull, ablation.relearn_rounds)
+            update: UpdateRule = Muon(stage.module, pull)
             if ablation.relearn_adam:
                 update = Adam(stage.optimizer)
             learners[number] = Learner(stage.module, lr, bf16, update)
@@ -729,38 +719,8 @@ class TrainingSwarm:
         return Lesson(learners, pieces, passes, lr, *ways, self.run.recovery.relearn.within)
 
     def _passes(self, block: Sequence[int]) -> int:
-        wanted, ablation = self.run.recovery.relearn.passes, self.ablation
-        if not ablation.relearn_first_steps:
-            wanted = relearning.passes(wanted, block)
-        return wanted * (ablation.relearn_last if self.config.stages in block else 1)
-
-    def _choose_start(self, block: Sequence[int], pieces: Sequence[BlockSamples]) -> None:
-        """Loads the weights, of several, that reproduce the kept tensors best, and then scales
-        them."""
-        optimizers = [self.stages[number].optimizer for number in block]
-        newest = [piece for piece in pieces if piece.step == pieces[-1].step]
-        if self.ablation.start == "best" and len(block) == 1:
-            (number,), (optimizer,) = block, optimizers
-            learners = {number: Learner(self.stages[number].module, 0.0)}
-            sides = [side for side in (number - 1, number + 1) if 1 <= side <= self.config.stages]
-            starts = [
-                optimizer,
-                *(self.stages[side].optimizer for side in sides),
-                self._new(number).optimizer,
-            ]
-            tried = []
-            for weights in [start.weights.clone() for start in starts]:
-                optimizer.load([("weights", weights)], 0)
-                tried.append((residual(learners, newest), weights))
-            _, best = min(tried, key=lambda start: start[0])
-            optimizer.load([("weights", best)], 0)
-        if self.ablation.relearn_scales:
-            for member in block:
-                module = self.stages[member].module
-                assert isinstance(module, BodyStage)
-                own = [piece for piece in newest if piece.stages == (member,)]
-                if own:
-                    fit_scales(module, own)
+        wanted = self.run.recovery.relearn.passes
+        return wanted if self.ablation.relearn_first_steps else relearning.passes(wanted, block)
 
     def _ahead(self) -> dict[int, Tensor]:
         """Lets stages learn in the background of this step. Returns the change of their weights,

@@ -289,11 +289,11 @@ def seconds_at(
     return Seconds(forward, backward, relearn=relearn, **state)
 
 
-def orthogonalizing_flops(shapes: Iterable[Sequence[int]], rounds: int = ROUNDS) -> float:
+def orthogonalizing_flops(shapes: Iterable[Sequence[int]]) -> float:
     """FLOPs of a Muon update of matrices of these shapes: each round multiplies a matrix with
     itself, the resulting square with itself, and both."""
     matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
-    return rounds * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
+    return ROUNDS * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
 
 
 def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
