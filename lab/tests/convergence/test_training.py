@@ -421,7 +421,8 @@ def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None
 def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
     """As the daemon has it; the weights beside them stay."""
     lora = {"rank": 4, "alpha": 16, "targets": ["q_proj", "v_proj"]}
-    run = adapting(corpus, tmp_path / "model", training__lora=lora, training__lr=1e-2)
+    changes = {"training__lora": lora, "training__lr": 1e-2, "recovery__policy": "checkfree"}
+    run = adapting(corpus, tmp_path / "model", **changes)
     swarm = TrainingSwarm(run, corpus)
     base = [p.clone() for p in swarm.stages[2].module.parameters() if not p.requires_grad]
     for _ in range(15):
@@ -477,16 +478,15 @@ def test_a_stage_can_be_clipped_by_its_own_norm(corpus: Corpus) -> None:
     assert not weights["stage"].equal(weights["global"])
 
 
-@pytest.mark.parametrize("moments", [False, True])
-def test_a_copy_of_stage_0_comes_back_with_adams_moments_if_it_has_them(
-    corpus: Corpus, moments: bool
-) -> None:
-    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus, Ablation(stage0_moments=moments))
+@pytest.mark.parametrize("lost", [[0], [0, 2], [0, 3]])
+def test_stage_0_comes_back_from_either_of_its_two_holders(corpus: Corpus, lost: list[int]) -> None:
+    run = run_with(policy="checkfree", snapshot__fraction=1.0, snapshot__period=1)
+    swarm = TrainingSwarm(run, corpus)
     for _ in range(3):
         swarm.step()
-    (line,) = swarm.lose([0])
-    assert (line["method"], line["perturbation"]) == ("stage0-copy", 0)
-    assert swarm.stages[0].optimizer.steps == (3 if moments else 0)
+    line = swarm.lose(lost)[0]
+    assert (line["stage"], line["method"], line["staleness"]) == (0, "snapshot", 0)
+    assert swarm.stages[0].optimizer.steps == 3
 
 
 def test_rows_of_a_snapshot_go_by_priority_or_in_turn(corpus: Corpus) -> None:
