@@ -272,7 +272,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ..., key: _Optional[bytes] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class SeatReport(_message.Message):
-    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished", "in_flight", "saved", "saves")
+    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished", "in_flight", "saved", "saves", "unsent")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,7 @@ class SeatReport(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     SAVES_FIELD_NUMBER: _ClassVar[int]
+    UNSENT_FIELD_NUMBER: _ClassVar[int]
     stage: int
     committed: int
     lineage: int
@@ -299,7 +300,8 @@ class SeatReport(_message.Message):
     in_flight: int
     saved: int
     saves: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., in_flight: _Optional[int] = ..., saved: _Optional[int] = ..., saves: _Optional[_Iterable[int]] = ...) -> None: ...
+    unsent: str
+    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., in_flight: _Optional[int] = ..., saved: _Optional[int] = ..., saves: _Optional[_Iterable[int]] = ..., unsent: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples", "rebuilds")

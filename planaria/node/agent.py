@@ -574,6 +574,7 @@ class Agent:
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,
             saved=self.own_saves.step,
             saves=self.own_saves.steps,
+            unsent=self.holdings.unsent,
         )
 
 

@@ -470,7 +470,7 @@ def _known_policy(name: str) -> str:
 class RecoverySection(Section):
     """What to do when a whole stage is lost."""
 
-    policy: Annotated[str, AfterValidator(_known_policy)] = "checkfree"
+    policy: Annotated[str, AfterValidator(_known_policy)] = "auto"
     strict: bool = Field(
         default=False, description="stop where the policy's own method is unavailable"
     )

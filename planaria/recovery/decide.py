@@ -39,7 +39,6 @@ KEPT: Final[Mapping[Kind, tuple[str, str]]] = {
     "memory": ("joiner", "a new node had received its state"),
     "save": ("save", "its last save"),
     "weights": ("weights", "a new node had received its weights, without Adam's moments"),
-    "copy": ("stage0-copy", "the copy of its weights at stages 1 and L"),
     "snapshot": ("snapshot", "its running snapshot from a peer"),
 }
 """What is kept of a stage: by kind, the method that uses it, and a description."""
@@ -53,7 +52,7 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     ago; the policy's guess; older ones; the best other guess. Exact are a replica; before the first
     step, the checkpoint from which the run begins; this very step where its last node left it, in
     memory from before the run went back, or in a save; and what the policy itself makes exact. With
-    `strict` the run stops where the policy has neither a guess nor a copy or snapshot.
+    `strict` the run stops where the policy has neither a guess nor a snapshot.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} is copied from its replicas: {_nodes(len(replicas))} it"
@@ -82,10 +81,10 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
         return guess
     kept = _freshest(stage, left, lacking, strict)
     if kept is not None:
-        is_recent = abs(left.step - kept.sources[0].step) <= RECENT
+        state, late = kept
         # What a stage began with is older than all that is kept.
-        if is_recent or guess is None or guess.method in INITIAL:
-            return kept
+        if abs(late) <= RECENT or guess is None or guess.method in INITIAL:
+            return state
     if guess is not None:
         return guess
     if strict:
@@ -106,29 +105,34 @@ def await_saves(
     return waiting if single or len(guessed) > 1 else []
 
 
-def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> Rebuild | None:
-    """The newest state that is kept. `lacking`: why the policy has no guess."""
+def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> tuple[Rebuild, float] | None:
+    """The newest state that is kept, and how many steps ago it was made. `lacking`: why the policy
+    has no guess."""
+    snapshots = sorted(left.holdings("snapshot", stage), key=lambda held: held.source.node)
+    newest = max(snapshots, key=lambda held: held.as_of, default=None)
     kept: dict[Kind, tuple[Source, ...]] = {
         "memory": left.here("memory", stage)[:1],
         "save": newest_saves(stage, left),
         "weights": left.here("weights", stage)[:1],
-        "copy": left.freshest("copy", stage)[:1],  # two of one step may differ, or have blocks
-        "snapshot": left.freshest("snapshot", stage)[:1],  # of different steps
+        "snapshot": () if newest is None else (newest.source,),
     }
-    if kept["copy"] or kept["snapshot"]:
-        lacking = ""  # the policy has sent these
-    usable = [kind for kind in kept if kept[kind]]
-    if not usable or (strict and lacking):
+    as_of = {kind: float(sources[0].step) for kind, sources in kept.items() if sources}
+    if newest is not None:
+        as_of["snapshot"] = newest.as_of
+    if kept["snapshot"]:
+        lacking = ""  # the policy has sent it
+    if not as_of or (strict and lacking):
         return None
     # Of equally new ones the first: it has moments, or all of its rows are of that step.
-    kind = max(usable, key=lambda kind: (kept[kind][0].lineage, kept[kind][0].step))
+    kind = max(as_of, key=lambda kind: (kept[kind][0].lineage, as_of[kind]))
     method, content = KEPT[kind]
-    late = left.step - kept[kind][0].step
+    late = left.step - as_of[kind]
     why_not = f", and {lacking}" if lacking else ""
-    age = ", made by another commit" if kind == "save" and late <= 0 else stale(late)
+    age = ", made by another commit" if kind == "save" and late <= 0 else stale(round(late))
     reason = f"stage {stage} has no replica left{why_not}: {content}{age}"
     fresh = not late and kind not in ("save", "snapshot")
-    return Rebuild(stage, method, kept[kind], False, reason, fallback=bool(lacking), fresh=fresh)
+    rebuild = Rebuild(stage, method, kept[kind], False, reason, fallback=bool(lacking), fresh=fresh)
+    return rebuild, late
 
 
 def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal[
-    "copy", "snapshot", "deposit", "redundant", "checkpoint", "save", "memory", "weights"
-]
+Kind = Literal["snapshot", "deposit", "redundant", "checkpoint", "save", "memory", "weights"]
 Made = tuple[int, int]
 """View and attempt of the commit that made a step. If only lost nodes knew a commit, the step is
 made again: with the same number, but not the same state."""
@@ -46,17 +45,23 @@ class Source:
 class Held:
     """State of a stage that a node keeps besides training it.
 
-    `copy`: stage 0's weights, `deposit`: its whole state, left by its last node, `snapshot`: a
-    running snapshot, `redundant`: a twin, each of another node's stage, in memory. `checkpoint`,
-    `save`: of the node's own stage, in a file. `memory`: its own state, which counts if the run
-    goes back to it, or none is newer. `weights`: of its own stage, received from a node that was
-    lost before it had sent the moments.
+    `snapshot`: a running snapshot, `deposit`: stage 0's exact state, left by its last node,
+    `redundant`: a twin, each of another node's stage, in memory. `checkpoint`, `save`: of the
+    node's own stage, in a file. `memory`: its own state, which counts if the run goes back to it,
+    or none is newer. `weights`: of its own stage, received from a node that was lost before it had
+    sent the moments.
     """
 
     kind: Kind
     source: Source
     made: Made = UNKNOWN  # the commit
     digest: bytes = b""  # of the values; empty: not known
+    mean_step: float = math.inf  # of the rows of a snapshot, which are of different steps
+
+    @property
+    def as_of(self) -> float:
+        """The step that its values are of, on average."""
+        return min(self.mean_step, self.source.step)
 
 
 def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
@@ -90,18 +95,19 @@ class Left:
 
     def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
         """The newest holdings of this lineage, up to `step`, the last that survivors committed."""
-        return _newest(held.source for held in self._held(kind, stage))
+        return _newest(held.source for held in self.holdings(kind, stage))
 
     def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
         """As `freshest`, without holdings of `step` that another commit made."""
-        holdings = self._held(kind, stage)
+        holdings = self.holdings(kind, stage)
         return _newest(
             holding.source
             for holding in holdings
             if holding.source.step < self.step or holding.made in (self.made, UNKNOWN)
         )
 
-    def _held(self, kind: Kind, stage: int) -> list[Held]:
+    def holdings(self, kind: Kind, stage: int) -> list[Held]:
+        """Those of this lineage, up to `step`."""
         return [
             held
             for held in self.held

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from planaria.recovery.facts import (
     ANEW,
@@ -39,8 +39,8 @@ class Policy:
     """The state of a lost stage without what is kept of it (`decide.KEPT`): a guess, or an exact
     one."""
     guesses: bool = False
-    """From other stages. Stage 0's can't be guessed, so stages 1 and L keep copies of its weights;
-    and peers keep snapshots of the first body stages, as many as the run file says."""
+    """From other stages. Stage 0's can't be guessed, so peers keep running snapshots of it, and of
+    the first body stages, as many as the run file says."""
     snapshots: bool = False
     """Peers keep a running snapshot of each stage."""
     twins: bool = False
@@ -50,6 +50,11 @@ class Policy:
     """All stages write to a shared folder, and all go back to what is in it."""
     swapped: bool = False
     """Half of the microbatches visit the first and the last two body stages in swapped order."""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether links decide what is sent of a snapshot (pace.py): a guess can replace it."""
+        return self.snapshots and self.guesses
 
     @property
     def waits(self) -> bool:
@@ -64,24 +69,23 @@ class Policy:
         cross its boundaries."""
         return not self.checkpoints
 
-    def sends(self, stage: int, first: int) -> Literal["copy", "snapshot"] | None:
-        """The form in which the state of `stage` is sent to peers; None: not at all.
+    def sends(self, stage: int, first: int) -> bool:
+        """Whether peers have a running snapshot of `stage`.
 
         `first`: the first body stages with snapshots where stages are guessed. Guesses of these are
         the worst: all others build on them.
         """
-        if self.snapshots or (self.guesses and 0 < stage <= first):
-            return "snapshot"
-        return "copy" if self.guesses and stage == 0 else None
+        return self.snapshots or (self.guesses and stage <= first)
 
     def keeper(self, stage: int, stages: int) -> int:
         """The stage whose nodes keep data for a rebuild of `stage`: a snapshot, a twin, or, for a
         guess, a neighbour's weights."""
-        return holder_stage(stage, stages) if self.snapshots else (stage - 1) % (stages + 1)
+        held = self.snapshots or (self.guesses and not stage)
+        return holder_stage(stage, stages) if held else (stage - 1) % (stages + 1)
 
 
 def holder_stage(stage: int, stages: int) -> int:
-    """The stage whose nodes hold the running snapshot of `stage`, of the stages 0..`stages`.
+    """The stage whose nodes first hold the running snapshot of `stage`, of the stages 0..`stages`.
 
     The farthest on the ring 0..L, where stage 0 follows stage L. With 3 or more body stages it is
     never a neighbour, so no two consecutive stages hold each other's. Each stage has a
@@ -99,7 +103,7 @@ def checkfree(stage: int, left: Left) -> Answer:
     if left.adapters:
         return begin_anew(stage, f"stage {stage} has no replica left"), ""
     if stage == 0:
-        return None, "stages 1 and L have no copy of stage 0"
+        return None, "no peer holds a whole snapshot of it"
     if left.origin:
         return pretrained(stage, left, f"stage {stage} has no replica left"), ""
     if not 1 < stage < left.stages:
@@ -172,6 +176,7 @@ def _name(stages: Sequence[int]) -> str:
 
 
 POLICIES: Final = {
+    "auto": Policy(checkfree, guesses=True, snapshots=True),
     "checkfree": Policy(checkfree, guesses=True),
     "checkfree+": Policy(_checkfree_plus, guesses=True, swapped=True),
     "snapshot": Policy(_snapshot, snapshots=True),

@@ -380,41 +380,41 @@ class Sent(Protocol):
         """The next update, from the flat tensors at this lineage and step."""
 
     def lost(self, step: int) -> None:
-        """Records that the update of `step` may not have arrived."""
+        """Records that updates of `step` may not have arrived."""
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether blocks were never sent."""
 
     @property
     def memory_bytes(self) -> int:
         """Bytes kept here besides the stage itself."""
 
 
-class SentCopy:
-    """Copies of the first `tensors` tensors: 1, the weights, or 3, with both moments. May serve
-    several holders: an update is made once, and kept until the next step's update reuses its
-    memory."""
+class SentWhole:
+    """All of a state, weights and both moments, once."""
 
-    def __init__(self, layout: Layout, tensors: int = 1) -> None:
-        self._layout, self._tensors = layout, tensors
-        self._at: tuple[int, int] | None = None
-        self._payload = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
 
     @torch.no_grad()
     def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
-        if self._at != at:
-            if not len(self._payload):
-                size = 4 * self._layout.values * self._tensors
-                self._payload = torch.empty(size, dtype=torch.uint8)
-            copies = self._payload.view(torch.float32).view(self._tensors, -1)
-            for copy, tensor in zip(copies, tensors, strict=False):
-                copy.copy_(tensor)
-            self._at = at
-        return SnapshotUpdate(self._payload, self._layout.blocks, self._tensors, "none", 0.0)
+        payload = torch.empty(4 * self._layout.values * len(tensors), dtype=torch.uint8)
+        copies = payload.view(torch.float32).view(len(tensors), -1)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        return SnapshotUpdate(payload, self._layout.blocks, len(tensors), "none", 0.0)
 
     def lost(self, step: int) -> None:
-        self._at, self._payload = None, torch.empty(0, dtype=torch.uint8)
+        pass
+
+    @property
+    def lacks_blocks(self) -> bool:
+        return False
 
     @property
     def memory_bytes(self) -> int:
-        return self._payload.nbytes
+        return 0
 
 
 class SentSnapshot:
@@ -445,7 +445,7 @@ class SentSnapshot:
         layout.scatter(self.sent, chosen, restored)
         distances[chosen] = 0.0
         perturbation = math.nan
-        if not (self.taken == NEVER).any():
+        if not self.lacks_blocks:
             if self._codec != "none":
                 unrounded = layout.gather(weights, chosen)
                 distances[0] += sum(
@@ -461,6 +461,10 @@ class SentSnapshot:
 
     def lost(self, step: int) -> None:
         self.taken[self.taken == step] = NEVER
+
+    @property
+    def lacks_blocks(self) -> bool:
+        return bool((self.taken == NEVER).any())
 
     @property
     def memory_bytes(self) -> int:
@@ -533,27 +537,26 @@ class CopyRoute(NamedTuple):
 
 
 def route(
-    kind: Literal["copy", "snapshot"],
     stage: int,
     members: Iterable[tuple[str, int]],
     stages: int,
     machine: Callable[[str], str] = str,
 ) -> CopyRoute | None:
-    """The route of this state of `stage` among members (node, stage); None: no sender.
+    """The route of the snapshot of `stage` among members (node, stage); None: no sender.
 
-    A stage's first node, by name, sends. Copies of stage 0 go to stages 1 and L, a snapshot goes to
-    one stage. `machine`: maps a node to its machine. A holder on a machine that serves the stage
-    would be lost with it, and two copies need two machines. So other stages replace unsuitable
-    ones; the result may have no holder.
+    A stage's first node, by name, sends. The snapshot goes to one holder, that of stage 0 to two,
+    since nothing else determines it. `machine`: maps a node to its machine. A holder on a machine
+    that serves the stage would be lost with it, and two holders need two machines. So other stages
+    replace unsuitable ones; the result may have no holder.
     """
     at: dict[int, list[str]] = {}
     for node, of in sorted(members):
         at.setdefault(of, []).append(node)
-    if stage not in at or (kind == "copy" and stage != 0):
+    if stage not in at:
         return None
-    most, used = len({1, stages}) if kind == "copy" else 1, {machine(node) for node in at[stage]}
+    most, used = 1 if stage else min(2, stages), {machine(node) for node in at[stage]}
     holders: list[str] = []
-    for of in _candidates(kind, stage, stages) * most:
+    for of in _candidates(stage, stages) * most:
         holder = next((node for node in at.get(of, ()) if machine(node) not in used), None)
         if holder is not None and len(holders) < most:
             holders.append(holder)
@@ -561,13 +564,10 @@ def route(
     return CopyRoute(at[stage][0], tuple(holders))
 
 
-def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> list[int]:
+def _candidates(stage: int, stages: int) -> list[int]:
     """Stages whose nodes may be holders, by preference."""
-    ring = stages + 1
-    others = [of for of in range(ring) if of != stage]
-    if kind == "copy":
-        return sorted(others, key=lambda of: of not in (1, stages))
-    first = holder_stage(stage, stages)
+    ring, first = stages + 1, holder_stage(stage, stages)
     return sorted(
-        others, key=lambda of: (min((of - first) % ring, (first - of) % ring), (of - stage) % ring)
+        (of for of in range(ring) if of != stage),
+        key=lambda of: (min((of - first) % ring, (first - of) % ring), (of - stage) % ring),
     )

@@ -332,7 +332,7 @@ def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> No
         machine.asked(seat, query=pb.Query())
         machine.asked(seat, halt=pb.Halt(finished=True))
         machine.asked(seat, state_request=pb.StateRequest(optimizer=True))
-        machine.asked(seat, shard_request=pb.ShardRequest(kind="copy"))
+        machine.asked(seat, shard_request=pb.ShardRequest(kind="snapshot"))
         machine.asked(seat)
     assert (machine.heard("1"), machine.links.sent, machine.told) == ([], [], [])
 

@@ -53,7 +53,7 @@ def test_those_that_were_told_to_go_hand_over_what_nobody_else_has():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_the_last_node_of_stage_0_left_is_exact_while_the_run_has_not_gone_on(policy):
     left = Held("deposit", Source("b", 0, STEP), made=(3, 7))
-    lost = replace(without(0, held=(left, holds("copy", 0))), made=(3, 7))
+    lost = replace(without(0, held=(left, holds("snapshot", 0))), made=(3, 7))
     decision = rebuild(0, lost, policy)
     assert (decision.method, nodes(decision), decision.exact) == ("deposit", ["b"], True)
     for later in (replace(lost, step=STEP + 1), replace(lost, made=(4, 0))):
@@ -84,9 +84,9 @@ def test_later_it_is_guessed_to_be_as_it_was_in_the_checkpoint(stage, policy):
             assert not (decision.exact or decision.fallback)
 
 
-def test_a_copy_of_stage_0_or_a_save_is_newer_than_the_checkpoint():
-    copies = (holds("copy", 0, 40, "a"),)
-    assert rebuild(0, without(0, held=copies, origin=["n3"]), "checkfree").method == "stage0-copy"
+def test_a_snapshot_of_stage_0_or_a_save_is_newer_than_the_checkpoint():
+    held = (holds("snapshot", 0, 40, "a"),)
+    assert rebuild(0, without(0, held=held, origin=["n3"]), "checkfree").method == "snapshot"
     decision = rebuild(0, without(0, origin=["n3"]), "checkfree")
     assert (decision.method, decision.fallback) == ("pretrained", True)
     saves = [Held("save", Source("x", 2, STEP - 30))]
@@ -137,6 +137,17 @@ def test_a_stage_that_would_be_guessed_comes_from_its_snapshot_where_there_is_on
     assert (gone.method, gone.fallback) == ("interpolate", True)
 
 
+@pytest.mark.parametrize(("mean", "method"), [(150.0, "snapshot"), (149.0, "checkfree")])
+def test_a_snapshot_is_as_old_as_its_rows_are_on_average(mean: float, method: str) -> None:
+    newest = replace(holds("snapshot", 3, 200), mean_step=mean)
+    left = replace(without(3, held=(newest,)), step=200)
+    decision = rebuild(3, left, "auto")
+    assert decision.method == method
+    fresher = replace(holds("snapshot", 3, 190, "other"), mean_step=185.5)
+    assert nodes(rebuild(3, replace(left, held=(newest, fresher)), "auto")) == ["other"]
+    assert rebuild(3, replace(left, held=(newest,)), "snapshot").method == "snapshot"
+
+
 @pytest.mark.parametrize("policy", ["checkfree", "snapshot", "checkpoint", "redundant"])
 def test_beside_adapters_stage_0_is_always_that_of_the_checkpoint(policy):
     decision = rebuild(0, of_adapters(0), policy)
@@ -160,20 +171,17 @@ def test_checkfree_plus_averages_what_is_never_swapped():
     assert rebuild(3, without(3), "checkfree+").method == "checkfree"
 
 
-def test_stage_0_comes_back_from_its_newest_copy():
-    copies = (holds("copy", 0, 40, "a"), holds("copy", 0, 39, "b"))
-    decision = rebuild(0, without(0, held=copies), "checkfree+")
-    assert (decision.method, nodes(decision)) == ("stage0-copy", ["a"])
-    assert decision.same_weights
-    assert not decision.exact, "its optimizer state is gone"
-    late = rebuild(0, without(0, held=copies[1:]), "checkfree+")
-    assert not late.same_weights
-    assert "1 step old" in late.reason
+def test_stage_0_comes_back_from_its_newest_snapshot():
+    held = (holds("snapshot", 0, 39, "a"), holds("snapshot", 0, 38, "b"))
+    decision = rebuild(0, without(0, held=held), "checkfree+")
+    assert (decision.method, nodes(decision)) == ("snapshot", ["a"])
+    assert not decision.same_weights
+    assert "1 step old" in decision.reason
 
 
 def test_what_is_newer_than_the_newest_commit_or_of_another_lineage_is_no_source():
-    for copy in (holds("copy", 0, 41), holds("copy", 0, 40, lineage=1)):
-        assert isinstance(decide(0, without(0, held=(copy,)), "checkfree+"), Stop)
+    for other in (holds("snapshot", 0, 41), holds("snapshot", 0, 40, lineage=1)):
+        assert isinstance(decide(0, without(0, held=(other,)), "checkfree+"), Stop)
 
 
 def test_two_in_a_row_come_back_from_snapshots():
@@ -276,7 +284,7 @@ def test_a_stage_that_no_other_tells_of_goes_on_from_what_had_come() -> None:
     assert isinstance(decide(0, without(0), "checkfree"), Stop)
     decision = rebuild(0, without(0, held=(came("weights", 0, STEP - 1),)), "checkfree")
     assert (decision.method, decision.fallback) == ("weights", True)
-    assert "have no copy of stage 0" in decision.reason
+    assert "no peer holds a whole snapshot" in decision.reason
     assert isinstance(decide(0, without(0, held=(came("weights", 0),)), "checkfree", True), Stop)
 
 
@@ -343,7 +351,7 @@ def test_the_policys_guess_comes_before_a_save_of_long_ago(late: int, method: st
 
 kept = st.builds(
     holds,
-    st.sampled_from(["copy", "snapshot", "save", "memory", "weights"]),
+    st.sampled_from(["snapshot", "save", "memory", "weights"]),
     st.integers(0, 5),
     st.integers(0, 200),
     st.sampled_from(["a", "b", "c"]),
@@ -379,9 +387,7 @@ def test_nothing_is_guessed_while_a_recent_state_is_kept_whoever_has_it(
             assert {source.stage for source in decision.sources} == {stage}
 
 
-kinds = st.sampled_from(
-    ["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
-)
+kinds = st.sampled_from(["snapshot", "redundant", "checkpoint", "save", "memory", "weights"])
 
 
 @given(

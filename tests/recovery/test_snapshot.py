@@ -15,8 +15,8 @@ from planaria.recovery.snapshot import (
     Codec,
     HeldSnapshot,
     Layout,
-    SentCopy,
     SentSnapshot,
+    SentWhole,
     UpdateError,
     choose,
     decode,
@@ -106,10 +106,11 @@ def test_a_choice_takes_so_many_blocks_and_those_never_sent_first(
 @given(st.floats(0.03, 1))
 def test_every_block_has_come_after_so_many_rounds(fraction: float) -> None:
     sent = SentSnapshot(LAYOUT, fraction, "none", True)
+    assert sent.lacks_blocks
     for step in range(1, math.ceil(1 / fraction) + 1):
         update = sent.take((0, step), drawn(step))
         assert update.blocks == max(1, math.ceil(fraction * LAYOUT.blocks - 1e-9))
-    assert not (sent.taken == NEVER).any()
+    assert not sent.lacks_blocks
     assert math.isfinite(update.perturbation)
 
 
@@ -330,31 +331,16 @@ def test_the_blocks_that_change_are_those_that_go() -> None:
     assert update.perturbation == 0
 
 
-def test_a_copy_is_exact_and_made_once_a_step() -> None:
-    sent, tensors = SentCopy(LAYOUT), drawn(1)
-    update = sent.take((0, 1), tensors)
-    exact = [flat.clone() for flat in tensors[: update.tensors]]
+def test_a_whole_state_is_exact() -> None:
+    tensors = drawn(1)
+    update = SentWhole(LAYOUT).take((0, 1), tensors)
+    exact = [flat.clone() for flat in tensors]
     for flat in tensors:
         flat.add_(1)
-    sent.take((0, 1), tensors)  # for another holder
     held = HeldSnapshot.whole(LAYOUT, 1, update.payload, update.tensors)
-    assert update.tensors == 1
+    assert update.tensors == 3
     assert all(torch.equal(x, y) for x, y in zip(held.tensors, exact, strict=True))
     assert held.staleness() == (1, 1.0, 1)
-    sent.lost(1)
-    again = sent.take((0, 1), tensors)
-    assert all(torch.equal(x, y) for x, y in zip(held.tensors, exact, strict=True))
-    held = HeldSnapshot.whole(LAYOUT, 1, again.payload, again.tensors)
-    assert all(torch.equal(x, y) for x, y in zip(held.tensors, tensors, strict=False))
-    assert sent.memory_bytes == 4 * LAYOUT.values
-
-
-def test_a_run_that_went_back_has_other_weights_at_the_same_step() -> None:
-    sent = SentCopy(LAYOUT)
-    sent.take((0, 1), drawn(1))
-    update = sent.take((1, 1), drawn(2))
-    held = HeldSnapshot.whole(LAYOUT, 1, update.payload, update.tensors)
-    assert torch.equal(held.tensors[0], drawn(2)[0])
 
 
 # Who holds what
@@ -379,31 +365,30 @@ def test_short_pipelines_take_another_stage(stages: int, expected: list[int]) ->
 @pytest.mark.parametrize(
     ("policy", "first", "expected"),
     [
-        ("snapshot", 0, ["snapshot"] * 4),
-        ("checkfree", 1, ["copy", "snapshot", None, None]),
-        ("checkfree+", 2, ["copy", "snapshot", "snapshot", None]),
-        ("checkfree", 0, ["copy", None, None, None]),
-        ("redundant", 1, [None] * 4),
-        ("checkpoint", 1, [None] * 4),
+        ("auto", 0, 4),
+        ("snapshot", 0, 4),
+        ("checkfree", 1, 2),
+        ("checkfree+", 2, 3),
+        ("checkfree", 0, 1),
+        ("redundant", 1, 0),
+        ("checkpoint", 1, 0),
     ],
 )
 def test_what_travels_is_what_a_guess_would_be_worst_for(
-    policy: str, first: int, expected: list[str | None]
+    policy: str, first: int, expected: int
 ) -> None:
-    assert [POLICIES[policy].sends(stage, first) for stage in range(4)] == expected
+    sends = [POLICIES[policy].sends(stage, first) for stage in range(4)]
+    assert sends == [stage < expected for stage in range(4)]
 
 
 def test_routes_go_from_first_replica_to_first_replica() -> None:
     members = [("d", 0), ("b", 0), ("f", 1), ("c", 1), ("e", 2), ("a", 3), ("g", 3)]
-    assert route("copy", 0, members, 3) == ("b", ("c", "a"))
-    assert route("snapshot", 0, members, 3) == ("b", ("e",))
-    assert route("snapshot", 1, members, 3) == ("c", ("a",))
-    assert route("copy", 1, members, 3) is None
-    assert route("snapshot", 2, members[:4], 3) is None
-    assert route("snapshot", 0, members[:4], 3) == ("b", ("c",))
-    assert route("snapshot", 0, members[:2], 3) == ("b", ())
-    assert route("copy", 0, members[:4], 3) == ("b", ("c", "f"))
-    assert route("copy", 0, members[:4], 1) == ("b", ("c",))
+    assert route(0, members, 3) == ("b", ("e", "c"))
+    assert route(1, members, 3) == ("c", ("a",))
+    assert route(2, members[:4], 3) is None
+    assert route(0, members[:4], 3) == ("b", ("c", "f"))
+    assert route(0, members[:2], 3) == ("b", ())
+    assert route(0, members[:4], 1) == ("b", ("c",))
 
 
 def by_letter(seat: str) -> str:
@@ -413,24 +398,23 @@ def by_letter(seat: str) -> str:
 
 def test_nothing_is_held_on_a_machine_that_would_be_lost_with_the_stage() -> None:
     seats = [("a0", 0), ("a1", 1), ("b2", 2), ("b3", 3), ("c4", 4)]
-    assert route("copy", 0, seats, 4, by_letter) == ("a0", ("c4", "b2"))
-    held = [route("snapshot", stage, seats, 4, by_letter) for stage in range(5)]
+    held = [route(stage, seats, 4, by_letter) for stage in range(5)]
     assert held == [
-        ("a0", ("b2",)),
+        ("a0", ("b2", "c4")),
         ("a1", ("b3",)),
         ("b2", ("c4",)),
         ("b3", ("a0",)),
         ("c4", ("a1",)),
     ]
     seats = [("a0", 0), ("b1", 1), ("a2", 2), ("b3", 3)]
-    held = [route("snapshot", stage, seats, 3, by_letter) for stage in range(4)]
+    held = [route(stage, seats, 3, by_letter) for stage in range(4)]
     assert held == [("a0", ("b1",)), ("b1", ("a2",)), ("a2", ("b3",)), ("b3", ("a0",))]
 
 
 def test_on_one_machine_nothing_is_held() -> None:
     seats = [("a0", 0), ("a1", 1), ("a2", 2)]
-    assert route("copy", 0, seats, 2, by_letter) == ("a0", ())
-    assert route("snapshot", 1, seats, 2, by_letter) == ("a1", ())
+    assert route(0, seats, 2, by_letter) == ("a0", ())
+    assert route(1, seats, 2, by_letter) == ("a1", ())
 
 
 @settings(deadline=None, max_examples=100)
@@ -439,11 +423,10 @@ def test_whatever_is_held_is_elsewhere_if_it_can_be(seated: list[set[str]]) -> N
     stages = len(seated) - 1
     members = [(f"{m}{stage}", stage) for stage, at in enumerate(seated) for m in at]
     for stage, at in enumerate(seated):
-        for kind in ("copy", "snapshot") if stage == 0 else ("snapshot",):
-            way = route(kind, stage, members, stages, by_letter)
-            assert way is not None and way.sender == f"{min(at)}{stage}"
-            elsewhere = {m for other in seated for m in other} - at
-            machines = [holder[0] for holder in way.holders]
-            most = len({1, stages}) if kind == "copy" else 1
-            assert set(machines) <= elsewhere
-            assert len(machines) == len(set(machines)) == min(most, len(elsewhere))
+        way = route(stage, members, stages, by_letter)
+        assert way is not None and way.sender == f"{min(at)}{stage}"
+        elsewhere = {m for other in seated for m in other} - at
+        machines = [holder[0] for holder in way.holders]
+        most = 1 if stage else min(2, stages)
+        assert set(machines) <= elsewhere
+        assert len(machines) == len(set(machines)) == min(most, len(elsewhere))

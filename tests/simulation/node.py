@@ -81,9 +81,7 @@ class Seat(Agent):
         listed = self.serving.listed()
         for holding in listed:
             held = self.states.weights(holding.stage) if holding.kind == "weights" else None
-            if holding.kind == "copy" and self.holdings.holder is not None:
-                held = self.holdings.holder.state("copy", holding.stage)
-            if holding.kind in ("copy", "weights"):
+            if holding.kind == "weights":
                 assert held is not None
                 self.host.cluster.check_announced(self, holding, held)
         return listed

@@ -120,7 +120,7 @@ def struck(seed: int, kind: type[Scenario]) -> Result:
     result = run(seed, kind=kind)
     assert result.counts["struck"] == 1, f"seed {seed}"
     assert result.outcome == "finished", f"seed {seed}"
-    inexact = ("mixed", "interpolate", "stage0-copy", "snapshot")
+    inexact = ("mixed", "interpolate", "snapshot")
     guesses = sum(result.counts[how] for how in inexact)
     assert not guesses, f"seed {seed}"
     return result

@@ -49,7 +49,7 @@ def test_deaths_between_ready_and_commit(swarm, tmp_path):
     assert found.exact
     assert found.steps == 20
     methods = {(event["stage"], event["method"]) for event in done.read("rebuilt")}
-    assert methods == {(2, "checkfree+"), (4, "checkfree+"), (0, "stage0-copy")}
+    assert methods == {(2, "checkfree+"), (4, "checkfree+"), (0, "snapshot")}
 
 
 def test_deaths_in_the_middle_of_a_rebuild(swarm, tmp_path):

@@ -17,8 +17,9 @@ from tests.swarm.small import small
 STAGES, STEPS = 4, 22
 DEATHS = {"2.0": "forward@6", "3.0": "backward@10", "4.0": "counted@14", "0.0": "decide@18"}
 PROMISED = {
-    "checkfree": ["checkfree", "checkfree", "interpolate", "stage0-copy"],
-    "checkfree+": ["checkfree+", "checkfree+", "checkfree+", "stage0-copy"],
+    "checkfree": ["checkfree", "checkfree", "interpolate", "snapshot"],
+    "checkfree+": ["checkfree+", "checkfree+", "checkfree+", "snapshot"],
+    "auto": ["snapshot"] * 4,
     "snapshot": ["snapshot"] * 4,
     "redundant": ["redundant"] * 4,
     "checkpoint": ["checkpoint"] * 4,

@@ -51,7 +51,7 @@ def test_every_kind_of_kill_heals(up):
     # Who moved to stage 2 has left a stage to its other node, which may be killed later, and be
     # the only one that is replaced before the end.
     left = {event["stage"] for event in swarm.events("given back")}
-    guessed = {one for one in ((0, "stage0-copy"), (3, "checkfree")) if one[0] in left}
+    guessed = {one for one in ((0, "snapshot"), (3, "checkfree")) if one[0] in left}
     assert set(methods) <= expected | guessed
     assert expected - {(stage, "replica") for stage, _ in guessed} <= set(methods)
     assert {stage for stage, _ in methods} == {0, 2, 3}
@@ -240,13 +240,13 @@ def test_checkfree_plus_survives_every_single_loss(up):
     summary = swarm.summary()
     assert_clean(summary, 24)
     assert sorted(methods(summary)) == [
-        (0, "stage0-copy"),
+        (0, "snapshot"),
         (1, "checkfree+"),
         (3, "checkfree"),
         (5, "checkfree+"),
     ]
     assert summary["cost"]["policy"] == "checkfree+"
-    assert summary["cost"]["parts"]["copies"]["extra_bytes"] > 0
+    assert summary["cost"]["parts"]["snapshot"]["extra_bytes"] > 0
 
 
 def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):

@@ -21,9 +21,9 @@ FORMAT = 3
 """Grows when the same study gives other results than before: with a default that matters, too."""
 
 
-PUBLISHED: Final = {
+PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "wire": {"activations": "none", "gradients": "none"},
-    "recovery": {"snapshot": {"first": 0}},
+    "recovery": {"policy": "checkfree", "snapshot": {"first": 0}},
 }
 """What a study's run begins with, over a run file's defaults: boundaries as they are computed, and
 stages guessed as the papers have it."""
@@ -85,6 +85,10 @@ class Job:
         """
         keys = self.run.identifying_fields("data", "name", "swarm", "saves")
         keys.get("model", {}).pop("from", None)
+        recovery = keys.pop("recovery", {}) | {"policy": self.run.recovery.policy}
+        if recovery["policy"] == PUBLISHED["recovery"]["policy"]:
+            del recovery["policy"]
+        keys |= {"recovery": recovery} if recovery else {}
         fields = [
             FORMAT,
             content,

@@ -33,6 +33,7 @@ from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.work import put_together, taken_apart
+from planaria.node.state.copies import snapshot_section
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
@@ -41,12 +42,12 @@ from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import Learner, Muon, UpdateRule
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
-from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import PULL, parts
 from planaria.recovery.snapshot import (
     Group,
     HeldSnapshot,
     Layout,
+    route,
     steps_between,
 )
 from planaria.recovery.snapshot import decode as decode_update
@@ -271,7 +272,7 @@ class TrainingSwarm:
         learning = [
             number for number, stage in enumerate(self.stages) if len(stage.optimizer.weights)
         ]
-        sent = [number for number in learning if self.policy.sends(number, first) == "snapshot"]
+        sent = [number for number in learning if self.policy.sends(number, first)]
         self.snapshots = {stage: self._new_snapshot(stage) for stage in sent}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
@@ -445,14 +446,14 @@ class TrainingSwarm:
         if self.policy.checkpoints and self.committed % recovery.checkpoint.every == 0:
             state = [State.of(stage) for stage in self.stages]
             self.checkpoints = {(self.lineage, self.committed): state}
-        snapshot = recovery.snapshot
+        snapshot = snapshot_section(self.run, self.config)
         period = steps_between(snapshot.fraction, snapshot.period)
         for number, running in self.snapshots.items():
             if running.taken_at < 0 or self.committed - running.taken_at >= period:
                 self._send(number, running)
 
     def _new_snapshot(self, number: int) -> Running:
-        snapshot = self.run.recovery.snapshot
+        snapshot = snapshot_section(self.run, self.config)
         layout = Layout(trained_shapes(self.config, number).values())
         sent = ChosenSnapshot(
             layout,
@@ -475,26 +476,34 @@ class TrainingSwarm:
         running.bytes += update.payload.nbytes
         running.state = stage.optimizer.steps, stage.omega, stage.boosted_at
 
+    def _holders(self, stage: int) -> set[int]:
+        """The stages whose nodes hold the snapshot of `stage`."""
+        members = [(str(of), of) for of in range(self.config.stages + 1)]
+        way = route(stage, members, self.config.stages)
+        return set() if way is None else set(map(int, way.holders))
+
     def _held(self, lost: frozenset[int]) -> list[Held]:
         """The states that the survivors hold. Each node is named by its stage; files outlive their
         node."""
 
-        def held(kind: Kind, at: int, stage: int, step: int, lineage: int) -> Held:
-            return Held(kind, Source(str(at), stage, step, lineage))
+        def held(
+            kind: Kind, at: int, stage: int, step: int, lineage: int, mean: float = math.inf
+        ) -> Held:
+            return Held(kind, Source(str(at), stage, step, lineage), mean_step=mean)
 
         now = self.committed, self.lineage
         last, states = self.config.stages, []
         for stage in range(last + 1):
             if stage in lost and self.policy.twins and (stage - 1) % (last + 1) not in lost:
                 states.append(held("redundant", (stage - 1) % (last + 1), stage, *now))
-            running, holder = self.snapshots.get(stage), holder_stage(stage, last)
-            if running is not None and holder not in lost and not running.held.missing:
-                step = running.held.staleness().newest
-                states.append(held("snapshot", holder, stage, step, self.lineage))
+            running = self.snapshots.get(stage)
+            if running is not None and not running.held.missing:
+                age = running.held.staleness()
+                for holder in self._holders(stage) - lost:
+                    state = held("snapshot", holder, stage, age.newest, self.lineage, age.mean)
+                    states.append(state)
             for lineage, step in self.checkpoints:
                 states.append(held("checkpoint", stage, stage, step, lineage))
-        if self.policy.guesses:
-            states += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
         return states
 
     # --- losses
@@ -617,8 +626,6 @@ class TrainingSwarm:
             case "adapters-anew":
                 stage.optimizer.load([("weights", self.beginning.adapters(number))], 0)
                 stage.omega, stage.boosted_at = 0.0, self.committed
-            case "stage0-copy":
-                stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
             case "snapshot":
                 running = self.snapshots[number]
                 line["staleness"] = self.committed - running.held.staleness().mean
@@ -661,7 +668,7 @@ class TrainingSwarm:
             for stage in lost:
                 self.replicas.forget(stage)
         for number in self.snapshots:
-            if holder_stage(number, self.config.stages) in lost:
+            if self._holders(number) <= lost:
                 self.snapshots[number] = self._new_snapshot(number)
             elif number in lost:
                 self.snapshots[number].sent = self._new_snapshot(number).sent

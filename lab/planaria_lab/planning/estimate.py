@@ -17,6 +17,7 @@ from planaria.bootstrap.neighbours import ALL
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.averaging.coding import parts
 from planaria.node.run_file import RunFile
+from planaria.node.state.copies import snapshot_section
 from planaria.node.state.handover import Handover
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
@@ -30,7 +31,6 @@ from planaria_lab.simulator.swarm import (
     VALUE,
     Seconds,
     Swarm,
-    copy_bytes,
     fetched_bytes,
     frame_bytes,
     kept_bytes,
@@ -237,17 +237,16 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
 def _copied(swarm: Swarm, site: str) -> float:
     """Bytes that the senders of copies at this site send in the background in each step, if there
     is time. At most a chunk of them leaves between two frames."""
-    config, recovery = swarm.config, swarm.run.recovery
-    snapshot, size = recovery.snapshot, 0.0
+    config = swarm.config
+    snapshot, size = snapshot_section(swarm.run, config), 0.0
     for stage in range(config.stages + 1):
         if swarm.site_of(stage) != site:
             continue
-        kind = swarm.run.policy.sends(stage, snapshot.first)
-        if kind == "copy":
-            size += copy_bytes(config) * len({1, config.stages})
-        elif kind == "snapshot":
+        if swarm.run.policy.sends(stage, snapshot.first):
+            holders = 1 if stage else min(2, config.stages)
             period = steps_between(snapshot.fraction, snapshot.period)
-            size += snapshot.fraction * snapshot_bytes(swarm.run, config, stage) / period
+            whole = holders * snapshot_bytes(swarm.run, config, stage)
+            size += snapshot.fraction * whole / period
     return size
 
 
@@ -483,8 +482,9 @@ def _stage_cost(
 
 
 def _method(run: RunFile, stage: int) -> str:
-    kind = run.policy.sends(stage, run.recovery.snapshot.first)
-    return "stage0-copy" if kind == "copy" else kind or run.recovery.policy
+    if run.policy.sends(stage, run.recovery.snapshot.first):
+        return "snapshot"
+    return run.recovery.policy
 
 
 def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
@@ -533,7 +533,8 @@ def lesson(run: RunFile) -> str:
 
 def _stale(swarm: Swarm, reach: Reach, usual: float) -> float:
     """Steps in which all rows of a stage can be sent."""
-    recovery, stages = swarm.run.recovery, range(swarm.config.stages + 1)
+    snapshot, stages = snapshot_section(swarm.run, swarm.config), range(swarm.config.stages + 1)
     size = max(snapshot_bytes(swarm.run, swarm.config, stage) for stage in stages)
-    mbps = min(recovery.snapshot.mbps, *(link.mbps for link in reach.farthest))
-    return size * ON_WIRE * BITS / mbps / usual
+    mbps = min(snapshot.mbps, *(link.mbps for link in reach.farthest))
+    sending = size * ON_WIRE * BITS / mbps / usual
+    return max(sending, 1 / snapshot.fraction) if swarm.run.policy.adapts else sending

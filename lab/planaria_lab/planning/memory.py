@@ -18,6 +18,7 @@ from planaria.node.model.modules import parameter_shapes
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
+from planaria.node.state.copies import snapshot_section
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes
@@ -25,7 +26,6 @@ from planaria.recovery.snapshot import Layout
 from planaria_lab.simulator.swarm import (
     STATE,
     VALUE,
-    copy_bytes,
     held_at,
     kept_bytes,
     parameters,
@@ -168,30 +168,26 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
         gradient = VALUE * parameters(config, other_stage)
         return {"redundant": Bytes(gradient + STATE * parameters(config, other_stage), gradient)}
     first = run.recovery.snapshot.first
-    size = _sent(run, config, stage, policy.sends(stage, first))
-    for kind, other_stage in held_at(stage, stages):
-        if kind == policy.sends(other_stage, first):
-            size += _held(run, config, other_stage, kind)
-    return {"snapshot" if policy.snapshots else "copies": size}
+    size = _sent(run, config, stage) if policy.sends(stage, first) else Bytes()
+    for other_stage in held_at(stage, stages):
+        if policy.sends(other_stage, first):
+            size += _held(run, config, other_stage)
+    return {"snapshot": size}
 
 
-def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> Bytes:
-    if kind == "copy":
-        return Bytes(host=copy_bytes(config))
-    if kind is None:
-        return Bytes()
-    snapshot, weights = run.recovery.snapshot, VALUE * parameters(config, stage)
+def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
+    holders = 1 if stage else min(2, config.stages)
+    snapshot, weights = snapshot_section(run, config), VALUE * parameters(config, stage)
     restored = snapshot.fraction * weights * (1 if snapshot.codec == "none" else 2)
     update = snapshot.fraction * snapshot_bytes(run, config, stage)
-    return Bytes(weights + restored + TAKEN * _rows(config, stage), update)
+    kept = holders * (weights + TAKEN * _rows(config, stage))
+    return Bytes(kept + restored, update)
 
 
-def _held(run: RunFile, config: ModelConfig, stage: int, kind: str) -> Bytes:
-    """The bytes of a copy or snapshot of another stage, while the next one arrives."""
+def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
+    """The bytes of a snapshot of another stage, while the next update arrives."""
     marks = TAKEN * _rows(config, stage)
-    if kind == "copy":
-        return Bytes(host=2 * copy_bytes(config) + marks)
-    snapshot = run.recovery.snapshot
+    snapshot = snapshot_section(run, config)
     whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, stage)
     values = 0 if snapshot.codec == "none" else snapshot.fraction * whole
     arriving = snapshot.fraction * snapshot_bytes(run, config, stage)

@@ -17,6 +17,7 @@ from typing import Final
 
 import simpy
 
+from planaria.node.state.copies import snapshot_section
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.relearning import time_for
@@ -623,17 +624,17 @@ class _Run:
         for place in sorted(at for at, node in self.nodes.items() if node.trains):
             if self.policy.twins or self.nodes[place].since < self.committed:
                 first.setdefault(place.stage, place)
-        snapshot = recovery.snapshot
+        snapshot = snapshot_section(self.swarm.run, self.swarm.config)
         due = steps_between(snapshot.fraction, snapshot.period)
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy.twins:
                 other_stage = (place.stage + 1) % (stages + 1)
                 yield Held("redundant", Source(name, other_stage, self.committed))
-            for kind, other_stage in held_at(place.stage, stages):
-                if kind == self.policy.sends(other_stage, snapshot.first):
-                    late = due if kind == "snapshot" else 0
-                    yield Held(kind, Source(name, other_stage, max(0, self.committed - late)))
+            for other_stage in held_at(place.stage, stages):
+                if self.policy.sends(other_stage, snapshot.first):
+                    step = max(0, self.committed - due)
+                    yield Held("snapshot", Source(name, other_stage, step))
 
     def _last_duration(self) -> float:
         return self.spent[-1] if self.spent else math.inf

@@ -21,7 +21,7 @@ from planaria.bootstrap.neighbours import lengths
 from planaria.node.averaging.coding import PIECE, gradient_bytes, parts
 from planaria.node.model.shape import named_shapes
 from planaria.node.ports import Priority
-from planaria.node.state.copies import FRAME, OUTSTANDING
+from planaria.node.state.copies import FRAME, OUTSTANDING, snapshot_section
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, plan
 from planaria.node.wire.chunks import BACKGROUND
@@ -40,7 +40,6 @@ from planaria_lab.simulator.swarm import (
     Seconds,
     Swarm,
     SwarmFiguresError,
-    copy_bytes,
     frame_bytes,
     parameters,
     snapshot_bytes,
@@ -420,17 +419,15 @@ class _Training:
     def _updates(self) -> Iterator[tuple[str, _Updates]]:
         run, config = self.swarm.run, self.swarm.config
         members = [(node.name, node.stage) for node in self.nodes.values()]
-        snapshot = run.recovery.snapshot
+        snapshot = snapshot_section(run, config)
         for stage in self.stages:
-            kind = run.policy.sends(stage, snapshot.first)
-            route = None if kind is None else route_of_copies(kind, stage, members, config.stages)
-            if route is None or not route.holders:
+            route = route_of_copies(stage, members, config.stages)
+            sends = run.policy.sends(stage, snapshot.first)
+            if not sends or route is None or not route.holders:
                 continue
-            size, period, pace = copy_bytes(config), 1, 0.0
-            if kind == "snapshot":
-                size = round(snapshot.fraction * snapshot_bytes(run, config, stage))
-                period = steps_between(snapshot.fraction, snapshot.period)
-                pace = 8 / (snapshot.mbps * 1e6)
+            size = round(snapshot.fraction * snapshot_bytes(run, config, stage))
+            period = steps_between(snapshot.fraction, snapshot.period)
+            pace = 8 / (snapshot.mbps * 1e6)
             holders = [self.nodes[name] for name in route.holders]
             sender = self.nodes[route.sender]
             yield route.sender, _Updates(self, sender, holders, size, period, pace)

@@ -7,10 +7,9 @@ the run file and the shape of the model are functions of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
 
 import torch
 
@@ -20,8 +19,8 @@ from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, encoded_size
 from planaria.recovery.learner import ROUNDS
-from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import at_a_time
+from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
 
 VALUE = torch.float32.itemsize
@@ -301,18 +300,12 @@ def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
     return min(at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch)
 
 
-def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
-    """Kind and stage of the states that nodes of `stage` hold, one node per machine."""
-    if stage in (1, stages):
-        yield "copy", 0
-    for of in range(stages + 1):
-        if of != stage and holder_stage(of, stages) == stage:
-            yield "snapshot", of
-
-
-def copy_bytes(config: ModelConfig) -> int:
-    """Bytes of stage 0's copy, as it travels to a holder (checkfree, checkfree+)."""
-    return VALUE * parameters(config, 0)
+@cache
+def held_at(stage: int, stages: int) -> tuple[int, ...]:
+    """The stages whose snapshots nodes of `stage` hold, one node per machine."""
+    members = [(str(of), of) for of in range(stages + 1)]
+    routes = {of: route(of, members, stages) for _, of in members}
+    return tuple(of for of, way in routes.items() if way and str(stage) in way.holders)
 
 
 def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
@@ -327,8 +320,6 @@ def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) ->
     match method:
         case "checkfree" | "checkfree+" | "interpolate":
             return VALUE * parameters(config, stage)
-        case "stage0-copy":
-            return copy_bytes(config)
         case "snapshot":
             moments = run.recovery.snapshot.moments
             return (STATE if moments else VALUE) * parameters(config, stage)

@@ -400,7 +400,8 @@ def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None
 def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
     """As the daemon has it; the weights beside them stay."""
     lora = {"rank": 4, "alpha": 16, "targets": ["q_proj", "v_proj"]}
-    run = adapting(corpus, tmp_path / "model", training__lora=lora, training__lr=1e-2)
+    changes = {"training__lora": lora, "training__lr": 1e-2, "recovery__policy": "checkfree"}
+    run = adapting(corpus, tmp_path / "model", **changes)
     swarm = TrainingSwarm(run, corpus)
     base = [p.clone() for p in swarm.stages[2].module.parameters() if not p.requires_grad]
     for _ in range(15):
@@ -446,13 +447,15 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
     assert not any(a.equal(b) for a, b in itertools.combinations(guessed, 2))
 
 
-def test_a_copy_of_stage_0_comes_back_without_adams_moments(corpus: Corpus) -> None:
-    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
+@pytest.mark.parametrize("lost", [[0], [0, 2], [0, 3]])
+def test_stage_0_comes_back_from_either_of_its_two_holders(corpus: Corpus, lost: list[int]) -> None:
+    run = run_with(policy="checkfree", snapshot__fraction=1.0, snapshot__period=1)
+    swarm = TrainingSwarm(run, corpus)
     for _ in range(3):
         swarm.step()
-    (line,) = swarm.lose([0])
-    assert (line["method"], line["perturbation"]) == ("stage0-copy", 0)
-    assert swarm.stages[0].optimizer.steps == 0
+    line = swarm.lose(lost)[0]
+    assert (line["stage"], line["method"], line["staleness"]) == (0, "snapshot", 0)
+    assert swarm.stages[0].optimizer.steps == 3
 
 
 def test_rows_of_a_snapshot_go_by_priority_or_in_turn(corpus: Corpus) -> None:

@@ -88,13 +88,13 @@ def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step(
         {"kind": "rebuilt", "time": 12.0, "stage": 2, "method": "checkpoint", "bytes": 80},
         *({"kind": "committed", "time": 9.0 + step, "step": step} for step in (6, 7, 8)),
         {"kind": "killed", "time": 18.0, "stage": 0, "step": 9},
-        {"kind": "rebuilt", "time": 19.0, "stage": 0, "method": "stage0-copy", "bytes": 9},
+        {"kind": "rebuilt", "time": 19.0, "stage": 0, "method": "snapshot", "bytes": 9},
         {"kind": "committed", "time": 20.0, "step": 9},
     ]
     events = entries(map(whole, lines))
     assert losses(events) == [
         KilledStage(2, "checkpoint", 4.5, 6.5, 80),
-        KilledStage(0, "stage0-copy", 2.0, 2.0, 9),
+        KilledStage(0, "snapshot", 2.0, 2.0, 9),
     ]
     assert losses(events[:1]) == []
     with pytest.raises(LiveError, match="stage 2, killed at step 8, was never rebuilt"):

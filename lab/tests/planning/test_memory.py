@@ -269,7 +269,7 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
         for part, bound in parts.items():
             if part in ("boundary", "masking"):  # nearly all of it, at some moment
                 assert sizes[stage, part] >= 0.8 * bound.both, (stage, part)
-            elif part in ("copies", "snapshot", "redundant"):  # and what is on its way
+            elif part in ("snapshot", "redundant"):  # and what is on its way
                 assert sizes[stage, part] >= 0.3 * bound.both, (stage, part)
 
 

@@ -16,6 +16,7 @@ from planaria.node.launch.resolve import registry_rules
 from planaria.node.local.losses import TraceRow
 from planaria.node.local.swarm import parse_kill
 from planaria.node.run_file import dumps, load, loads
+from planaria.recovery.policy import POLICIES
 from planaria_lab.planning.machines import Hardware, alike, probed
 from planaria_lab.planning.plan import curves, figures
 from planaria_lab.planning.planner import Machine, PlanError, Question
@@ -264,7 +265,7 @@ def test_curves_rise_with_the_rate(tmp_path: Path) -> None:
     machines = tuple(Machine(f"n{i}", "anywhere", 5e10, 1e9, price=1.0) for i in range(5))
     asked = Question(loads(RUN), 512, machines, one_site(40, 100), 1e7, hourly=0.07)
     drawn = curves(asked)
-    assert set(drawn) == {"checkfree", "checkfree+", "snapshot", "redundant", "checkpoint"}
+    assert set(drawn) == {*POLICIES}
     for points in drawn.values():
         assert 0.07 in [rate for rate, _, _ in points]
         assert points == sorted(points)

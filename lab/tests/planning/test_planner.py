@@ -288,16 +288,17 @@ def test_more_of_an_uplink_is_never_slower() -> None:
         assert after.seconds <= before.seconds * (1 + 1e-9)
 
 
-def test_averaging_and_copies_share_the_uplink() -> None:
-    """What replicas send each other, and the copies of stage 0, take as long as the uplink has it,
-    whatever the links behind it could carry."""
+def test_averaging_and_snapshots_share_the_uplink() -> None:
+    """What replicas send each other, and the snapshots of stage 0, take as long as the uplink has
+    it, whatever the links behind it could carry."""
+    whole = {"fraction": 1.0, "period": 1, "codec": "none"}
     step = {
         (plan.policy, plan.run.wire.averaging): plan.estimate.step
         for codec in ("none", "int8")
         for plan in plans(
             replace(
                 homes(policies=("checkfree", "checkpoint")),
-                run=override(homes().run, wire__averaging=codec),
+                run=override(homes().run, wire__averaging=codec, recovery__snapshot=whole),
             )
         )
         if plan.counts == (4, 4, 4) and plan.run.training.microbatch == 8

@@ -158,14 +158,18 @@ def test_a_step_that_goes_on_redoes_what_the_lost_node_had_done() -> None:
 def test_what_a_stand_in_has_done_ahead_is_not_redone() -> None:
     """Where it has the time for it: half of the stages have nothing to do."""
     body = Seconds(0.1, 0.2)
-    slow = {"delay": 1.0, "seconds": {1: body, 2: Seconds(0.3, 0.6)}, "training__batch": 32}
+    slow = {
+        "delay": 1.0,
+        "seconds": {1: body, 2: Seconds(0.3, 0.6)},
+        "training__batch": 32,
+    }
     churn = Churn(at=at("1.1@10"), phase=0.95, replacement=math.inf)
     (redone,), (ahead,) = (
         simulate_run(swarm(**slow, recovery__masking=masking), churn).losses
         for masking in ("reassign", "spare")
     )
     assert ahead.masked
-    assert ahead.stall < redone.stall / 2
+    assert ahead.stall < 0.6 * redone.stall
 
 
 @given(
@@ -247,10 +251,11 @@ def test_a_replacement_joins_without_holding_up_the_others_for_long() -> None:
 METHODS = {
     ("checkfree", 2): ("checkfree", False, False),
     ("checkfree", 4): ("interpolate", False, True),
-    ("checkfree", 0): ("stage0-copy", True, False),
+    ("checkfree", 0): ("snapshot", False, False),
     ("checkfree+", 4): ("checkfree+", False, False),
-    ("checkfree+", 0): ("stage0-copy", True, False),
+    ("checkfree+", 0): ("snapshot", False, False),
     ("snapshot", 3): ("snapshot", False, False),
+    ("auto", 3): ("snapshot", False, False),
     ("redundant", 3): ("redundant", True, False),
     ("checkpoint", 3): ("checkpoint", True, False),
 }
@@ -497,11 +502,8 @@ def test_stages_that_are_not_there_can_not_be_lost() -> None:
 def test_what_is_routed_to_a_stage_is_held_there(stages: int) -> None:
     members = [(f"{stage:02}", stage) for stage in range(stages + 1)]
     routed = {
-        (holder, kind, stage)
-        for kind in ("copy", "snapshot")
+        (holder, stage)
         for stage in range(stages + 1)
-        for holder in (route(kind, stage, members, stages) or ("", ()))[1]
+        for holder in (route(stage, members, stages) or ("", ()))[1]
     }
-    assert routed == {
-        (node, kind, stage) for node, of in members for kind, stage in held_at(of, stages)
-    }
+    assert routed == {(node, stage) for node, of in members for stage in held_at(of, stages)}

@@ -26,13 +26,13 @@ from planaria_lab.simulator.swarm import (
     Swarm,
     SwarmFiguresError,
     Transport,
-    copy_bytes,
     forward_flops,
     frame_bytes,
     one_site,
     parameters,
     seconds_at,
     sites,
+    snapshot_bytes,
     uniform,
 )
 
@@ -220,16 +220,18 @@ def test_bytes_add_up(simulated: Swarm, policy: str) -> None:
         assert step.bytes == pytest.approx(expected, abs=slack)
 
 
-def test_copies_of_stage_0_get_through_when_links_have_time() -> None:
-    for vocabulary, through in ((512, 2.0), (50_000, 0.09)):  # a step takes 0.2 s, a copy 2 s
+def test_snapshots_of_stage_0_get_through_when_links_have_time() -> None:
+    for vocabulary, through in ((512, 2.0), (400_000, 0.11)):
         given: dict[str, Any] = {"delay": 1, "model__vocabulary": vocabulary}
         plain, ready = (
             simulate_step(swarm(policy=policy, training__in_flight=5, **given), steps=20)
             for policy in (PLAIN, "checkfree")
         )
         simulated = swarm(policy="checkfree", model__vocabulary=vocabulary)
-        size = copy_bytes(simulated.config)
-        assert (ready.bytes - plain.bytes) / size == pytest.approx(through, rel=0.2)
+        update = simulated.run.recovery.snapshot.fraction
+        first, other = (snapshot_bytes(simulated.run, simulated.config, of) for of in (0, 1))
+        sent = (ready.bytes - plain.bytes) / update - other
+        assert sent / first == pytest.approx(through, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from tests.swarm.test_in_process import losses, undisturbed
         ("checkfree", [2], {2: "checkfree"}, 4),
         ("checkfree", [1], {1: "interpolate"}, 4),
         ("checkfree", [1], {1: "snapshot"}, 1),
-        ("checkfree", [0, 1], {0: "stage0-copy", 1: "snapshot"}, 1),
+        ("checkfree", [0, 1], {0: "snapshot", 1: "snapshot"}, 1),
         ("checkfree", [2, 3], {2: "interpolate", 3: "interpolate"}, 4),
         ("checkfree+", [1], {1: "checkfree+"}, 1),
         ("checkfree+", [4], {4: "checkfree+"}, 4),
-        ("checkfree+", [0], {0: "stage0-copy"}, 1),
-        ("checkfree+", [0, 3], {0: "stage0-copy", 3: "checkfree+"}, 4),
+        ("checkfree+", [0], {0: "snapshot"}, 1),
+        ("checkfree+", [0, 3], {0: "snapshot", 3: "checkfree+"}, 4),
         ("snapshot", [2, 3], {2: "snapshot", 3: "snapshot"}, 1),
         ("snapshot", [0], {0: "snapshot"}, 1),
         ("redundant", [0], {0: "redundant"}, 1),
@@ -161,11 +161,7 @@ def in_the_lab(run, corpus, at, lost, rebuilt, ablation=None):
             swarm.lose(lost)
             for event in rebuilt:
                 held = min(source["step"] for source in event["sources"])
-                if event["method"] in ("snapshot", "stage0-copy") and held < at:
-                    state = earlier[held][event["stage"]]
-                    if event["method"] == "stage0-copy":
-                        state = state._replace(tensors={"weights": state.tensors["weights"]})
-                        state = state._replace(optimizer_step=0)
-                    state.put(swarm.stages[event["stage"]])
+                if event["method"] == "snapshot" and held < at:
+                    earlier[held][event["stage"]].put(swarm.stages[event["stage"]])
             lost = []
     return [losses_at[step] for step in sorted(losses_at)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,7 @@ class Answers:
                 Source(node, holding.stage, holding.step, holding.lineage),
                 (holding.made.view, holding.made.attempt),
                 holding.digest,
+                holding.mean_step if holding.kind == "snapshot" else math.inf,
             )
             for node, status in sorted(self.statuses.items())
             for holding in status.holdings

@@ -68,7 +68,7 @@ def page_state(
             for item in list(history.news)[-NEWS_SHOWN:]
         ],
         "samples": [sample._asdict() for sample in history.samples],
-        "troubles": [*state.troubles(), *state.omitted()][:LINES_SHOWN],
+        "troubles": [*state.troubles(), *state.unsent(), *state.omitted()][:LINES_SHOWN],
         "cuts": _cuts(state),
         "quarantine": _quarantine(state, moment.now),
         "evictions": [

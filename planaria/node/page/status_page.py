@@ -155,6 +155,7 @@ def _head(state: RunState) -> RenderableType:
         *([("in flight", flying)] if (flying := _in_flight(state)) else []),
         *([("page", escape(description.page))] if description.page else []),
         *(("trouble", styled(trouble, Severity.ERROR)) for trouble in state.troubles()),
+        *(("snapshot", styled(unsent, Severity.NOTICE)) for unsent in state.unsent()),
         *(("omitted", Text(omitted)) for omitted in state.omitted()),
         *(("news", _styled(message, seats, state)) for message, seats in _news(state).items()),
     ]

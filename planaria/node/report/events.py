@@ -674,6 +674,24 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
         return "".join(f"; {part}" for part in parts)
 
 
+class SnapshotPaced(Event, kind="snapshot paced", severity=Severity.NOTICE):
+    """A link is too slow for a stage's running snapshot, or fast enough again."""
+
+    stage: Count
+    holder: str
+    kept: bool
+    age: Figure  # of its rows on average, in steps, at the pace of the last updates
+
+    def sentence(self, node: str | None) -> str:
+        rows = f"its rows would be {self.age:.0f} steps old on average"
+        if self.kept:
+            return f"{node} sends {self.holder} its snapshot of stage {self.stage} again: {rows}"
+        return (
+            f"{node} sends {self.holder} no snapshot of stage {self.stage}: the link is slow, so "
+            f"{rows}, and a guess from other stages costs no more"
+        )
+
+
 class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
     node: str
     reason: str

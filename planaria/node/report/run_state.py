@@ -125,6 +125,10 @@ class RunState:
             if entry.report.trouble:
                 yield f"{named(entry.member)}: {entry.report.trouble}"
 
+    def unsent(self) -> Iterator[str]:
+        """Snapshots that aren't sent, and why."""
+        return (seat.unsent for seat in self.reports if seat.unsent)
+
     def omitted(self) -> list[str]:
         """Parts that the registry omitted from its answer."""
         return cut_from(self.description)

@@ -1,4 +1,4 @@
-"""Background copies of state at peers: copies of stage 0, and running snapshots.
+"""Background copies of state at peers: running snapshots, and what stage 0's last node leaves.
 
 An update is one stage's state of one step, or some of its blocks; recovery/snapshot.py defines
 which, and their encoding. It is sent in frames of kind "copy", a few at a time. The holder answers
@@ -24,20 +24,31 @@ import torch
 from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
-from planaria.node.run_file import SnapshotSection
+from planaria.node.model.shape import ModelConfig
+from planaria.node.run_file import RunFile, SnapshotSection
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import NAME_LIMIT, FiguresError, Form, Frame, WireError, check_forms
+from planaria.node.wire.frames import (
+    NAME_LIMIT,
+    FiguresError,
+    Form,
+    Frame,
+    WireError,
+    check_forms,
+    crossing_bytes,
+)
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
+from planaria.recovery.decide import RECENT
+from planaria.recovery.pace import Pace, share_of_rows
 from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
     Sent,
-    SentCopy,
     SentSnapshot,
+    SentWhole,
     UpdateError,
     ValuesError,
     steps_between,
@@ -46,7 +57,7 @@ from planaria.recovery.snapshot import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Kind = Literal["copy", "snapshot", "deposit"]
+Kind = Literal["snapshot", "deposit"]
 Send = Callable[[str, pb.Message | Frame], bool]
 """Sends to a peer; False: there is no link to it."""
 Accuse = Callable[[str, str, Cause], None]
@@ -60,6 +71,21 @@ SILENCE: Final = 15.0  # seconds in which a holder must answer
 COMMIT_LIMIT: Final = 1 << 20  # bytes of the step's commit in an update
 REMEMBERED: Final = 16  # of this node's own states
 REASON_LIMIT: Final = 200  # characters
+
+
+def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
+    """The run's settings of snapshots. Where the policy adapts, an update has no more rows than
+    `share_of_rows` allows."""
+    snapshot, training = run.recovery.snapshot, run.training
+    if not run.policy.adapts:
+        return snapshot
+    ends, body = config.trained
+    whole = (2 * ends + config.stages * body) * (3 if snapshot.moments else 1)  # see `route`
+    whole *= 4 if snapshot.codec == "none" else 1
+    crossing = crossing_bytes(config, training.microbatch * config.context, run.wire)
+    sent = (config.stages + 1) * training.microbatches * sum(crossing)
+    fraction = min(snapshot.fraction, share_of_rows(whole, sent))
+    return snapshot.model_copy(update={"fraction": fraction})
 
 
 class Allowance:
@@ -91,26 +117,25 @@ class Outgoing:
     period: int  # least number of steps between updates
     bytes_per_second: float
     new_sent: Callable[[], Sent]  # for a holder without any state yet
-
-    @classmethod
-    def copies(cls, layout: Layout) -> Outgoing:
-        """Stage 0's weights, all of them, after each commit."""
-        sent = SentCopy(layout)
-        return cls("copy", 0, 1, math.inf, lambda: sent)
+    pace: Pace | None = None  # None: it is sent however slow the link is
 
     @classmethod
     def deposit(cls, layout: Layout) -> Outgoing:
         """Stage 0's weights and moments, once, when its last node leaves."""
-        return cls("deposit", 0, 1, math.inf, lambda: SentCopy(layout, 3))
+        return cls("deposit", 0, 1, math.inf, lambda: SentWhole(layout))
 
     @classmethod
-    def snapshots(cls, stage: int, layout: Layout, snapshot: SnapshotSection) -> Outgoing:
-        """A running snapshot: the fraction r of the blocks every rC steps."""
-        settings = layout, snapshot.fraction, snapshot.codec, snapshot.moments
+    def snapshots(
+        cls, stage: int, layout: Layout, snapshot: SnapshotSection, paced: bool = False
+    ) -> Outgoing:
+        """A running snapshot: the fraction r of the blocks every rC steps; `paced`: not over a link
+        that is too slow."""
         period = steps_between(snapshot.fraction, snapshot.period)
-        return cls(
-            "snapshot", stage, period, snapshot.mbps * 1e6 / 8, partial(SentSnapshot, *settings)
+        new_sent = partial(
+            SentSnapshot, layout, snapshot.fraction, snapshot.codec, snapshot.moments
         )
+        pace = Pace(snapshot.fraction, period) if paced else None
+        return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent, pace)
 
 
 @dataclass(frozen=True)
@@ -161,6 +186,7 @@ class _Recipient:
 
     sent: Sent
     started: int = -1  # step of the newest update begun
+    filling: bool = False  # the newest arrived, and more blocks have never been sent
 
 
 @dataclass
@@ -198,9 +224,12 @@ class Sender:
         state: Callable[[], StageState | None],
         send: Send,
         silence: float = SILENCE,
+        on_pace: Callable[[str, Pace], None] = lambda holder, pace: None,
     ) -> None:
+        """`on_pace`: gets the holder when its link has become too slow, or fast enough again."""
         self._exchanges = exchanges
         self._outgoing = outgoing
+        self._on_pace = on_pace
         self._state = state
         self._send = send
         self._silence = silence
@@ -275,18 +304,22 @@ class Sender:
             return  # a later step is being applied: `committed` follows
         if state.last.step != state.id.step:
             return  # rebuilt from an older state, whose commit isn't this step's
+        pace = self._outgoing.pace
+        period = self._outgoing.period if pace is None else pace.period
         due = [
             (recipient.started, node)
             for node, recipient in self._recipients.items()
-            if recipient.started < 0 or state.id.step - recipient.started >= self._outgoing.period
+            if recipient.started < 0
+            or recipient.filling
+            or state.id.step - recipient.started >= period
         ]
         if not due:
             return
         _, holder = min(due)
         recipient = self._recipients[holder]
-        sent, recipient.started = recipient.sent, state.id.step
+        recipient.started, recipient.filling = state.id.step, False
         self._update = _Update(holder, next(self._transfers), state.id.step)
-        self._exchanges.start(self._bring(self._update, sent, state))
+        self._exchanges.start(self._bring(self._update, recipient, state))
 
     def _take(self, sent: Sent, state: StageState) -> snapshot.SnapshotUpdate:
         started = time.perf_counter()
@@ -307,16 +340,26 @@ class Sender:
     async def _deliver(self, update: _Update, sent: Sent, state: StageState) -> None:
         # Posted as soon as it is started, before a later step can be.
         content = await self._exchanges.compute(partial(self._take, sent, state))
-        if self._outgoing.kind == "snapshot":  # a copy belongs to its `Sent`
-            update.memory_bytes = content.payload.nbytes
+        update.memory_bytes = content.payload.nbytes
         header, payload = self._compose(update, state, content)
         await self._transfer(update, header, payload)
         await self._wait(update, lambda: update.kept, "the confirmation")
 
-    async def _bring(self, update: _Update, sent: Sent, state: StageState) -> None:
+    def _judge(self, update: _Update, arrived: bool) -> None:
+        """Judge the link by an update: the next one leaves with the next commit."""
+        pace = self._outgoing.pace
+        steps = self._applied.step + 1 - update.step if arrived else RECENT
+        if pace is not None and pace.arrived(steps):
+            self._on_pace(update.holder, pace)
+
+    async def _bring(self, update: _Update, recipient: _Recipient, state: StageState) -> None:
+        sent = recipient.sent
         try:
             await self._deliver(update, sent, state)
+            self._judge(update, arrived=True)
+            recipient.filling = sent.lacks_blocks
         except ComplaintError as lost:
+            self._judge(update, arrived=False)
             sent.lost(update.step)
             log.warning(
                 "the %s of stage %d at step %d did not reach %s: %s",
@@ -609,8 +652,7 @@ class Holder:
                 f"it has {header.size} bytes, {header.commit} of them for its commit"
             )
         form = header.blocks, header.tensors, header.codec
-        tensors = {"copy": 1, "deposit": 3}.get(header.kind)
-        if tensors is not None and form != (layout.blocks, tensors, "none"):
+        if header.kind == "deposit" and form != (layout.blocks, 3, "none"):
             contents = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
             raise FiguresError(f"a {header.kind} of {contents}")
         return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))

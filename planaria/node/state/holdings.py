@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from planaria.node.ports import Disk, OpenDisk
-from planaria.node.report.events import HoldingCost
+from planaria.node.report.events import HoldingCost, SnapshotPaced
 from planaria.node.state.boundary import BoundaryKeeper
-from planaria.node.state.copies import Holder, Outgoing, Sender
+from planaria.node.state.copies import Holder, Outgoing, Sender, snapshot_section
 from planaria.node.state.copies import Kind as CopyKind
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId, is_milestone
 from planaria.node.state.twin import Twin
@@ -26,6 +26,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import Kind
+from planaria.recovery.pace import Pace
 from planaria.recovery.snapshot import Layout, route
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ class Holdings:
             steps = run.recovery.relearn.steps
             self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
         self.sender: Sender | None = None
+        self.unsent = ""  # why this stage's snapshot isn't sent; empty: it is, or there is none
         self.depositor: Sender | None = None  # at stage 0
         self.holder: Holder | None = None
-        self.sends = self.policy.sends(self.stage, run.recovery.snapshot.first)
         self._carry_copies(layout)
         self.files: list[Files] = []
         self._open_disk, self._closed = open_disk, False
@@ -102,33 +103,40 @@ class Holdings:
             self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
 
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
-        """Set up sending and holding of copies of stage 0 and of snapshots."""
-        host, snapshot = self.host, self.run.recovery.snapshot
+        """Set up sending and holding of snapshots and of what stage 0's last node leaves."""
+        host, snapshot = self.host, snapshot_section(self.run, self.config)
         trained = [
             stage for stage in range(self.config.stages + 1) if self.config.trained[min(stage, 1)]
         ]
-        kinds = {stage: self.policy.sends(stage, snapshot.first) for stage in trained}
         layouts: dict[tuple[CopyKind, int], Layout] = {
-            (kind, stage): layout(stage) for stage, kind in kinds.items() if kind is not None
+            ("snapshot", stage): layout(stage)
+            for stage in trained
+            if self.policy.sends(stage, snapshot.first)
         }
-        own_layout = layouts.pop((self.sends, self.stage), None) if self.sends is not None else None
+        own_layout = layouts.pop(("snapshot", self.stage), None)
         if self.stage and 0 in trained:
             layouts["deposit", 0] = layout(0)
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
+        sender = partial(Sender, host.exchanges, state=host.own_state, send=self._send_at_once)
         if own_layout is not None:
-            if self.sends == "copy":
-                outgoing = Outgoing.copies(own_layout)
-            else:
-                outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot)
-            self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
+            no_guess = not self.stage or self.run.model.origin is not None
+            paced = self.policy.adapts and not no_guess
+            outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, paced)
+            self.sender = sender(outgoing, on_pace=self._paced)
         if self.stage == 0 and 0 in trained:
-            outgoing = Outgoing.deposit(layout(0))
-            self.depositor = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
+            self.depositor = sender(Outgoing.deposit(layout(0)))
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Send now or never: once a link comes up, a newer state is sent."""
         return self.host.net.linked(peer) and self.host.send(peer, item)
+
+    def _paced(self, holder: str, pace: Pace) -> None:
+        """A link has become too slow for this stage's snapshot, or fast enough again."""
+        event = SnapshotPaced(stage=self.stage, holder=holder, kept=pace.kept, age=pace.age)
+        self.unsent = "" if pace.kept else event.sentence(self.host.node)
+        self.host.record.tell(event)
+        self.host.record.changed()
 
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
         saved, failed = partial(self.host.own_saves.saved, kind), self.host.own_saves.failed
@@ -145,9 +153,9 @@ class Holdings:
 
     def follow(self, begin: pb.Begin) -> None:
         """Choose the holders that this node sends to, from the attempt's members."""
-        if self.sender is not None and self.sends is not None:
+        if self.sender is not None:
             members = [(place.node, place.stage) for place in begin.members]
-            copy_route = route(self.sends, self.stage, members, self.config.stages, node_of)
+            copy_route = route(self.stage, members, self.config.stages, node_of)
             sends = copy_route is not None and copy_route.sender == self.host.node
             holders = copy_route.holders if copy_route is not None and sends else ()
             for holder in holders:
@@ -292,16 +300,15 @@ class Holdings:
             costs["redundant"] = HoldingCost(
                 twin.bytes_sent, twin.memory_bytes, twin.critical_seconds
             )
-        name = "snapshot" if self.policy.snapshots else "copies"
         if self.sender is not None:
             sender = self.sender
-            costs[name] = HoldingCost(
+            costs["snapshot"] = HoldingCost(
                 sender.bytes_sent, sender.memory_bytes, sender.critical_seconds
             )
         if self.holder is not None:
             held = HoldingCost(0, self.holder.memory_bytes, self.holder.critical_seconds)
             if held != HoldingCost():
-                costs[name] = costs.get(name, HoldingCost()) + held
+                costs["snapshot"] = costs.get("snapshot", HoldingCost()) + held
         for files in self.files:
             disk = files.disk
             costs["checkpoint" if files.kind == "checkpoint" else "saves"] = HoldingCost(

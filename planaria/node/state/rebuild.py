@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("planaria")
 
 HELD: Final = {
-    "stage0-copy": "copy",
     "snapshot": "snapshot",
     "deposit": "deposit",
     "redundant": "redundant",

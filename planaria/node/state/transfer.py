@@ -55,7 +55,7 @@ NAME_LIMIT: Final = 64  # characters
 REASON_LIMIT: Final = 200  # characters of a source's reason
 WEIGHTS: Final = "weights"  # the tensor sent without the optimizer
 VALUE: Final = SIZES["float32"]  # bytes
-WITHOUT_MOMENTS: Final = ("copy", "snapshot")  # kinds of Holding that may have weights only
+WITHOUT_MOMENTS: Final = ("snapshot",)  # kinds of Holding that may have weights only
 
 Due: TypeAlias = Mapping[str, int]
 """The tensors of a stage, in the order of their bytes, each with its number of values."""

@@ -1570,15 +1570,14 @@ def test_only_a_stage_with_one_node_that_relearns_alone_may_train_before_it_is_t
     assert {sync.goes_on for sync in relearning} == {goes_on}
 
 
-def test_exact_rebuilds_relearn_nothing():
+def test_a_stage_that_is_not_guessed_relearns_nothing():
     rules = replace(RULES, policy=POLICIES["checkfree+"], relearn=True)
-    copies = pb.Status(
-        committed=5, last=pb.Commit(step=5), holdings=[pb.Holding(kind="copy", stage=0, step=5)]
-    )
+    kept = pb.Holding(kind="snapshot", stage=0, step=5, mean_step=3)
+    keeps = pb.Status(committed=5, last=pb.Commit(step=5), holdings=[kept])
     told = asked(rules, committed=5)
-    effects = told.statuses(5, a=pb.Status(), b=copies)
+    effects = told.statuses(5, a=pb.Status(), b=keeps)
     sync = sent(effects, "sync")["a"].sync
-    assert (sync.method, sync.sources[0].node, len(sync.lost)) == ("stage0-copy", "b", 0)
+    assert (sync.method, sync.sources[0].node, len(sync.lost)) == ("snapshot", "b", 0)
 
 
 def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb.Status:
@@ -2462,7 +2461,6 @@ def test_what_changes_again_is_told_again():
     [
         ("save", 2, "c", "checkfree", "save"),
         ("redundant", 2, "b", "redundant", "redundant"),
-        ("copy", 0, "c", "checkfree", "stage0-copy"),
     ],
 )
 def test_it_takes_its_weights_back_from_who_has_them_as_they_were(kind, stage, by, policy, method):

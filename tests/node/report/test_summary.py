@@ -446,7 +446,7 @@ def test_cost_counts_what_the_dead_have_sent_but_not_what_they_held():
         "extra_bytes": 20 + 100 + 1000,
         "memory_bytes": 8 + 700,
         "critical_seconds": pytest.approx(11.2 / 2),
-        "parts": {"copies": {"extra_bytes": 10, "memory_bytes": 2, "critical_seconds": 0.5}},
+        "parts": {"snapshot": {"extra_bytes": 10, "memory_bytes": 2, "critical_seconds": 0.5}},
     }
 
 
@@ -512,7 +512,7 @@ def applied(node: str, step: int, digest: str, lineage: int = 0) -> dict[str, An
     return applied_at(float(step), node, step, digest, lineage)
 
 
-LOST = event(2.0, "rebuilt", "b", stage=1, method="stage0-copy")
+LOST = event(2.0, "rebuilt", "b", stage=1, method="snapshot")
 COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
 
 

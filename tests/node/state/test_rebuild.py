@@ -234,7 +234,7 @@ def test_adapters_begin_anew_beside_weights_of_the_checkpoint() -> None:
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("stage0-copy", "copy"), ("snapshot", "snapshot"), ("redundant", "redundant")],
+    [("snapshot", "snapshot"), ("redundant", "redundant")],
 )
 def test_what_a_holder_keeps_is_asked_for_by_its_kind(method: str, kind: str) -> None:
     world = World()

@@ -279,7 +279,7 @@ def test_a_thousand_nodes_that_come_and_go_have_at_most_fifty_links_for_tensors(
             used |= {frozenset((one.node, source)) for source in linked[:SOURCES]}
         places = [(one.node, one.seats[0].stage) for one in members]
         for stage in range(10):
-            way = copied("copy" if stage == 0 else "snapshot", stage, places, 9)
+            way = copied(stage, places, 9)
             assert way is not None
             used |= {frozenset((way.sender, holder)) for holder in way.holders}
         living = {one.node for one in members} - drivers

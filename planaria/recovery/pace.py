@@ -1,0 +1,61 @@
+"""How fast a running snapshot is renewed, and whether that is fast enough to be of use."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import Final
+
+from planaria.recovery.decide import RECENT
+
+SHARE: Final = 0.1
+"""Bytes of all snapshots, as a share of those that training sends in a step."""
+MOST: Final = 1 / 8
+LEAST: Final = 1 / RECENT
+"""Bounds of the rows' share in an update. With `LEAST` each step, rows are `RECENT` / 2 steps old
+on average."""
+UPDATES: Final = 5
+"""Updates by which a link is judged."""
+MARGIN: Final = 0.75
+"""Hysteresis: a snapshot is sent again once its rows would be at most so much of `RECENT` old."""
+
+
+def share_of_rows(whole: float, training: float) -> float:
+    """The share of a stage's rows that a step sends.
+
+    `whole`: bytes of the snapshots of all stages; `training`: bytes that cross between stages in a
+    step.
+    """
+    return min(MOST, max(LEAST, SHARE * training / max(whole, 1.0)))
+
+
+class Pace:
+    """Whether the link to a holder carries a snapshot fast enough.
+
+    Where its rows would be older than `RECENT` steps, on average, a guess costs no more. Then one
+    update in `RECENT` steps tries the link. Pure.
+    """
+
+    def __init__(self, fraction: float, period: int) -> None:
+        """`fraction`: of the rows in an update; `period`: least number of steps between two."""
+        self._fraction, self._period = fraction, period
+        self._ages: deque[float] = deque(maxlen=UPDATES)
+        self.age = 0.0  # mean of the rows, in steps, at the pace of the last updates
+        self.kept = True
+
+    @property
+    def period(self) -> int:
+        """Least number of steps until the next update."""
+        return self._period if self.kept else RECENT
+
+    def arrived(self, steps: int) -> bool:
+        """Record that an update took so many steps, or would have taken. Returns whether `kept` has
+        changed."""
+        self._ages.append(max(steps, self._period) / (2 * self._fraction))
+        self.age = median(self._ages)
+        slow = self.kept and len(self._ages) == UPDATES and self.age > RECENT
+        fast_again = not self.kept and self._ages[-1] <= MARGIN * RECENT
+        if slow or fast_again:
+            self.kept = not self.kept
+            self._ages.clear()
+        return slow or fast_again
