@@ -461,6 +461,10 @@ class CheckpointSection(Section):
     every: int = Field(default=10, ge=1, le=10**9, description="steps")
 
 
+FORMER_POLICY: Final = "checkfree"
+"""The default of earlier versions; the ids of their runs stay as they are."""
+
+
 def _known_policy(name: str) -> str:
     if name not in POLICIES:
         raise ValueError(f"is no policy; there are {', '.join(POLICIES)}")
@@ -660,8 +664,8 @@ class RunFile(Section):
     def identifying_fields(self, *left_out: str) -> dict[str, Any]:
         """The fields that distinguish this run from others, without the sections `left_out`.
         Default values are left out, so that a new key changes nothing, and so is PRIVATE. For
-        `training.warmup` and [wire] the former defaults count: 20 steps, codec none. Of changes,
-        only those count for which saves were written anew."""
+        `training.warmup`, `recovery.policy` and [wire] the former defaults count: 20 steps,
+        checkfree, codec none. Of changes, only those count for which saves were written anew."""
         if self.changes:
             anew = {"changes": [change.step for change in self.changes if change.anew]}
             return self.original.identifying_fields(*left_out) | (
@@ -672,6 +676,10 @@ class RunFile(Section):
         defaults = {"lr": self.config.learning_rate, "warmup": WARMUP}
         training = {k: v for k, v in fields.pop("training", {}).items() if v != defaults.get(k)}
         fields |= {"training": training} if training else {}
+        recovery = fields.pop("recovery", {}) | {"policy": self.recovery.policy}
+        if self.recovery.policy == FORMER_POLICY:
+            del recovery["policy"]
+        fields |= {"recovery": recovery} if recovery else {}
         wire = {key: value for key, value in self.wire.model_dump().items() if value != "none"}
         if self.wire.averaging != "lowrank":  # which have no effect then
             del wire["rank"], wire["rank_after"]

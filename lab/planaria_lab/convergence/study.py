@@ -21,7 +21,7 @@ FORMAT = 3
 """Grows when the same study gives other results than before: with a default that matters, too."""
 
 
-PUBLISHED: Final[dict[str, dict[str, Any]]] = {
+PUBLISHED: Final = {
     "wire": {"activations": "none", "gradients": "none"},
     "recovery": {"policy": "checkfree", "snapshot": {"first": 0}},
 }
@@ -85,10 +85,6 @@ class Job:
         """
         keys = self.run.identifying_fields("data", "name", "swarm", "saves")
         keys.get("model", {}).pop("from", None)
-        recovery = keys.pop("recovery", {}) | {"policy": self.run.recovery.policy}
-        if recovery["policy"] == PUBLISHED["recovery"]["policy"]:
-            del recovery["policy"]
-        keys |= {"recovery": recovery} if recovery else {}
         fields = [
             FORMAT,
             content,
