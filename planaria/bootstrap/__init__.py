@@ -8,8 +8,9 @@ Decisions, pure:
 - `operator_orders.py`: pause, go, change, back and stop, by the run's operator
 - `leases.py`: who is silent; `isolation.py`: when all are, for this registry
 - `cuts.py`: members that can't reach each other; `accusations.py`: what members report of others
-- `placement.py`: which node gets a vacant seat; `failure_domains.py`: where nodes are;
-  `awaited_saves.py`: which lost nodes may come back with a save
+- `placement.py`: which of the `candidates.py` gets a vacant seat; `failure_domains.py`: where nodes
+  are; `awaited_saves.py`: which lost nodes may come back with a save
+- `moves.py`: which seats move, so that steps become shorter; `step_time.py`: how long one will take
 - `driving.py`: which node drives; `commit_watermark.py`: how far the run has come
 - `neighbours.py`: which nodes keep links with each other; `history.py`: what has happened
 

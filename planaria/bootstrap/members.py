@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
 from planaria.bootstrap.failure_domains import FailureDomain
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.neighbours import Neighbours, related, stages_of
-from planaria.bootstrap.placement import Candidate, SeatAssigned, SeatReleased, Staffing
+from planaria.bootstrap.placement import Staffing
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
@@ -22,6 +23,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.rules import MembershipRules
+from planaria.bootstrap.step_time import MOST_WEIGHED, Link, Load, Outlook, outlook
 
 
 @dataclass(eq=False)
@@ -59,10 +61,25 @@ class Node:
     cause: Cause = SILENT  # of that eviction
     claim: Claim | None = None  # the newest claim to its address
     contradicted: float = -math.inf  # time of the last notice
+    since: dict[int, float] = field(default_factory=dict)  # stage -> when it got the seat
+    layer: float = 0.0  # seconds of a microbatch in a layer, by its last such report; 0: none yet
+    ends: float = 0.0  # the same for stage 0
+    links: dict[str, Link] = field(default_factory=dict)  # to peers, by the last report of each
     stages: list[int] = field(init=False)  # of its seats; empty: a standby
 
     def __post_init__(self) -> None:
         self.stages = stages_of(self.member)
+        self.since = dict.fromkeys(self.stages, self.renewed)
+
+    def note_speeds(self, load: Load) -> None:
+        """Remembers what its newest report has of its speed and links: a standby has neither."""
+        measured = {seat.stage: seat.seconds for seat in self.report.seats if seat.seconds > 0}
+        self.ends = measured.pop(0, self.ends)
+        if layers := sum(load.layers[stage - 1] for stage in measured):
+            self.layer = sum(measured.values()) / layers
+        for link in (*self.report.seen, *self.report.links):
+            if link.mbps > 0 <= link.rtt_ms:
+                self.links[link.peer] = Link(link.rtt_ms / 2e3, link.mbps * 1e6 / 8)
 
     @property
     def name(self) -> str:
@@ -120,6 +137,7 @@ class Members:
             node = former.get(member.node) or Node(member, before, now, now)
             node.member, node.stages = member, stages_of(member)
             node.reasons = {s: node.reasons.get(s, before) for s in node.stages}
+            node.since = {s: node.since.get(s, now) for s in node.stages}
             self.enter(node)
         self.driver = view.driver
 
@@ -155,8 +173,11 @@ class Members:
         if not node.stages:
             node.placed = now
         self._reseat(node, stages, since)
+        if isinstance(change, SeatReleased) and not stages:
+            node.member.standby = True  # a copy that no view has yet
         node.why = change.why
         node.reasons = {s: node.reasons.get(s, change.why) for s in sorted(stages)}
+        node.since = {s: node.since.get(s, now) for s in stages}
 
     def set_leaving(self, node: Node, leaving: bool) -> None:
         member = _copy(node.member)
@@ -303,9 +324,21 @@ class Members:
                 drives=member.node == self.driver,
                 place=node.place,
                 waits=member.standby,
+                joined=frozenset(seat.stage for seat in member.seats if not seat.since),
+                layer=node.layer,
+                ends=node.ends,
+                since=node.since,
             )
             candidates.append(candidate)
         return candidates
+
+    def outlook(self, candidates: Iterable[Candidate]) -> Outlook | None:
+        """What is known of speeds and links; None: too little, or there are too many nodes."""
+        load = self.rules.load
+        if load is None or len(self) > MOST_WEIGHED:
+            return None
+        links = {(node.name, peer): link for node in self for peer, link in node.links.items()}
+        return outlook(load, candidates, links)
 
     def described(self, now: float) -> list[MemberDescription]:
         """All nodes, for people."""

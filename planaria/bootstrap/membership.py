@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
 from planaria.bootstrap.awaited_saves import AwaitedSaves, in_words
+from planaria.bootstrap.candidates import SeatAssigned
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.driving import Driving
@@ -33,12 +34,13 @@ from planaria.bootstrap.leases import Leases
 from planaria.bootstrap.members import Members, MembersNow, Node
 from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.operator_orders import Orders, stopped_at
-from planaria.bootstrap.placement import SeatAssigned, assign
+from planaria.bootstrap.placement import assign
 from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     STOP,
     STOPPED,
+    TRAIN,
     Change,
     Description,
     JoinReply,
@@ -167,6 +169,8 @@ class Membership:
         node.report = report
         if name == self.view.driver:
             self._watermark.reach(max(map(age_of, report.seats), default=(0, 0)))
+        if self.rules.load is not None:
+            node.note_speeds(self.rules.load)
         node.holds = {seat.stage for seat in report.seats if self._watermark.has_state(seat)}
         complaints, unlisted = report.complaints, report.unlisted
         if complaints or unlisted or self._cuts.any:
@@ -454,7 +458,11 @@ class Membership:
             return
         candidates, rules = self.members.candidates(now), self.rules
         begun = self._driving.has_begun(now)
-        for change in assign(candidates, rules.stages, begun, rules.policy, rules.max_replicas):
+        calm = self._driving.started and self._orders.order == TRAIN
+        outlook = self.members.outlook(candidates) if calm else None
+        for change in assign(
+            candidates, rules.stages, begun, rules.policy, rules.max_replicas, outlook
+        ):
             self.members.apply(change, self.view.number + 1, now)
             verb = "takes" if isinstance(change, SeatAssigned) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")

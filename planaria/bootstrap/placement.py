@@ -8,55 +8,21 @@ surplus replica beside it at one of them. A node returns a seat when a node with
 stage's state too. A standby joins a stage whose nodes are all in one failure domain if it is in
 another one: many nodes do not give their operator a whole stage (failure_domains.py). A node moves
 only to a stage that is vacant, in one failure domain, or served alone by a node of several stages.
-So none oscillates. Pure: maps node descriptions to changes, each with its reason.
+So none oscillates. While all is well, seats move so that steps become shorter (moves.py). Pure:
+maps node descriptions to changes, each with its reason.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planaria.bootstrap.failure_domains import NOWHERE, Census, FailureDomain
+from planaria.bootstrap import moves
+from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
+from planaria.bootstrap.failure_domains import Census, FailureDomain
+from planaria.bootstrap.step_time import Outlook
 from planaria.recovery.policy import POLICIES, Policy
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A node with the attributes that placement uses."""
-
-    node: str
-    stages: frozenset[int]  # of its seats; empty: a standby
-    holds: frozenset[int]  # stages whose state it has
-    fits: frozenset[int]  # stages that it can serve
-    room: int  # maximum number of seats
-    speed: float  # relative work per second
-    heard: bool = True
-    leaving: bool = False
-    drives: bool = False
-    place: FailureDomain = NOWHERE
-    waits: bool = False  # for a vacant stage of its choice
-
-    @property
-    def stays(self) -> bool:
-        return self.heard and not self.leaving
-
-
-@dataclass(frozen=True)
-class SeatAssigned:
-    """The node gets a seat at `stage` for its seat at `gives` (None: it keeps all)."""
-
-    node: str
-    stage: int
-    why: str
-    gives: int | None = None
-
-
-@dataclass(frozen=True)
-class SeatReleased:
-    node: str
-    stage: int
-    why: str
 
 
 @dataclass
@@ -110,11 +76,13 @@ def assign(
     begun: bool = True,
     policy: Policy = POLICIES["checkfree"],
     useful: int = 64,
+    outlook: Outlook | None = None,
 ) -> list[SeatAssigned | SeatReleased]:
     """The changes, in order of application. `candidates`: in the order of joining; `stages`: body
     stages, L, of the stages 0..L; `begun`: False at the start, while nodes are awaited and only
     standbys take vacant seats; `policy`: with twins, a holder of a stage's state has that of
-    the next one too; `useful`: nodes per stage that have work.
+    the next one too; `useful`: nodes per stage that have work; `outlook`: None while too
+    little is measured to compare placements.
 
     A node that is alone at a stage, or the only one with its state, never leaves it; no stage stays
     vacant while a node has room."""
@@ -128,11 +96,15 @@ def assign(
         else:
             remaining = node.stages - {change.gives}
             stages_after = remaining | {change.stage}
-        nodes[node.node] = replace(node, stages=stages_after, holds=node.holds & remaining)
+        holds, waits = node.holds & remaining, node.waits or not stages_after
+        nodes[node.node] = replace(node, stages=stages_after, holds=holds, waits=waits)
         changes.append(change)
 
-    for returned in _returned(nodes.values()):
+    pairs = moves.pairs(nodes, outlook) if outlook else {}
+    for returned in _returned(nodes.values(), pairs):
         make(returned)
+    if outlook and not changes and (ended := moves.returned(pairs, nodes, outlook)):
+        make(ended)
     served = {stage for node in candidates for stage in node.stages}
     staffed = {stage for node in candidates if not node.leaving for stage in node.stages}
     for stage in sorted(set(range(stages + 1)) - staffed):
@@ -145,12 +117,14 @@ def assign(
         assigned = assigned or _find(current, stage, keeper, why, begun)
         if assigned is not None:
             make(assigned)
-    if twins and begun:
+    if twins and begun and not outlook:
         for assigned in _relief(nodes):
             make(assigned)
     if begun:
         for assigned in _from_elsewhere(nodes.values(), stages, useful):
             make(assigned)
+    if begun and outlook and not changes and (move := moves.next_move(nodes, outlook)):
+        make(move)
     return changes
 
 
@@ -280,9 +254,9 @@ def _surplus(node: Candidate, holders: Counter[int]) -> int | None:
     return stage if holders[stage] > (node.stays and stage in node.holds) else None
 
 
-def _returned(candidates: Iterable[Candidate]) -> Iterator[SeatReleased]:
+def _returned(candidates: Iterable[Candidate], weighed: Container[int]) -> Iterator[SeatReleased]:
     """Seats to return: one per node, from the node with the most seats on; a later call sees the
-    changed placement."""
+    changed placement. `weighed`: stages that moves.py decides about."""
     nodes = list(candidates)
     several = [node for node in nodes if len(node.stages) > 1]
     for node in sorted(several, key=lambda node: -len(node.stages)):
@@ -290,6 +264,7 @@ def _returned(candidates: Iterable[Candidate]) -> Iterator[SeatReleased]:
             (stage, other)
             for stage in sorted(node.stages, reverse=True)  # stage 0, which may drive, comes last
             for other in nodes
+            if stage not in weighed
             if other.stays and stage in other.holds and len(other.stages) < len(node.stages)
         ]
         if better:

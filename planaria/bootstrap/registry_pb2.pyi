@@ -272,7 +272,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ..., key: _Optional[bytes] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class SeatReport(_message.Message):
-    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished", "in_flight", "saved", "saves", "unsent")
+    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished", "in_flight", "saved", "saves", "seconds", "unsent")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,7 @@ class SeatReport(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     SAVES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     UNSENT_FIELD_NUMBER: _ClassVar[int]
     stage: int
     committed: int
@@ -300,11 +301,12 @@ class SeatReport(_message.Message):
     in_flight: int
     saved: int
     saves: _containers.RepeatedScalarFieldContainer[int]
+    seconds: float
     unsent: str
-    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., in_flight: _Optional[int] = ..., saved: _Optional[int] = ..., saves: _Optional[_Iterable[int]] = ..., unsent: _Optional[str] = ...) -> None: ...
+    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., in_flight: _Optional[int] = ..., saved: _Optional[int] = ..., saves: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., unsent: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples", "rebuilds")
+    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples", "rebuilds", "seen")
     SEATS_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +320,7 @@ class Report(_message.Message):
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     REBUILDS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     seats: _containers.RepeatedCompositeFieldContainer[SeatReport]
     bytes_in: int
     bytes_out: int
@@ -331,7 +334,8 @@ class Report(_message.Message):
     stalled_seconds: float
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     rebuilds: _containers.RepeatedCompositeFieldContainer[Rebuild]
-    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ...) -> None: ...
+    seen: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ..., seen: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ...) -> None: ...
 
 class Rebuild(_message.Message):
     __slots__ = ("stage", "step", "method", "exact")

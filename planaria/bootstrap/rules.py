@@ -13,6 +13,7 @@ from planaria.bootstrap.operator_orders import problem_with_changes
 from planaria.bootstrap.quarantine import MOST_KEPT
 from planaria.bootstrap.registry_pb2 import Change, View
 from planaria.bootstrap.spelling import first_misspelt
+from planaria.bootstrap.step_time import Load
 from planaria.recovery.policy import POLICIES, Policy
 
 PROTOCOL = 1
@@ -36,6 +37,7 @@ class MembershipRules:
     steps: int = 0  # of the run; 0: unknown
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     policy: Policy = POLICIES["checkfree"]
+    load: Load | None = None  # None: not known, so placements are not compared
     wait_for_saves: float = 60.0  # for a lost stage's last holder, if that has saved it
     joins_per_second: float = 200.0
     max_nodes: int = 10_000

@@ -572,6 +572,7 @@ class Agent:
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,
+            seconds=self.workplace.seconds_per_microbatch,
             saved=self.own_saves.step,
             saves=self.own_saves.steps,
             unsent=self.holdings.unsent,

@@ -29,6 +29,7 @@ from planaria.bootstrap.neighbours import to_link
 from planaria.bootstrap.operator_orders import changes_in_force
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.step_time import MOST_WEIGHED
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.living_run import from_inside
@@ -78,7 +79,7 @@ from planaria.node.wire.chain import has_records
 from planaria.node.wire.exchange import ClosedError, ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
-from planaria.node.wire.link_speed import measure_all
+from planaria.node.wire.link_speed import measure_all, seen
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import node_of, seat_id
@@ -609,6 +610,7 @@ class Node(Generic[M]):
             unlisted=self.missing.unlisted,
             samples=in_report(self.samples.values()),
             rebuilds=self.rebuilds,
+            seen=seen(self.links) if len(self.view.members) <= MOST_WEIGHED else (),
         )
 
 

@@ -35,6 +35,7 @@ from planaria.bootstrap.registry_pb2 import (
     Complaint,
     JoinReply,
     JoinRequest,
+    LinkReport,
     Member,
     Rebuild,
     Relay,
@@ -46,6 +47,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
+from planaria.bootstrap.step_time import Load
 from planaria.bootstrap.views import sign
 from tests.bootstrap.conftest import identity
 from tests.membership import join, validate_state
@@ -317,6 +319,66 @@ def test_who_waits_for_stage_0_is_told_who_may_come_back_with_it() -> None:
     swarm.join("a2", saves=[0, 2, 3, 4], room=5, key="a")
     assert (seats(swarm)["a2"], swarm.view.driver) == ([0, 2, 3, 4], "a2")
     assert waits not in swarm.view.reason
+
+
+def beside(mbps: float, order: str = "go") -> Swarm:
+    """Node a has all stages and trains; b has joined beside it at stage 1, has its state, and has
+    seen so many Mbit/s on its link."""
+    load = Load((1, 1, 1, 1), microbatches=8, activation=10**6, gradient=10**6)
+    swarm = Swarm(stages=4, start_grace=1, load=load, lease=10)
+    swarm.join("a", room=5)
+    swarm.open("a")
+    swarm.wait(2)
+    report_of(swarm, "a")
+    swarm.join("b", 1, room=5)
+    swarm.open("b")
+    swarm.after(swarm.machine.command(order, "", swarm.now)[1])
+    report_of(swarm, "b", LinkReport(peer="a", rtt_ms=20, mbps=mbps))
+    report_of(swarm, "a")
+    swarm.wait(1)
+    return swarm
+
+
+def report_of(swarm: Swarm, node: str, *links: LinkReport) -> None:
+    (member,) = (member for member in swarm.view.members if member.node == node)
+    reports = [SeatReport(stage=seat.stage, committed=5, seconds=0.1) for seat in member.seats]
+    swarm.renew(node, report=Report(seats=reports, seen=links))
+
+
+def test_a_newcomer_gets_seat_after_seat_until_steps_become_no_shorter() -> None:
+    swarm = beside(mbps=1000)
+    assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1, 2]}
+    assert "b takes stage 2: moves from a: a step is expected to take 2.7 s" in swarm.view.reason
+    swarm.wait(1)
+    assert seats(swarm)["a"] == [0, 2, 3, 4], "it has no state of stage 2 yet"
+    report_of(swarm, "b")
+    swarm.wait(1)
+    assert seats(swarm) == {"a": [0, 3, 4], "b": [1, 2]}
+    view = swarm.view
+    swarm.wait(1)
+    assert swarm.view is view
+
+
+def test_a_newcomer_that_makes_steps_longer_is_a_standby_until_it_is_needed() -> None:
+    swarm = beside(mbps=10)
+    assert seats(swarm) == {"a": [0, 1, 2, 3, 4], "b": []}
+    why = "standby: without it at stage 1 a step is expected to take 4 s instead of 15 s (-73%)"
+    assert f"b gives back stage 1: {why}, by its speed and links" in swarm.view.reason
+    (described,) = (n for n in swarm.machine.describe(swarm.now).members if n.member.node == "b")
+    assert described.why[0].startswith(why)
+    view = swarm.view
+    swarm.wait(1)
+    assert swarm.view is view, "nor does it come to a stage that is in one failure domain"
+    swarm.after(swarm.machine.leave("a", "", swarm.now))
+    assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}
+
+
+def test_nothing_moves_while_the_run_is_paused() -> None:
+    swarm = beside(mbps=1000, order="pause")
+    assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1]}
+    swarm.after(swarm.machine.command("go", "", swarm.now)[1])
+    swarm.wait(1)
+    assert seats(swarm)["b"] == [1, 2]
 
 
 def test_saves_are_not_awaited_of_who_has_left_or_was_evicted_for_cause() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
 from planaria.bootstrap.failure_domains import Census, FailureDomain
-from planaria.bootstrap.placement import Candidate, SeatAssigned, SeatReleased, assign
+from planaria.bootstrap.placement import assign
 from planaria.recovery.policy import POLICIES
 
 TWINS = POLICIES["redundant"]

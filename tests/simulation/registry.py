@@ -15,6 +15,7 @@ from planaria.bootstrap.invites import Invites
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.rules import MembershipRules, Resettle
 from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.step_time import Load
 from planaria.bootstrap.views import apply, difference
 from simulation.transport import MemoryTransport
 from simulation.world import Process
@@ -79,6 +80,7 @@ class Registry:
             replicas=max(1, len(cluster.hosts) // (cluster.rules.stages + 1)),
             start_grace=10.0,
             policy=cluster.rules.policy,
+            load=Load((1,) * cluster.rules.stages, cluster.rules.microbatches, 64, 64),
         )
         self.restart()
         self.world.after(LOOK, self._look)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import pytest
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.node.transaction.rules import TransactionRules
 from planaria.recovery.facts import INEXACT
 from planaria.recovery.policy import POLICIES
 from simulation.cluster import Host, Trap
 from simulation.ports import Files
+from simulation.registry import Registry
 from simulation.scenario import Scenario, run
 
 S = TypeVar("S", bound=Scenario)
@@ -149,3 +152,88 @@ def test_stages_are_guessed_when_a_lost_node_does_not_come_back() -> None:
     counts = scenario.cluster.counts
     assert (result, scenario.lost) == ("finished", {0, 2, 4})
     assert [counts[how] for how in ("waiting", "checkfree", "interpolate", "save")] == [1, 1, 1, 0]
+
+
+class Noting(Registry):
+    """A registry that tells the scenario of each move, by its giver and its taker."""
+
+    def take_note(self, view: pb.View) -> None:
+        moves = re.findall(r"(\w+) takes stage \d+: moves from (\w+)", view.reason)
+        for taker, giver in moves:
+            self.world.after(0.0, self.moved, giver, taker)
+
+    def moved(self, giver: str, taker: str) -> None:
+        self.cluster.counts["moves"] += 1
+        for trap in [trap for trap in self.cluster.traps if trap.kind == "moves"]:
+            trap.spring(giver, taker)  # type: ignore[call-arg]
+
+
+class Moving(Scenario):
+    """One host has all stages, and two more join. From each move on, they may lose the one that
+    gives or the one that takes, while the state is copied."""
+
+    registry = Noting
+    losses: ClassVar = 0
+
+    def _rules(self, policy: str | None) -> TransactionRules:
+        rules = super()._rules(policy or "checkfree")
+        return replace(rules, stages=4, steps=30, microbatches=4, strict=False)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        hosts = [Host(f"h{i}", None, False, room=rules.stages + 1) for i in range(3)]
+        for host in hosts[1:]:
+            host.down = True
+        return hosts
+
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
+        return Files(0, 2 if rules.policy.checkpoints else 0)
+
+    def _overflowing(self, rules: TransactionRules) -> set[int]:
+        return set()
+
+    def _plan_faults(self) -> float:
+        self.left = self.losses
+        self.cluster.traps.append(Trap("committed", 2, self.grow))
+        self.cluster.traps.append(Trap("moves", 1, self.lose))  # type: ignore[arg-type]
+        return 60.0
+
+    def grow(self) -> None:
+        for host in self.cluster.hosts.values():
+            host.down = False
+            self.cluster.start(host)
+
+    def lose(self, giver: str, taker: str) -> None:
+        if self.left:
+            self.left -= 1
+            victim = self.random.choice([giver, taker])
+            self.world.after(self.random.uniform(0.0, 1.0), self.crash, victim)
+
+    def crash(self, victim: str) -> None:
+        for node in self._some():
+            if node.name == victim and self.cluster.recoverable_without([node]):
+                self.cluster.counts["died in a move"] += 1
+                self.cluster.crash(node.process, "in the midst of a move")
+
+
+class Losing(Moving):
+    losses = 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_newcomers_get_their_share_of_the_seats_and_keep_them(policy: str) -> None:
+    scenario, result = run_of(0, Moving, policy)
+    counts = scenario.cluster.counts
+    seats = sorted(len(member.seats) for member in scenario.cluster.registry.view().members)
+    assert (result, seats) == ("finished", [1, 2, 2])
+    assert 1 <= counts["moves"] <= 2
+    assert not any(counts[how] for how in INEXACT)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_gives_or_takes_a_seat_may_be_lost_meanwhile(policy: str) -> None:
+    died = 0
+    for seed in range(2):
+        scenario, result = run_of(seed, Losing, policy)
+        assert result == "finished", f"seed {seed}"
+        died += scenario.cluster.counts["died in a move"]
+    assert died

@@ -110,7 +110,7 @@ USED = {
         *("training.decay_share", "training.rewarm"),
     ],
     "node/stage/optimizer.py": ["training.betas", "training.weight_decay"],
-    "node/stage/work.py": ["training.compile", "wire.activations", "wire.gradients"],
+    "node/stage/work.py": ["training.compile"],
     "node/state/copies.py": [
         *("recovery.snapshot.fraction", "recovery.snapshot.period", "recovery.snapshot.codec"),
         *("recovery.snapshot.moments", "recovery.snapshot.mbps"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from planaria.bootstrap.rules import MembershipRules
+from planaria.bootstrap.step_time import Load
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
 from planaria.node.hugging_face.taking_in import check_tokenizer, in_other_process, take_in
@@ -17,6 +18,7 @@ from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.model.shape import matrix_names
 from planaria.node.run_file import DATA, WAIT, DataSection, RunFile, RunFileError, override
+from planaria.node.wire.frames import crossing_bytes
 from planaria.recovery.orders import partner
 
 log = logging.getLogger("planaria")
@@ -193,13 +195,14 @@ def registry_rules(run: RunFile) -> MembershipRules:
     """The registry's rules for a resolved run; the same run has the same rules after a restart."""
     if run.model.stages is None:
         raise RunFileError("the run file doesn't say model.stages: resolve it first")
-    wait = run.recovery.wait_for_saves
+    config, training, wait = run.config, run.training, run.recovery.wait_for_saves
+    sizes = crossing_bytes(config, training.microbatch * config.context, run.wire)
     return MembershipRules(
         run=run_id(run),
         stages=run.model.body_stages,
         replicas=run.swarm.replicas,
         # With more nodes than microbatches, some would have no work.
-        max_replicas=max(run.swarm.replicas, run.training.microbatches),
+        max_replicas=max(run.swarm.replicas, training.microbatches),
         start_grace=run.swarm.start_grace,
         lease=run.swarm.lease,
         # Nodes that resolve a restarted registry's name took up to 4.3 s to reconnect.
@@ -207,5 +210,6 @@ def registry_rules(run: RunFile) -> MembershipRules:
         steps=run.steps,
         data=run.data.content,
         policy=run.policy,
+        load=Load(config.cut, training.microbatches, *sizes),
         wait_for_saves=WAIT if wait is None else wait,
     )

@@ -102,6 +102,11 @@ class Outbox:
         """How many streams it would use for its chunks."""
         return self._streams.wanted
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second that the link has carried; 0: not known."""
+        return self._streams.rate
+
     def next(self, now: float, streams: int = 1, place: int = 0) -> bytes | None:
         """The next chunk for the stream at index `place` of `streams`; None while nothing is queued
         for it or the window is full."""

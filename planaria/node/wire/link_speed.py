@@ -1,4 +1,4 @@
-"""Measures the speed of a link, for `planaria probe`."""
+"""The speed of links: measured for `planaria probe`, or seen by what they carry."""
 
 from __future__ import annotations
 
@@ -58,3 +58,13 @@ async def measure_all(links: Links, peers: Iterable[str]) -> list[LinkReport]:
         else:
             reports.append(LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
     return reports
+
+
+def seen(links: Links) -> list[LinkReport]:
+    """Of each link that has carried enough, its round trip and rate by that."""
+    outboxes = {peer: link.session.outbox for peer, link in sorted(links.by_peer.items())}
+    return [
+        LinkReport(peer=peer, rtt_ms=outbox.round_trip * 1e3, mbps=outbox.rate * 8 / 1e6)
+        for peer, outbox in outboxes.items()
+        if outbox.round_trip and outbox.rate
+    ]

@@ -48,8 +48,15 @@ streams cost more processor time than they gain."""
 LEAST_TIMEOUT: Final = 0.2
 """Seconds beyond a round trip that Linux waits for an acknowledgement, and after which a gap is a
 pause."""
+SHORTEST: Final = 1e-3
+"""Seconds of a burst beyond a round trip below which its rate isn't known: clocks and event loops
+are no more exact."""
 BURSTS: Final = 3
 """Consecutive bursts that must want more streams than exist."""
+
+
+RATES: Final = 9
+"""Rates of which the highest is the link's: busy nodes and TCP's slow start delay most bursts."""
 
 
 class Bursts:
@@ -60,6 +67,7 @@ class Bursts:
         self._under_way = False
         self._cold = False  # the burst in flight came after a pause
         self._began, self._ended, self._bytes = 0.0, -math.inf, 0
+        self.rates: deque[float] = deque(maxlen=RATES)  # bytes per second, of large bursts
 
     @property
     def wanted(self) -> int:
@@ -73,6 +81,9 @@ class Bursts:
             self._bytes += acknowledged
             if not under_way:
                 self._under_way, self._ended = False, now
+                if round_trip and self._bytes >= BACKLOG:
+                    seconds = now - self._began - round_trip
+                    self.rates.append(self._bytes / max(SHORTEST, seconds))
                 if self._cold and round_trip:
                     self._note(round_trip, now - self._began - round_trip)
         elif under_way:
@@ -100,6 +111,11 @@ class Streams:
         self._seconds, self._bytes = -SETTLING, 0  # of this measurement
         self._backlog, self._since = False, 0.0
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second that the link has carried beyond its round trip; 0: not known."""
+        return max(self._bursts.rates, default=0.0)
+
     def look(self, under_way: int, acknowledged: int, now: float, round_trip: float = 0.0) -> None:
         """Update: `under_way` bytes are in flight, and `acknowledged` have arrived since the last
         call. `round_trip` in seconds; 0: not known."""
@@ -116,6 +132,7 @@ class Streams:
         self._backlog = under_way >= BACKLOG or (self._backlog and under_way > 0)
         self._since = now
         if self._seconds >= MEASURING:
+            self._bursts.rates.append(self._bytes / self._seconds)
             self._decide(self._bytes / self._seconds, now)
 
     def begin_anew(self) -> None:

@@ -202,3 +202,21 @@ def test_bursts_begin_anew_with_the_connection() -> None:
     assert streams.wanted == 8
     link.bursts(133_000)
     assert streams.wanted == 16
+
+
+@pytest.mark.parametrize("size", [BACKLOG // 2, BACKLOG, 16 * BACKLOG])
+def test_the_rate_of_a_link_is_that_of_its_fastest_burst_without_the_round_trip(size: int) -> None:
+    streams, now, rate, round_trip = Streams(), 0.0, 1e6, 0.05
+    for late in (0.0, 0.3, 0.1):
+        now += 1.0
+        streams.look(size, 0, now, round_trip)
+        now += round_trip + size / rate + late
+        streams.look(0, size, now, round_trip)
+    assert streams.rate == (pytest.approx(rate) if size >= BACKLOG else 0.0)
+
+
+def test_the_rate_is_measured_on_a_link_that_is_never_idle_too() -> None:
+    link = LossyLink(1e6, 1e6)
+    assert link.streams.rate == 0.0
+    link.run(10.0)
+    assert link.streams.rate == pytest.approx(1e6)

@@ -1,0 +1,179 @@
+"""Moves of seats while all is well, towards the placement with the shortest expected step. Pure.
+
+A move has two parts. A node gets a seat beside the stage's only one, and copies the state while
+others train. Then one of the two seats is returned: the older one, unless steps would become longer
+than without the newer one.
+
+A move pays if the expected step falls to `GAIN` of the present one. A seat also moves from a node
+that has two more than one at least as fast, if no step becomes longer.
+
+Moves belong to a *block*: consecutive stages of one node, for one other node. Between the moves of
+a block steps may be longer than before, since few stages cross links as often as many. So
+placements are compared by the best that is a block away (`reach`). With constant measurements no
+seat goes back and forth: the rest of a block stays within reach, so `reach` never grows, and at the
+end steps are shorter than when the first block began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
+from planaria.bootstrap.step_time import Outlook, Seats, crossings
+
+GAIN: Final = 0.9
+"""Expected step after a block of moves, of the present one, at most."""
+SLOWER: Final = 1.02
+"""Expected step with a newer seat, of that without it, from which that seat is returned."""
+ROUNDING: Final = 9
+"""Decimals of the seconds that are compared."""
+
+Nodes = Mapping[str, Candidate]
+
+
+class Cost(NamedTuple):
+    """Of a placement. The smaller is the better one."""
+
+    seconds: float  # of a step
+    crossings: int  # counts where nothing is known of links
+
+
+class Block(NamedTuple):
+    """Consecutive body stages that one node alone serves, and a node that could."""
+
+    giver: str
+    taker: str
+    stages: Sequence[int]
+
+    def moved(self, seats: Seats, stages: Sequence[int] = ()) -> Seats:
+        """The seats after the block, or some `stages` of it, has moved."""
+        gone = frozenset(stages or self.stages)
+        given, taken = seats[self.giver] - gone, seats[self.taker] | gone
+        return {**seats, self.giver: given, self.taker: taken}
+
+
+def pairs(nodes: Nodes, outlook: Outlook) -> dict[int, tuple[Candidate, Candidate]]:
+    """The body stages with two nodes, of which one has several seats, and both of them, the one
+    with the older seat first. None, while a stage is vacant: then nothing is compared."""
+    found = {}
+    served = frozenset().union(*(node.stages for node in nodes.values()))
+    for stage in range(1, len(served) if is_complete(served, outlook) else 0):
+        at = [node for node in nodes.values() if stage in node.stages]
+        if len(at) == 2 and all(n.stays for n in at) and any(len(n.stages) > 1 for n in at):
+            older, newer = sorted(at, key=lambda n: (n.since.get(stage, 0.0), -len(n.stages)))
+            found[stage] = older, newer
+    return found
+
+
+def returned(
+    pairs: Mapping[int, tuple[Candidate, Candidate]], nodes: Nodes, outlook: Outlook
+) -> SeatReleased | None:
+    """The seat of one of the pairs that ends a move, or a join beside a node with several seats.
+    None: there is none, or the state is still copied."""
+    seats = {name: node.stages for name, node in nodes.items()}
+    copied = (s for s, pair in pairs.items() if all(s in node.holds for node in pair))
+    if (stage := next(copied, None)) is None:
+        return None
+    older, newer = pairs[stage]
+    moved, kept = ({**seats, node.node: node.stages - {stage}} for node in (older, newer))
+    with_newer, without = reach(nodes, moved, outlook, stage)[0], reach(nodes, kept, outlook)[0]
+    if stage in newer.joined and with_newer.seconds > GAIN * _cost(moved, outlook).seconds:
+        with_newer = _cost(moved, outlook)  # no other seat will follow
+    if with_newer.seconds <= SLOWER * without.seconds:
+        why = _instead(_cost(moved, outlook), _cost(kept, outlook))
+        return SeatReleased(older.node, stage, f"{newer.node} serves stage {stage}, too: {why}")
+    standby = "" if len(newer.stages) > 1 else "standby: "
+    why = f"{standby}without it at stage {stage} {_instead(without, with_newer)}"
+    return SeatReleased(newer.node, stage, f"{why}, by its speed and links")
+
+
+def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
+    """The next move of a body stage. None: none pays, or the last one isn't over, or a stage is
+    vacant, or a node copies, leaves, or isn't heard."""
+    seats = {name: node.stages for name, node in nodes.items()}
+    busy = any(not node.stays or node.stages - node.holds for node in nodes.values())
+    complete = is_complete(frozenset().union(*seats.values()), outlook)
+    if busy or not complete or pairs(nodes, outlook):
+        return None
+    now = _cost(seats, outlook)
+    best, block = reach(nodes, seats, outlook)
+    if block is not None and best.seconds <= GAIN * now.seconds:
+        why = _instead(best, now)
+    elif (block := _evening_out(nodes, seats, outlook)) is not None:
+        counts = len(seats[block.giver]), len(seats[block.taker])
+        why = f"that has {counts[0]} seats, and this node {counts[1]}; no step becomes longer"
+    else:
+        return None
+    first, last = block.stages[0], block.stages[-1]
+    stage = min((first, last), key=lambda s: _cost(block.moved(seats, [s]), outlook))
+    rest = f" (of stages {first} to {last})" if last > first else ""
+    return SeatAssigned(block.taker, stage, f"moves from {block.giver}{rest}: {why}")
+
+
+def reach(
+    nodes: Nodes, seats: Seats, outlook: Outlook, stays: int | None = None
+) -> tuple[Cost, Block | None]:
+    """The best placement that is at most one block away, and the block; of equal ones the one with
+    the fewest moves. None: `seats` itself. `stays`: a stage that stays where it is."""
+    best: tuple[Cost, int, Block | None] = (_cost(seats, outlook), 0, None)
+    for block in _blocks(nodes, seats):
+        if stays in block.stages:
+            continue
+        cost = _cost(block.moved(seats), outlook)
+        if (cost, len(block.stages)) < best[:2]:
+            best = (cost, len(block.stages), block)
+    return best[0], best[2]
+
+
+def is_complete(served: Collection[int], outlook: Outlook) -> bool:
+    """Whether each stage is among those served."""
+    return len(served) > len(outlook.load.layers)
+
+
+def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> Block | None:
+    """A move of one seat that makes no step longer, now or later, so that a loss takes fewer
+    stages."""
+    blocks = [
+        block
+        for block in _blocks(nodes, seats)
+        if len(block.stages) == 1
+        and len(seats[block.giver]) >= len(seats[block.taker]) + 2
+        and outlook.layer[block.giver] >= outlook.layer[block.taker]
+    ]
+    if not blocks:
+        return None
+    block = min(blocks, key=lambda block: _cost(block.moved(seats), outlook))
+    after, (stage,) = block.moved(seats), block.stages
+    longer = _cost(after, outlook).seconds > _cost(seats, outlook).seconds
+    later, now = reach(nodes, after, outlook, stage)[0], reach(nodes, seats, outlook)[0]
+    return None if longer or later.seconds > now.seconds else block
+
+
+def _blocks(nodes: Nodes, seats: Seats) -> Iterator[Block]:
+    at: dict[int, list[str]] = {}
+    for name, stages in seats.items():
+        for stage in stages:
+            at.setdefault(stage, []).append(name)
+    for first in sorted(at.keys() - {0}):
+        giver, *others = at[first]
+        block: list[int] = []
+        while not others and at.get(stage := first + len(block)) == [giver]:
+            block = [*block, stage]
+            for name, node in nodes.items():
+                has_room = len(seats[name]) + len(block) <= node.room
+                able = has_room and node.stays and node.fits.issuperset(block)
+                if able and name != giver and (seats[name] or not node.waits):
+                    yield Block(giver, name, block)
+
+
+def _cost(seats: Seats, outlook: Outlook) -> Cost:
+    seconds = round(outlook.step_seconds(seats), ROUNDING)
+    return Cost(seconds, crossings(seats, len(outlook.load.layers)))
+
+
+def _instead(after: Cost, before: Cost) -> str:
+    return (
+        f"a step is expected to take {after.seconds:.2g} s instead of {before.seconds:.2g} s "
+        f"({after.seconds / before.seconds - 1:+.0%})"
+    )

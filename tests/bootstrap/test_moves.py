@@ -1,0 +1,250 @@
+"""Moves of seats towards shorter steps, and who becomes a standby."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
+from planaria.bootstrap.moves import GAIN, SLOWER
+from planaria.bootstrap.placement import assign
+from planaria.bootstrap.step_time import Link, Load, Outlook, crossings, outlook
+
+MBPS = 1e6 / 8
+Links = Mapping[tuple[str, str], Link]
+
+
+def load(layers: tuple[int, ...] = (1, 1, 1, 1), microbatches: int = 8, size: int = 0) -> Load:
+    return Load(layers, microbatches, size, size)
+
+
+def node(name: str, *stages: int, layer: float = 1.0, room: int = 9, **known: Any) -> Candidate:
+    """With the state of all its stages."""
+    held = frozenset(stages)
+    return replace(
+        Candidate(name, held, held, frozenset(range(9)), room, 1 / layer, layer=layer, ends=1.0),
+        **known,
+    )
+
+
+def joiner(name: str, stage: int, **known: Any) -> Candidate:
+    """With a seat beside that of another node."""
+    return node(name, stage, since={stage: 0.5}, joined=frozenset([stage]), **known)
+
+
+def links(nodes: list[Candidate], link: Link) -> Links:
+    return {(a.node, b.node): link for a in nodes for b in nodes if a is not b}
+
+
+def outlook_of(nodes: list[Candidate], work: Load, known: Links | None = None) -> Outlook:
+    weighed = outlook(work, nodes, known or {})
+    assert weighed is not None
+    return weighed
+
+
+Changes = list[SeatAssigned | SeatReleased]
+
+
+def apply(nodes: list[Candidate], changes: Changes, now: float) -> list[Candidate]:
+    """Who gets a seat copies its state at once."""
+    after = {one.node: one for one in nodes}
+    for change in changes:
+        one = after[change.node]
+        stages, since = one.stages, one.since
+        if isinstance(change, SeatAssigned):
+            stages, since = stages | {change.stage}, {**since, change.stage: now}
+        else:
+            stages = stages - {change.stage}
+        waits = one.waits or not stages
+        after[one.node] = replace(one, stages=stages, holds=stages, since=since, waits=waits)
+    return list(after.values())
+
+
+def settled(nodes: list[Candidate], work: Load, known: Links | None = None) -> list[Candidate]:
+    """After all moves, each of which is checked."""
+    for now in range(1, 100):
+        changes = assign(nodes, len(work.layers), outlook=outlook_of(nodes, work, known))
+        if not changes:
+            return nodes
+        assert len(changes) == 1, "one move at a time"
+        assert changes[0].stage > 0, "stage 0 never moves"
+        nodes = apply(nodes, changes, now)
+        served = {stage for one in nodes for stage in one.stages}
+        assert served == set(range(len(work.layers) + 1)), "no stage is vacant"
+    raise AssertionError(f"seats still move: {[sorted(one.stages) for one in nodes]}")
+
+
+def seats(nodes: list[Candidate]) -> dict[str, list[int]]:
+    return {one.node: sorted(one.stages) for one in nodes}
+
+
+# --- the expected time
+
+
+def test_a_lone_node_computes_one_after_the_other_and_two_at_the_same_time() -> None:
+    work = load((1, 3), microbatches=10)
+    alone = [node("a", 0, 1, 2)]
+    assert outlook_of(alone, work).step_seconds({"a": frozenset([0, 1, 2])}) == 10 * 5
+    both = [node("a", 0, 1), node("b", 2)]
+    seconds = outlook_of(both, work).step_seconds({"a": frozenset([0, 1]), "b": frozenset([2])})
+    assert seconds == 5 + 9 * 3, "the first passes all stages, and each other the slowest node"
+
+
+def test_links_delay_each_trip_and_carry_a_microbatch_after_the_other() -> None:
+    both = [node("a", 0), node("b", 1)]
+    seats = {one.node: one.stages for one in both}
+    work = load((1,), microbatches=5, size=1000)
+    delayed = outlook_of(both, work, links(both, Link(0.25, 1e9))).step_seconds(seats)
+    assert delayed == pytest.approx(2 + 4 * 0.25 + 4 + 2 * 0.5), "four hops and two round trips"
+    narrow = outlook_of(both, work, links(both, Link(0.0, 100.0))).step_seconds(seats)
+    assert narrow == pytest.approx(2 + 4 * 10 + 4 * 20), "two tensors in each direction"
+
+
+def test_replicas_share_a_stage_by_their_speed() -> None:
+    nodes = [node("a", 0), node("b", 1, layer=3.0), node("c", 1, layer=1.5)]
+    seats = {one.node: one.stages for one in nodes}
+    assert outlook_of(nodes, load((2,), microbatches=1)).step_seconds(seats) == pytest.approx(
+        1 + 2 / 3 * 3 + 1 / 3 * 6
+    )
+
+
+def test_who_has_computed_nothing_counts_by_its_speed_and_nothing_is_guessed_before() -> None:
+    nodes = [node("a", 0, 1, speed=4.0, layer=2.0), node("b", speed=1.0, layer=1.0)]
+    nodes[1] = replace(nodes[1], layer=0.0)
+    assert outlook_of(nodes, load((1,))).layer == {"a": 2.0, "b": 8.0}
+    assert outlook(load((1,)), [replace(nodes[0], layer=0.0), nodes[1]], {}) is None
+    assert outlook(load((1,)), [replace(nodes[0], ends=0.0), nodes[1]], {}) is None
+
+
+# --- moves
+
+
+def test_two_equal_machines_share_the_stages() -> None:
+    there = [node("a", 0, 2, 3, 4), node("b", 1)]
+    (move,) = assign(there, 4, outlook=outlook_of(there, load()))
+    assert move == SeatAssigned(
+        *("b", 2, "moves from a: a step is expected to take 26 s instead of 33 s (-21%)")
+    )
+    assert seats(settled(there, load())) == {"a": [0, 3, 4], "b": [1, 2]}
+
+
+def test_nothing_moves_while_a_node_copies_or_leaves_or_a_stage_is_vacant() -> None:
+    there = [node("a", 0, 2, 3, 4), node("b", 1), node("c")]
+    known = outlook_of(there, load())
+    assert assign(there, 4, outlook=known)
+    for other in (
+        replace(there[1], holds=frozenset()),
+        replace(there[1], heard=False),
+    ):
+        assert assign([there[0], other, there[2]], 4, outlook=known) == []
+    assert assign(there, 4, begun=False, outlook=known) == []
+    beside = [there[0], replace(node("b", 1, 2), holds=frozenset([1])), there[2]]
+    assert assign(beside, 4, outlook=known) == [], "one move at a time"
+
+
+def test_a_faster_machine_gets_more_though_it_has_more_already() -> None:
+    there = [node("a", 0, 2, 3, 4), node("b", 1, layer=0.25)]
+    assert seats(settled(there, load())) == {"a": [0], "b": [1, 2, 3, 4]}
+
+
+def test_stages_with_more_layers_count_for_more() -> None:
+    work = load((4, 1, 1, 1))
+    there = [node("a", 0, 1, 2, 3, 4, ends=0.5), node("b")]
+    assert seats(settled(there, work)) == {"a": [0, 2, 3, 4], "b": [1]}
+
+
+def test_no_more_seats_than_there_is_room_for_and_only_what_fits() -> None:
+    there = [node("a", 0, 2, 3, 4), node("b", 1, room=1)]
+    assert settled(there, load()) == there
+    there = [node("a", 0, 2, 3, 4), node("b", 1, fits=frozenset([1, 4]))]
+    assert seats(settled(there, load())) == {"a": [0, 2, 3], "b": [1, 4]}
+
+
+def test_neighbouring_stages_come_together_where_links_are_slow() -> None:
+    there = [node("a", 0, 2, 4), node("b", 1, 3)]
+    after = settled(there, load(microbatches=4), links(there, Link(0.6, 1e9)))
+    assert crossings({one.node: one.stages for one in after}, 4) == 2
+    assert settled(there, load(microbatches=4), links(there, Link(0.001, 1e9))) == there
+
+
+def test_a_newcomer_whose_link_would_hold_all_up_becomes_a_standby() -> None:
+    there = [node("a", *range(5)), joiner("b", 1)]
+    work = load(size=1_000_000)
+    known = outlook_of(there, work, links(there, Link(0.02, 0.5 * MBPS)))
+    (change,) = assign(there, 4, outlook=known)
+    assert isinstance(change, SeatReleased)
+    assert (change.node, change.stage) == ("b", 1)
+    assert change.why.startswith("standby: without it at stage 1 a step is expected to take 40 s")
+    after = settled(there, work, known.links)
+    assert seats(after) == {"a": [0, 1, 2, 3, 4], "b": []}
+    fast = outlook_of(there, work, links(there, Link(0.02, 100 * MBPS)))
+    (change,) = assign(there, 4, outlook=fast)
+    assert (change.node, change.stage) == ("a", 1)
+
+
+def test_a_newcomer_that_pays_only_with_several_stages_stays_and_gets_them() -> None:
+    there = [node("a", *range(5)), joiner("b", 1)]
+    delays = links(there, Link(1.5, 1e9))
+    alone = outlook_of(there, load(), delays)
+    with_one = alone.step_seconds({"a": frozenset([0, 2, 3, 4]), "b": frozenset([1])})
+    assert with_one > alone.step_seconds({"a": frozenset(range(5))}), "with one it does not"
+    assert len(seats(settled(there, load(), delays))["b"]) == 2
+
+
+def test_a_seat_comes_back_when_the_link_has_become_slow() -> None:
+    there = [node("a", 0, 3, 4), node("b", 1, 2)]
+    slow = links(there, Link(5.0, 1e9))
+    (move,) = assign(there, 4, outlook=outlook_of(there, load(), slow))
+    assert isinstance(move, SeatAssigned)
+    assert (move.node, "(of stages 1 to 2)" in move.why) == ("a", True)
+    assert seats(settled(there, load(), slow)) == {"a": [0, 1, 2, 3, 4], "b": []}
+
+
+def swarm(chance: random.Random, equal: bool) -> tuple[list[Candidate], Load, Links]:
+    """Nodes that serve all stages, some of which may be standbys, and what is known of them."""
+    stages = chance.randint(1, 7)
+    names = [f"n{number}" for number in range(chance.randint(2, 5))]
+    at = [0] + [chance.randrange(len(names)) for _ in range(stages)]
+    nodes = []
+    for number, name in enumerate(names):
+        mine = [stage for stage, owner in enumerate(at) if owner == number]
+        layer = 1.0 if equal else chance.choice([0.5, 1.0, 1.0, 3.0])
+        room = 9 if equal else max(1, len(mine), chance.randint(1, 9))
+        nodes.append(node(name, *mine, layer=layer, room=room))
+    sizes = tuple(1 if equal else chance.randint(1, 3) for _ in range(stages))
+    work = load(sizes, chance.randint(1, 16), chance.choice([0, 10**6]))
+    known: dict[tuple[str, str], Link] = {}
+    if not equal:
+        for a in names:
+            for b in names:
+                if a != b and chance.random() < 0.8:
+                    rate = chance.choice([1e5, 1e6, 1e8])
+                    known[a, b] = Link(chance.choice([0.0, 0.1, 2.0]), rate)
+    return nodes, work, known
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_moves_end_and_make_no_step_longer(seed: int) -> None:
+    """Neither do those after a newcomer has got a seat beside a node with several."""
+    chance = random.Random(seed)
+    nodes, work, known = swarm(chance, equal=False)
+    seconds = outlook_of(nodes, work, known).step_seconds
+    before = seconds({one.node: one.stages for one in nodes})
+    newcomer, several = nodes[-1], [one for one in nodes[:-1] if len(one.stages) > 1]
+    if not newcomer.stages and several:
+        stage = chance.choice(sorted(several[0].stages - {0}))
+        nodes[-1] = joiner(newcomer.node, stage, layer=newcomer.layer)
+    after = settled(nodes, work, known)
+    assert seconds({one.node: one.stages for one in after}) <= before * SLOWER / GAIN
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_of_equal_machines_none_has_two_seats_more_than_another(seed: int) -> None:
+    nodes, work, _ = swarm(random.Random(seed), equal=True)
+    after = settled(nodes, work)
+    movable = [len(one.stages) for one in after]
+    assert max(movable) - min(movable) <= 1
