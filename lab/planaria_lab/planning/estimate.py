@@ -237,18 +237,33 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
 def _copied(swarm: Swarm, site: str) -> float:
     """Bytes that the senders of copies at this site send in the background in each step, if there
     is time. At most a chunk of them leaves between two frames."""
-    config, recovery = swarm.config, swarm.run.recovery
-    snapshot, size = recovery.snapshot, 0.0
-    for stage in range(config.stages + 1):
-        if swarm.site_of(stage) != site:
-            continue
-        kind = swarm.run.policy.sends(stage, snapshot.first)
-        if kind == "copy":
-            size += copy_bytes(config) * len({1, config.stages})
-        elif kind == "snapshot":
-            period = steps_between(snapshot.fraction, snapshot.period)
-            size += snapshot.fraction * snapshot_bytes(swarm.run, config, stage) / period
-    return size
+    stages = range(swarm.config.stages + 1)
+    return math.fsum(_copies(swarm, stage) for stage in stages if swarm.site_of(stage) == site)
+
+
+def _copies(swarm: Swarm, stage: int) -> float:
+    """Bytes of the stage's copies, on average over the steps; one of its nodes sends them."""
+    config, snapshot = swarm.config, swarm.run.recovery.snapshot
+    kind = swarm.run.policy.sends(stage, snapshot.first)
+    if kind == "copy":
+        return copy_bytes(config) * len({1, config.stages})
+    if kind == "snapshot":
+        period = steps_between(snapshot.fraction, snapshot.period)
+        return snapshot.fraction * snapshot_bytes(swarm.run, config, stage) / period
+    return 0.0
+
+
+def sent_bytes(swarm: Swarm, stage: int) -> float:
+    """The bytes that a node of the stage sends in a step, at most: an activation and a gradient
+    for each microbatch of its share, parts of the gradient to its replicas, and copies."""
+    replicas = swarm.replicas(stage)
+    frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
+    share = _twice(swarm, stage) * math.ceil(swarm.run.training.microbatches / replicas)
+    averaged = 0.0
+    if replicas > 1:
+        pieces, each = averaging_pieces(swarm, stage, replicas)
+        averaged = 2 * (replicas - 1) / replicas * parts(replicas) * pieces * each
+    return share * frames + averaged + _copies(swarm, stage)
 
 
 def _uplinks_averaging(

@@ -117,7 +117,7 @@ def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]
     relearns its stage, which it has guessed."""
     gradient = VALUE * parameters(config, stage)
     copied = STATE * parameters(config, stage) + FOLLOWED * gradient
-    parts = {"a newcomer": Bytes(base_bytes(config, stage), copied)}
+    parts = {"a newcomer": Bytes(host=base_bytes(config, stage) + copied)}
     if stage and run.recovery.relearn.passes and run.policy.guesses:
         weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
         learned = _boundary(run, config, run.training.microbatches)

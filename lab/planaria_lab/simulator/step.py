@@ -200,7 +200,7 @@ def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]
     """For each part of the replicas: the number of its pieces, and the bytes of each on a link."""
     shapes, count = trained_shapes(swarm.config, stage).values(), parts(replicas)
     values = -(-parameters(swarm.config, stage) // count)
-    pieces = min(MOST_PIECES, -(-values // PIECE))
+    pieces = max(1, min(MOST_PIECES, -(-values // PIECE)))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)
     return pieces, HEAD + -(-sent // (count * pieces))
 

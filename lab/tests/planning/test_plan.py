@@ -147,7 +147,7 @@ PROBE: dict[str, Any] = {
         {"a": "n1", "b": "n0", "rtt_ms": 79.0, "mbps": 50.0},
     ],
 }
-NOTHING = Hardware(None, None, None, None, None, None, 0.25, cpu=False)
+NOTHING = Hardware(None, (), None, None, None, None, 0.25, cpu=False)
 
 
 def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
