@@ -33,6 +33,7 @@ from planaria_lab.simulator.swarm import (
     Swarm,
     fetched_bytes,
     frame_bytes,
+    holders_of,
     kept_bytes,
     parameters,
     snapshot_bytes,
@@ -237,17 +238,30 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
 def _copied(swarm: Swarm, site: str) -> float:
     """Bytes that the senders of copies at this site send in the background in each step, if there
     is time. At most a chunk of them leaves between two frames."""
-    config = swarm.config
-    snapshot, size = snapshot_section(swarm.run, config), 0.0
-    for stage in range(config.stages + 1):
-        if swarm.site_of(stage) != site:
-            continue
-        if swarm.run.policy.sends(stage, snapshot.first):
-            holders = 1 if stage else min(2, config.stages)
-            period = steps_between(snapshot.fraction, snapshot.period)
-            whole = holders * snapshot_bytes(swarm.run, config, stage)
-            size += snapshot.fraction * whole / period
-    return size
+    stages = range(swarm.config.stages + 1)
+    return math.fsum(_copies(swarm, stage) for stage in stages if swarm.site_of(stage) == site)
+
+
+def _copies(swarm: Swarm, stage: int) -> float:
+    """Bytes of the stage's copies, on average over the steps; one of its nodes sends them."""
+    config, snapshot = swarm.config, snapshot_section(swarm.run, swarm.config)
+    if not swarm.run.policy.sends(stage, snapshot.first):
+        return 0.0
+    whole = holders_of(stage, config.stages) * snapshot_bytes(swarm.run, config, stage)
+    return snapshot.fraction * whole / steps_between(snapshot.fraction, snapshot.period)
+
+
+def sent_bytes(swarm: Swarm, stage: int) -> float:
+    """The bytes that a node of the stage sends in a step, at most: an activation and a gradient
+    for each microbatch of its share, parts of the gradient to its replicas, and copies."""
+    replicas = swarm.replicas(stage)
+    frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
+    share = _twice(swarm, stage) * math.ceil(swarm.run.training.microbatches / replicas)
+    averaged = 0.0
+    if replicas > 1:
+        pieces, each = averaging_pieces(swarm, stage, replicas)
+        averaged = 2 * (replicas - 1) / replicas * parts(replicas) * pieces * each
+    return share * frames + averaged + _copies(swarm, stage)
 
 
 def _uplinks_averaging(

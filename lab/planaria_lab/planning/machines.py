@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -18,30 +19,88 @@ SUSTAINED: Final = 0.4
 """Share of a GPU's peak that training sustains, where nothing was measured."""
 
 
+UNIFIED: Final = 0.75
+"""Share of an Apple machine's memory that macOS lets its GPU take."""
+
+
 class Kind(NamedTuple):
-    """A GPU model, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, GB/s."""
+    """A GPU model, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, with sums in
+    float32, and GB/s. `shared`: GPU and processor have one memory."""
 
     memory: float
     tflops: float
     bandwidth: float
+    shared: bool = False
 
 
 KINDS: Final[Mapping[str, Kind]] = {
     "t4": Kind(16, 65, 320),
     "v100": Kind(16, 125, 900),
     "l4": Kind(24, 121, 300),
+    "rtx3060": Kind(12, 25.5, 360),
+    "rtx3060ti": Kind(8, 32.4, 448),
+    "rtx3070": Kind(8, 40.6, 448),
+    "rtx3080": Kind(10, 59.5, 760),
     "rtx3090": Kind(24, 71, 936),
+    "rtx4060": Kind(8, 30.2, 272),
+    "rtx4060ti": Kind(16, 44.1, 288),
+    "rtx4070": Kind(12, 58.3, 504),
+    "rtx4080": Kind(16, 97.5, 717),
     "rtx4090": Kind(24, 165, 1008),
+    "rtx5070": Kind(12, 61.7, 672),
+    "rtx5080": Kind(16, 112.6, 960),
+    "rtx5090": Kind(32, 209.5, 1792),
+    "m1": Kind(8, 2.6, 68, shared=True),
+    "m1max": Kind(32, 10.4, 400, shared=True),
+    "m2": Kind(8, 3.6, 100, shared=True),
+    "m2pro": Kind(16, 6.8, 200, shared=True),
+    "m2max": Kind(32, 13.6, 400, shared=True),
+    "m2ultra": Kind(64, 27.2, 800, shared=True),
+    "m3": Kind(8, 3.6, 100, shared=True),
+    "m3max": Kind(36, 14.3, 400, shared=True),
     "a100": Kind(80, 312, 2039),
     "h100": Kind(80, 989, 3350),
 }
+
+
+class Owned(NamedTuple):
+    """Machines of a kind, as the command line has them."""
+
+    kind: str
+    memory: float | None = None  # GB; None: the kind's
+    number: int | None = None  # of machines; None: one, or as many as other options say
+
+
+def parse_kinds(text: str) -> tuple[Owned, ...]:
+    """KIND[:GB][ xN], .. as `--kind` has it. Raises PlanError."""
+    machines = []
+    for part in text.split(","):
+        written = re.fullmatch(
+            r"(\w+)(?::(\d+(?:\.\d+)?))?(?:\s+x\s?(\d+))?", part.strip(), re.ASCII
+        )
+        kind, memory, count = written.groups() if written else ("", None, None)
+        if written is None or count == "0" or (memory and not float(memory)):
+            raise PlanError(
+                f"--kind {text}: {part.strip()!r} is no kind: write KIND[:GB][ xN], .., as in "
+                '"rtx3060:12 x2, rtx4090"'
+            )
+        kind = kind.lower()
+        if kind not in KINDS:
+            raise PlanError(
+                f"--kind {kind} is unknown: choose of {', '.join(KINDS)}; for another give "
+                "--tflops and --memory"
+            )
+        machines.append(
+            Owned(kind, float(memory) if memory else None, int(count) if count else None)
+        )
+    return tuple(machines)
 
 
 class Hardware(NamedTuple):
     """The options about nodes; None: not given."""
 
     nodes: int | None
-    kind: str | None
+    kinds: tuple[Owned, ...]
     tflops: float | None
     memory: float | None  # GB
     host: float | None  # GB
@@ -58,9 +117,16 @@ def alike(
     mbps: float,
     uplink: float | None,
 ) -> tuple[tuple[Machine, ...], Network]:
-    """Machines that are alike, at the sites in turn; without sites but with an uplink each has a
-    site of its own. Raises PlanError, LinkError."""
-    counts = _counts(hardware.nodes, sites)
+    """Machines, which fill the sites in turn; without sites but with an uplink each has a site of
+    its own. Raises PlanError, LinkError."""
+    kinds = [owned for owned in hardware.kinds for _ in range(owned.number or 1)]
+    several = len(kinds) > 1 or any(owned.number for owned in hardware.kinds)
+    if several and hardware.nodes not in (None, len(kinds)):
+        raise PlanError(
+            f"--nodes {hardware.nodes} contradicts the {len(kinds)} machines of --kind: leave "
+            "--nodes out"
+        )
+    counts = _counts(len(kinds) if several else hardware.nodes, sites)
     if sites:
         uplinks = {} if uplink is None else dict.fromkeys(counts, uplink)
         network = network_of(read_links(table or WAN_LINKS), uplinks, counts)
@@ -70,8 +136,12 @@ def alike(
         network = all_alike(homes, delay, mbps, uplink)
     else:
         network = one_site(delay, mbps)
-    names = (name for name, count in counts.items() for _ in range(count))
-    machines = tuple(_machine(f"node {i}", at, hardware) for i, at in enumerate(names, 1))
+    places = [name for name, count in counts.items() for _ in range(count)]
+    owned: list[Owned | None] = [*kinds]
+    if not several:
+        owned = (owned or [None]) * len(places)
+    pairs = zip(places, owned, strict=True)
+    machines = tuple(_machine(f"node {i}", *pair, hardware) for i, pair in enumerate(pairs, 1))
     return machines, network
 
 
@@ -99,36 +169,32 @@ def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
 def _machine(
     name: str,
     site: str,
+    owned: Owned | None,
     hardware: Hardware,
     tflops: float | None = None,
     memory: float | None = None,
     cpu: bool = False,
 ) -> Machine:
     """A machine with the options' figures, else the measured ones. Raises PlanError."""
-    if hardware.kind is not None and hardware.kind not in KINDS:
-        raise PlanError(
-            f"--kind {hardware.kind} is unknown: choose of {', '.join(KINDS)}; for another "
-            "give --tflops and --memory"
-        )
-    kind = KINDS[hardware.kind] if hardware.kind else None
+    kind = KINDS[owned.kind] if owned else None
     flops = hardware.tflops or tflops or (SUSTAINED * kind.tflops if kind else 0.0)
-    size = hardware.memory or memory or (kind.memory if kind else 0.0)
+    size = (owned and owned.memory) or hardware.memory or memory or (kind.memory if kind else 0.0)
     if not (flops > 0 and size > 0):
         raise PlanError(
             f"the speed and memory of {name} are missing: give --kind, or --tflops and --memory"
         )
     moves = hardware.bandwidth or (kind.bandwidth if kind else 500.0)
     host = math.inf if hardware.host is None else 1e9 * hardware.host
-    shared = cpu or hardware.cpu
+    unified = kind is not None and kind.shared
     return Machine(
-        name,
+        f"{name} ({owned.kind})" if owned else name,
         site,
         flops=1e12 * flops,
-        memory=1e9 * size,
+        memory=1e9 * size * (UNIFIED if unified else 1.0),
         host=host,
         bandwidth=1e9 * moves,
         price=hardware.price,
-        shared=shared,
+        shared=cpu or hardware.cpu or unified,
     )
 
 
@@ -168,8 +234,11 @@ def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network
     worst = max(d for d, _ in links.values()), min(m for _, m in links.values())
     names = _in_a_row([name for name, *_ in nodes], links, worst)
     by_name = {node[0]: node for node in nodes}
+    if len(hardware.kinds) > 1:
+        raise PlanError(f"{path} has the nodes: give one --kind for all of them, or none")
+    owned = hardware.kinds[0] if hardware.kinds else None
     machines = tuple(
-        _machine(name, name, hardware, tflops, memory / 1e9, device.startswith("cpu"))
+        _machine(name, name, owned, hardware, tflops, memory / 1e9, device.startswith("cpu"))
         for name, device, memory, tflops in (by_name[name] for name in names)
     )
     measured = (Link(a, b, *links.get(frozenset((a, b)), worst)) for a, b in combinations(names, 2))

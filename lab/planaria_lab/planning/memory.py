@@ -2,11 +2,13 @@
 
 Follows from the run file, the model's shape and the nodes of each stage. Activations are those that
 autograd keeps for the daemon's blocks (tests hold them against what torch allocates), the rest is
-what the daemon's own parts say that they keep.
+what the daemon's own parts say that they keep. With adapters only these have gradients and moments,
+copies and saves; `narrow` says that the frozen weights are exact in bf16 (model/lora.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +16,13 @@ from functools import cache
 import torch
 
 from planaria.node.averaging.coding import feeds_back
-from planaria.node.model.modules import parameter_shapes
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import (
+    BYTES_OF_BASE,
+    FROZEN_BYTES,
+    ModelConfig,
+    named_shapes,
+    trained_shapes,
+)
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
 from planaria.node.state.copies import snapshot_section
@@ -26,7 +33,9 @@ from planaria.recovery.snapshot import Layout
 from planaria_lab.simulator.swarm import (
     STATE,
     VALUE,
+    base_bytes,
     held_at,
+    holders_of,
     kept_bytes,
     parameters,
     snapshot_bytes,
@@ -57,7 +66,12 @@ class Bytes:
 
 
 def needed(
-    run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int], saves: bool = False
+    run: RunFile,
+    config: ModelConfig,
+    stage: int,
+    replicas: Sequence[int],
+    saves: bool = False,
+    narrow: bool = False,
 ) -> dict[str, Bytes]:
     """Bytes by purpose; the sum is what a node of `stage` needs, without the libraries' own.
 
@@ -71,9 +85,14 @@ def needed(
     under_way_here = under_way(run, config, stage, replicas) * (2 if stand_in else 1)
     parts = {
         "model": Bytes(gradient + STATE * parameters(config, stage)),
-        "activations": Bytes(under_way_here * saved(run, config, stage)),
-        "working space": Bytes(working(run, config, stage)),
+        "activations": Bytes(under_way_here * saved(run, config, stage, narrow)),
+        "working space": Bytes(working(run, config, stage, narrow)),
     }
+    if config.lora is not None:
+        half = narrow and run.training.precision == "bf16"
+        parts["base"] = Bytes(_base(config, stage, half))
+        loading = _loading(config, stage, half) - whole(parts).device
+        parts["loading"] = Bytes(max(0.0, loading))
     if replicas[stage] > 1:
         parts["averaging"] = Bytes(host=2 * gradient)
         if feeds_back(run.wire.averaging):  # what is held back, and what is to be
@@ -95,16 +114,44 @@ def needed(
 
 def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     """The additional memory that a node of `stage` needs for a while, by occasion: while a newcomer
-    copies its state (node/state/feeding.py), and while it relearns its stage, which it has
-    guessed."""
+    copies its state (node/state/feeding.py), with frozen weights as they are sent, and while it
+    relearns its stage, which it has guessed."""
     gradient = VALUE * parameters(config, stage)
     copied = STATE * parameters(config, stage) + FOLLOWED * gradient
-    parts = {"a newcomer": Bytes(host=copied)}
+    parts = {"a newcomer": Bytes(host=base_bytes(config, stage) + copied)}
     if stage and run.recovery.relearn.passes and run.policy.guesses:
         weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
         learned = _boundary(run, config, run.training.microbatches)
         parts["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
     return parts
+
+
+@cache
+def _base(config: ModelConfig, stage: int, half: bool) -> int:
+    """Bytes of the frozen weights; `half`: matrices that aren't packed are in bf16."""
+    matrices, packed, vectors = _frozen(config, stage)
+    packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
+    return packed_bytes + FROZEN_BYTES * vectors + (2 if half else FROZEN_BYTES) * matrices
+
+
+@cache
+def _loading(config: ModelConfig, stage: int, half: bool) -> int:
+    """Bytes of a stage that has just been read: float32, but for what is packed; and a matrix in
+    bf16 and back, which shows whether it is exact."""
+    matrices, packed, vectors = _frozen(config, stage)
+    shapes = named_shapes(config, stage).values()
+    largest = max(math.prod(shape) for shape in shapes if len(shape) > 1)
+    checked = (2 + VALUE) * largest if half and matrices else 0
+    packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
+    return packed_bytes + FROZEN_BYTES * (matrices + vectors) + checked
+
+
+def _frozen(config: ModelConfig, stage: int) -> tuple[int, int, int]:
+    """Numbers of values in matrices that aren't packed, in packed ones, and in vectors."""
+    shapes = named_shapes(config, stage).values()
+    packed = config.packed_in(stage)
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1) - packed
+    return matrices, packed, config.values_in(stage) - matrices - packed
 
 
 def whole(parts: Mapping[str, Bytes]) -> Bytes:
@@ -166,7 +213,8 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     if policy.twins:
         other_stage = next_stage(stage, stages)
         gradient = VALUE * parameters(config, other_stage)
-        return {"redundant": Bytes(gradient + STATE * parameters(config, other_stage), gradient)}
+        twin = gradient + STATE * parameters(config, other_stage) + base_bytes(config, other_stage)
+        return {"redundant": Bytes(twin, gradient)}
     first = run.recovery.snapshot.first
     size = _sent(run, config, stage) if policy.sends(stage, first) else Bytes()
     for other_stage in held_at(stage, stages):
@@ -176,7 +224,9 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
 
 
 def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
-    holders = 1 if stage else min(2, config.stages)
+    if not parameters(config, stage):
+        return Bytes()
+    holders = holders_of(stage, config.stages)
     snapshot, weights = snapshot_section(run, config), VALUE * parameters(config, stage)
     restored = snapshot.fraction * weights * (1 if snapshot.codec == "none" else 2)
     update = snapshot.fraction * snapshot_bytes(run, config, stage)
@@ -186,6 +236,8 @@ def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
 
 def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
     """The bytes of a snapshot of another stage, while the next update arrives."""
+    if not parameters(config, stage):
+        return Bytes()
     marks = TAKEN * _rows(config, stage)
     snapshot = snapshot_section(run, config)
     whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, stage)
@@ -197,7 +249,7 @@ def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
 @cache
 def _rows(config: ModelConfig, stage: int) -> int:
     """Blocks of a snapshot."""
-    return Layout(parameter_shapes(config, stage)).blocks
+    return Layout(trained_shapes(config, stage).values()).blocks
 
 
 def _writes(run: RunFile, config: ModelConfig, stage: int) -> int:

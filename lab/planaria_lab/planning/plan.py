@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -14,16 +14,14 @@ from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
     from planaria.node.local.losses import TraceRow
-    from planaria.node.run_file import RunFile
-    from planaria_lab.planning.planner import Answer, Candidate, Question
+    from planaria_lab.planning.planner import Answer, Candidate, Machine, Question
     from planaria_lab.simulator.run import RunOutcome
 
 HOUR: Final = 3600.0
+MOST_NAMED: Final = 4
+"""Nodes of a stage that are printed by name."""
 RATES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.16, 0.25, 0.4)
 """An hour, of the picture."""
-CODECS: Final = ("activations", "gradients", "averaging")
-TOKENS_A_STEP: Final = 2**18
-"""About as many, of a preset whose batch isn't given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,22 @@ class PlanOptions:
         str | None,
         typer.Option(help="Model size instead of a run file: tiny, .., small, medium, large."),
     ] = None
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER|CONFIG.json",
+            help="Model to train on from, by its config.json; instead of a run file.",
+        ),
+    ] = None
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Rank of adapters, which alone are trained.")
+    ] = None
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="nf4|int8|bf16", help="Form of the frozen matrices beside adapters."),
+    ] = None
+    context: Annotated[int | None, typer.Option(help="Tokens a sample.")] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step.")] = None
     tokens: Annotated[
         float | None, typer.Option(help="Tokens to train on. Default: the run file's steps.")
@@ -47,7 +61,12 @@ class PlanOptions:
     nodes: Annotated[int | None, typer.Option(min=2, help="Nodes available.")] = None
     kind: Annotated[
         str | None,
-        typer.Option(help="GPU model, as a100 or rtx4090; a node sustains 40 % of its peak."),
+        typer.Option(
+            "--kind",
+            "--kinds",
+            metavar="KIND[:GB][ xN], ..",
+            help="GPU models, as a100 or 'rtx3060:12 x2, m2:16'; a node sustains 40 % of its peak.",
+        ),
     ] = None
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a node sustains in the model.")
@@ -143,7 +162,8 @@ def plan(options: PlanOptions) -> None:
 
     from planaria.node.local.losses import read_trace
     from planaria.node.run_file import dumps
-    from planaria_lab.planning.machines import Hardware, alike, probed
+    from planaria_lab.planning.asked import asked, policies
+    from planaria_lab.planning.machines import Hardware, alike, parse_kinds, probed
     from planaria_lab.planning.planner import (
         Question,
         answer,
@@ -151,7 +171,7 @@ def plan(options: PlanOptions) -> None:
         with_codecs,
     )
 
-    run, wanted, free = _asked(options)
+    run, wanted, free, narrow_weights = asked(options)
     hourly, nodes = options.hourly, options.nodes
     rows = read_trace(options.trace) if options.trace else ()
     if rows:
@@ -159,7 +179,7 @@ def plan(options: PlanOptions) -> None:
         hourly, nodes = hourly or rate, nodes or max(2, round(mean))
     hardware = Hardware(
         nodes=nodes,
-        kind=options.kind,
+        kinds=() if options.kind is None else parse_kinds(options.kind),
         tflops=options.tflops,
         memory=options.memory,
         host=options.host_memory,
@@ -185,7 +205,8 @@ def plan(options: PlanOptions) -> None:
         storage_mbps=options.storage,
         deadline=math.inf if deadline is None else deadline,
         budget=math.inf if budget is None else budget,
-        policies=_policies(options.policy),
+        policies=policies(options.policy, run),
+        narrow=narrow_weights,
     )
     question, wider = with_codecs(question, free)
     result = answer(question)
@@ -200,59 +221,13 @@ def plan(options: PlanOptions) -> None:
         console.print_json(data=as_data(result, wider, narrow, replayed))
         return
     _print_plan(question, result.best, wider, narrow)
+    _print_stages(question, result.best)
     _print_others(result)
     if replayed:
         _print_replayed(replayed)
     if out is not None:
         hint = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
         console.print(hint, soft_wrap=True, markup=False, emoji=False)
-
-
-# --- what is asked
-
-
-def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
-    """The run to train, the number of tokens, and the codecs that the run file doesn't name, which
-    the plan chooses. Raises RunFileError, PlanError, ValueError."""
-    from planaria.node.hugging_face.taking_in import take_in
-    from planaria.node.model.shape import PRESETS, model_config
-    from planaria.node.run_file import RunFile, load, override
-    from planaria_lab.planning.planner import PlanError
-
-    run_file, preset, tokens = options.run_file, options.preset, options.tokens
-    if (run_file is None) == (preset is None):
-        raise PlanError("give either a run file or --preset: one of them says what to train")
-    free = {*CODECS}
-    if run_file is not None:
-        from_file = load(run_file)
-        free -= from_file.wire.model_fields_set
-        run = override(take_in(from_file), training__batch=options.batch)
-    else:
-        assert preset is not None
-        if preset not in PRESETS:
-            raise PlanError(f"--preset {preset}: unknown; choose of {', '.join(sorted(PRESETS))}")
-        size = options.batch or max(1, TOKENS_A_STEP // PRESETS[preset].context)
-        run = override(
-            RunFile(),
-            model__preset=preset,
-            training__batch=size,
-            training__microbatch=1,
-            training__precision="bf16",
-        )
-        if tokens is None:
-            raise PlanError("a preset has no number of steps: give --tokens")
-    config = model_config(run.model, run.model.vocabulary or options.vocabulary)
-    return run, tokens or float(run.steps * run.training.batch * config.context), free
-
-
-def _policies(names: list[str] | None) -> Any:
-    """Raises PlanError."""
-    from planaria.recovery.policy import POLICIES
-    from planaria_lab.planning.planner import PlanError
-
-    if unknown := set(names or ()) - {*POLICIES}:
-        raise PlanError(f"--policy {min(unknown)}: unknown; choose of {', '.join(POLICIES)}")
-    return tuple(names or POLICIES)
 
 
 # --- traces
@@ -331,7 +306,11 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
     def figure(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
+    from planaria_lab.planning.asked import CODECS
+    from planaria_lab.planning.estimate import sent_bytes
+
     training, recovery = plan.run.training, plan.run.recovery
+    stages = range(len(plan.counts))
     return {
         "stages": len(plan.counts),
         "replicas": list(plan.counts),
@@ -353,6 +332,8 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
         "lost_stages": figure(plan.estimate.lost_stages),
         "memory": [asdict(need) for need in plan.memory()],
         "more_memory": [asdict(more) for more in plan.more_memory()],
+        "layers": list(plan.swarm.config.cut),
+        "sent_bytes": [sent_bytes(plan.swarm, stage) for stage in stages],
         "nodes": [[machine.name for machine in machines] for machines in plan.nodes],
     }
 
@@ -439,18 +420,51 @@ def _print_plan(
         "losses",
         f"{plan.estimate.lost_nodes:,.1f} nodes, {plan.estimate.lost_stages:,.2f} whole stages",
     )
-    each = zip(plan.nodes, plan.memory(), plan.more_memory(), strict=True)
-    for stage, (machines, need, more) in enumerate(each):
-        places = ", ".join(dict.fromkeys(machine.site for machine in machines))
-        memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
-        after = f"{more.device / 1e9:,.2f} and {more.host / 1e9:,.2f} GB more"
-        needs = f"a node needs {memory}; for a while after a loss {after}"
-        sheet.add_row(f"stage {stage}", f"{len(machines)} at {places}; {needs}")
     if narrow is not None:
         sheet.add_row("narrower links", _with_narrower_links(narrow))
     for notice in NOTICES:
         sheet.add_row(f"handover in {notice:.0f} s", in_words(heirs, notice))
     console.print(sheet)
+
+
+def _print_stages(question: Question, plan: Candidate) -> None:
+    """What is where, and what it takes and sends there."""
+    from itertools import chain
+
+    from rich.table import Table
+
+    from planaria_lab.planning.estimate import sent_bytes
+    from planaria_lab.planning.planner import RESERVE
+
+    sheet = Table(title="Its stages: what each node holds, needs at most, and sends in a step")
+    for column in ("stage", "layers", "nodes", "device", "beside it", "after a loss", "sends"):
+        sheet.add_column(column, justify="left" if column == "nodes" else "right")
+    sizes = ["ends", *map(str, plan.swarm.config.cut)]
+    each = zip(sizes, plan.nodes, plan.memory(), plan.more_memory(), strict=True)
+    for stage, (size, machines, need, more) in enumerate(each):
+        room = (1 - RESERVE) * min(machine.memory for machine in machines) / 1e9
+        device = need.both if machines[0].shared else need.device
+        sheet.add_row(
+            *(str(stage), size, _named(machines)),
+            f"{device / 1e9:,.2f} of {room:,.2f} GB",
+            "the same" if machines[0].shared else f"{need.host / 1e9:,.2f} GB",
+            f"{more.device / 1e9:,.2f} + {more.host / 1e9:,.2f} GB",
+            f"{sent_bytes(plan.swarm, stage) / 1e6:,.1f} MB",
+        )
+    console.print(sheet)
+    used = {*chain.from_iterable(plan.nodes)}
+    if unused := [machine for machine in question.machines if machine not in used]:
+        text = f"not needed: {_named(unused)}"
+        console.print(text, soft_wrap=True, markup=False, emoji=False)
+
+
+def _named(machines: Sequence[Machine]) -> str:
+    """Their names and sites; of many their number."""
+    sites = ", ".join(dict.fromkeys(machine.site for machine in machines))
+    names = ", ".join(machine.name for machine in machines)
+    if len(machines) > MOST_NAMED:
+        names = f"{len(machines)} nodes, {machines[0].name} to {machines[-1].name}"
+    return names if sites in ("anywhere", names) else f"{names} at {sites}"
 
 
 def _codecs_and_why(plan: Candidate, wider: Candidate | None) -> str:
@@ -480,6 +494,8 @@ def _with_narrower_links(plan: Candidate) -> str:
 
 
 def _codecs(plan: Candidate) -> str:
+    from planaria_lab.planning.asked import CODECS
+
     return ", ".join(f'{name} = "{getattr(plan.run.wire, name)}"' for name in CODECS)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Final
 
-from planaria.node.model.shape import model_config
-from planaria.node.run_file import RunFile, override
+from planaria.node.model.shape import ModelConfig
+from planaria.node.run_file import MOST_LAYERS, RunFile, override
 from planaria.node.transaction.in_flight_window import MOST
 from planaria.recovery.policy import POLICIES, Policy
 from planaria_lab.emulation.links import Network
@@ -50,6 +50,8 @@ BOUNDARIES, AVERAGING = ("activations", "gradients"), ("averaging",)
 """What they are for; each is narrowed as a whole, or not."""
 BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "lowrank")
 """Codecs, by how much they leave of a tensor."""
+ROWS: Final = 6
+"""Kinds of machines that are tried at stage 0."""
 WORTH: Final = 0.05
 """Share of the time that narrower links have to save to be told of."""
 
@@ -71,6 +73,11 @@ class Machine:
     price: float = 0.0  # an hour
     shared: bool = False  # the device has no memory of its own: it computes on a CPU
 
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """What makes it another kind than others."""
+        return self.flops, self.memory, self.host, self.bandwidth, self.shared
+
     def lacks(self, need: Bytes) -> str:
         """The memory that it has too little of; empty: none."""
         room = (1 - RESERVE) * self.memory
@@ -81,6 +88,17 @@ class Machine:
         if need.host > self.host:
             return f"needs {_gb(need.host)} of {_gb(self.host)} host memory"
         return ""
+
+    def layers(self, one: Bytes, two: Bytes) -> int:
+        """The number of layers that it has memory for, by what one and two of them need."""
+        if self.shared:
+            one, two = Bytes(one.both), Bytes(two.both)
+        pairs = (
+            (one.device, two.device, (1 - RESERVE) * self.memory),
+            (one.host, two.host, self.host),
+        )
+        rooms = ((room - first) / max(second - first, 1.0) for first, second, room in pairs)
+        return 1 + math.floor(min(*rooms, MOST_LAYERS))
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,7 @@ class Question:
     deadline: float = math.inf  # hours
     budget: float = math.inf  # in the unit of the prices
     policies: tuple[str, ...] = tuple(POLICIES)
+    narrow: bool = False  # the weights that the run begins from are exact in bf16
 
     def __post_init__(self) -> None:
         if not self.machines:
@@ -117,6 +136,11 @@ class Question:
             )
 
     @property
+    def unlike(self) -> bool:
+        """Whether there are machines of several kinds."""
+        return len({machine.figures for machine in self.machines}) > 1
+
+    @property
     def losing(self) -> Losing:
         return Losing(self.hourly, self.replacement, self.start)
 
@@ -129,6 +153,7 @@ class Candidate:
     swarm: Swarm
     nodes: tuple[tuple[Machine, ...], ...]  # by stage
     estimate: Estimate
+    narrow: bool = False  # as of the question
 
     @property
     def seconds(self) -> float:
@@ -165,7 +190,10 @@ class Candidate:
     def memory(self) -> list[Bytes]:
         """The memory that a node of each stage needs."""
         stages = range(len(self.counts))
-        return [whole(needed(self.run, self.swarm.config, s, self.counts)) for s in stages]
+        return [
+            whole(needed(self.run, self.swarm.config, s, self.counts, narrow=self.narrow))
+            for s in stages
+        ]
 
     def more_memory(self) -> list[Bytes]:
         """The additional memory that it needs for a while after a loss."""
@@ -189,11 +217,47 @@ def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Ma
 def candidates(question: Question) -> Iterator[Candidate | str]:
     """Each candidate as a plan, or the reason why it doesn't fit. Candidates follow from the model,
     the batch and the nodes alone."""
-    layers = model_config(question.run.model, question.vocabulary).layers
-    for stages in range(1, min(layers, len(question.machines) - 1) + 1):
-        if layers % stages == 0:
-            for counts in spreads(len(question.machines), stages + 1):
-                yield from _Shape(question, stages, counts, layers).plans()
+    layers = question.run.config_for(question.vocabulary).layers
+    for stages in stage_numbers(layers, len(question.machines) - 1, question.unlike):
+        for counts in spreads(len(question.machines), stages + 1):
+            for row in rows(question.machines, sum(counts)):
+                yield from _Shape(question, stages, counts, row).plans()
+
+
+def stage_numbers(layers: int, most: int, unlike: bool) -> list[int]:
+    """Numbers of body stages, up to `most`. On alike machines those whose largest stage is as large
+    as with fewer stages are left out: they are no quicker."""
+    numbers = range(1, min(layers, most) + 1)
+    if unlike:
+        return list(numbers)
+    fewest: dict[int, int] = {}
+    for number in numbers:
+        fewest.setdefault(-(-layers // number), number)
+    return list(fewest.values())
+
+
+def rows(machines: Sequence[Machine], count: int) -> Iterator[tuple[Machine, ...]]:
+    """Rows of so many machines, from which stages are cut: the fastest, in their order. Of unlike
+    ones there is a row for each kind, whose first machine serves stage 0: the others move behind
+    the last, and the ring of stages stays the same."""
+    fastest = sorted(range(len(machines)), key=lambda place: -machines[place].flops)[:count]
+    row = tuple(machines[place] for place in sorted(fastest))
+    firsts = {machine.figures: place for place, machine in reversed([*enumerate(row)])}
+    for first in sorted(firsts.values())[:ROWS]:
+        yield row[first:] + row[:first]
+
+
+def cut(layers: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """The layers of each body stage: in proportion to the stages' speeds, as far as whole layers
+    go, and at most so many; empty if these are too few."""
+    if min(most) < 1 or sum(most) < layers:
+        return ()
+    sizes = [1] * len(speeds)
+    for _ in range(layers - len(sizes)):
+        open_stages = [place for place, size in enumerate(sizes) if size < most[place]]
+        quickest = min(open_stages, key=lambda place: ((sizes[place] + 1) / speeds[place], -place))
+        sizes[quickest] += 1
+    return tuple(sizes)
 
 
 def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
@@ -208,15 +272,28 @@ def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
 
 
 class _Shape:
-    """A number of stages and their replicas, for which settings are looked for."""
+    """A number of stages and their nodes, for which settings are looked for."""
 
-    def __init__(self, question: Question, stages: int, counts: Sequence[int], layers: int) -> None:
-        run = override(question.run, model__stages=stages, model__layers=layers)
-        self.question, self.counts = question, counts
-        self.config = model_config(run.model, question.vocabulary)
-        steps = question.tokens / (run.training.batch * self.config.context)
-        self.run = override(run, swarm__replicas=min(counts), steps=max(1, math.ceil(steps)))
-        self.nodes = placed(question.machines, counts)
+    def __init__(
+        self, question: Question, stages: int, counts: Sequence[int], row: Sequence[Machine]
+    ) -> None:
+        config = question.run.config_for(question.vocabulary)
+        self.question, self.counts, self.layers = question, counts, config.layers
+        steps = question.tokens / (question.run.training.batch * config.context)
+        figures = {"swarm__replicas": min(counts), "steps": max(1, math.ceil(steps))}
+        self.run = override(
+            question.run, model__stages=stages, model__layers=config.layers, **figures
+        )
+        self.nodes = placed(row, counts)
+        self.configs: dict[int | tuple[int, ...] | None, ModelConfig] = {}  # by model.stages
+        self.speeds = [
+            len(machines) * min(machine.flops for machine in machines)
+            for machines in self.nodes[1:]
+        ]
+        if question.unlike:
+            self.run = _with_sizes(
+                self.run, cut(config.layers, self.speeds, [config.layers] * stages)
+            )
         sites = [[machine.site for machine in machines] for machines in self.nodes]
         self.reach = Reach.of(question.network, sites)
         self.steps: dict[object, tuple[float, float]] = {}  # with all nodes, and usually
@@ -225,8 +302,10 @@ class _Shape:
     def plans(self) -> Iterator[Candidate | str]:
         batch = self.run.training.batch
         for policy in self.question.policies:
-            if self.config.stages < _least_stages(POLICIES[policy]):
+            if len(self.counts) - 1 < _least_stages(POLICIES[policy]):
                 continue
+            if POLICIES[policy].swapped and self.run.training.lora is not None:
+                continue  # launch/resolve.py refuses it
             problems, fits = [], False
             for size in MICROBATCHES:
                 if batch % size == 0 and batch // size >= max(self.counts):
@@ -235,6 +314,9 @@ class _Shape:
                         if problem:
                             problems.append(problem)
                             continue
+                        sizes = self._config(run).cut
+                        if run.policy.swapped and (sizes[0], sizes[-1]) != (sizes[1], sizes[-2]):
+                            continue  # as launch/resolve.py
                         fits = True
                         yield from self._settings(run)
                         if not run.training.recompute:
@@ -247,29 +329,59 @@ class _Shape:
         as `MOST` says, and then less memory."""
         yield 0
         for times in range(MOST - 1, 0, -1):
-            yield times * (self.config.stages + 1)
+            yield times * len(self.counts)
 
     def _fitting(self, policy: str, size: int, window: int) -> tuple[RunFile, str]:
         """The run without recomputation if it fits, since that is faster, else with it; and why
-        neither fits."""
+        neither fits. On unlike machines some stages may have fewer layers than by their speed."""
         problem = ""
         for recompute in (False, True):
             run = _changed(self.run, policy, size, window, recompute)
             problem = self._lacking(run)
+            unlike = problem and self.question.unlike
+            if unlike and (sizes := cut(self.layers, self.speeds, self._most(run))):
+                run = _with_sizes(run, sizes)
+                problem = self._lacking(run)
             if not problem:
                 break
         return run, problem
 
+    def _config(self, run: RunFile) -> ModelConfig:
+        stages = run.model.stages
+        if stages not in self.configs:
+            self.configs[stages] = run.config_for(self.question.vocabulary)
+        return self.configs[stages]
+
     def _lacking(self, run: RunFile) -> str:
         """Why a stage doesn't fit on one of its nodes; empty: all fit."""
         for stage, machines in enumerate(self.nodes):
-            need = whole(needed(run, self.config, stage, self.counts))
-            more = {"": Bytes()} | at_a_loss(run, self.config, stage)
-            for machine, (when, extra) in product(machines, more.items()):
-                if problem := machine.lacks(need + extra):
+            needs = self._needs(run, self._config(run), stage)
+            for machine, (when, need) in product(machines, needs.items()):
+                if problem := machine.lacks(need):
                     during = f" (while there is {when})" if when else ""
                     return f"stage {stage} {problem}{during} at {machine.name}"
         return ""
+
+    def _needs(self, run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
+        """What a node of the stage needs, always and by occasion."""
+        need = whole(needed(run, config, stage, self.counts, narrow=self.question.narrow))
+        more = at_a_loss(run, config, stage)
+        return {"": need} | {when: need + extra for when, extra in more.items()}
+
+    def _most(self, run: RunFile) -> list[int]:
+        """The most layers that each body stage's nodes have memory for, about: as if all stages had
+        as many."""
+        stages = len(self.speeds)
+        if 2 * stages > self.layers:
+            return [self.layers] * stages
+        one, two = (
+            [self._needs(run, config, stage).values() for stage in range(1, stages + 1)]
+            for config in (self._config(_with_sizes(run, (size,) * stages)) for size in (1, 2))
+        )
+        return [
+            min(machine.layers(*pair) for machine in machines for pair in zip(a, b, strict=True))
+            for machines, a, b in zip(self.nodes[1:], one, two, strict=True)
+        ]
 
     def _settings(self, run: RunFile) -> Iterator[Candidate]:
         """The run with each of the policy's own settings that are worth a try."""
@@ -282,7 +394,8 @@ class _Shape:
         away = [missing(swarm, self.reach, losing, stage) for stage in range(len(self.counts))]
         apart = self.question.network.uplinks or run.policy.twins or run.policy.swapped
         kind = recovery.policy if apart else "others"
-        key = kind, training.microbatch, training.in_flight, training.recompute
+        settings = training.microbatch, training.in_flight, training.recompute
+        key = kind, run.model.stages, settings
         if key not in self.steps:
             step = step_seconds(swarm, self.reach)
             self.steps[key] = step, usual_seconds(swarm, self.reach, away, step)
@@ -290,7 +403,7 @@ class _Shape:
             checkpoint = recovery.checkpoint.model_copy(update={"every": every})
             varied = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
             comes_to = estimated(varied, self.reach, losing, away, *self.steps[key])
-            yield Candidate(varied.run, varied, self.nodes, comes_to)
+            yield Candidate(varied.run, varied, self.nodes, comes_to, self.question.narrow)
 
     def _swarm(self, run: RunFile) -> Swarm:
         groups: Counter[tuple[int, str, Seconds]] = Counter()
@@ -299,7 +412,7 @@ class _Shape:
                 groups[stage, machine.site, self._tasks(run, stage, machine)] += 1
         return Swarm(
             run,
-            self.config,
+            self._config(run),
             tuple(Group(stage, count, site, s) for (stage, site, s), count in groups.items()),
             self.question.network,
             Transport(frame=FRAME),
@@ -307,11 +420,14 @@ class _Shape:
         )
 
     def _tasks(self, run: RunFile, stage: int, machine: Machine) -> Seconds:
-        """Body stages are alike."""
-        training, kind = run.training, min(stage, 1)
-        key = kind, training.microbatch, training.recompute, machine.flops, machine.bandwidth
+        """Body stages with as many layers are alike."""
+        training, config = run.training, self._config(run)
+        key = (
+            *(len(config.layers_of(stage)), training.microbatch, training.recompute),
+            *(machine.flops, machine.bandwidth),
+        )
         if key not in self.tasks:
-            self.tasks[key] = seconds_at(run, self.config, kind, machine.flops, machine.bandwidth)
+            self.tasks[key] = seconds_at(run, config, stage, machine.flops, machine.bandwidth)
         return self.tasks[key]
 
 
@@ -325,6 +441,12 @@ def _changed(run: RunFile, policy: str, size: int, window: int, recompute: bool)
     training = {"microbatch": size, "in_flight": window, "recompute": recompute}
     run = run.model_copy(update={"training": run.training.model_copy(update=training)})
     return _with_recovery(run, policy=policy)
+
+
+def _with_sizes(run: RunFile, sizes: tuple[int, ...]) -> RunFile:
+    """The run with body stages of so many layers, of a model that may have others."""
+    model = {"stages": sizes, "layers": sum(sizes)}
+    return run.model_copy(update={"model": run.model.model_copy(update=model)})
 
 
 def _with_recovery(run: RunFile, **changes: object) -> RunFile:
@@ -469,7 +591,7 @@ def _why(plan: Candidate, best: Candidate) -> str:
 
 def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
     reasons = list(refused)
-    layers = model_config(question.run.model, question.vocabulary).layers
+    layers = question.run.config_for(question.vocabulary).layers
     if reasons:
         return (
             f"nothing fits on {len(question.machines)} nodes. {reasons[-1]}. Take nodes with more "

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from planaria.bootstrap.neighbours import lengths
 from planaria.node.averaging.coding import PIECE, gradient_bytes, parts
-from planaria.node.model.shape import named_shapes
+from planaria.node.model.shape import trained_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING, snapshot_section
 from planaria.node.transaction.in_flight_window import InFlightWindow
@@ -197,9 +197,9 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     """For each part of the replicas: the number of its pieces, and the bytes of each on a link."""
-    shapes, count = named_shapes(swarm.config, stage).values(), parts(replicas)
+    shapes, count = trained_shapes(swarm.config, stage).values(), parts(replicas)
     values = -(-parameters(swarm.config, stage) // count)
-    pieces = min(MOST_PIECES, -(-values // PIECE))
+    pieces = max(1, min(MOST_PIECES, -(-values // PIECE)))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)
     return pieces, HEAD + -(-sent // (count * pieces))
 

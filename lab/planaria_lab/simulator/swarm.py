@@ -13,8 +13,7 @@ from functools import cache
 
 import torch
 
-from planaria.node.model.modules import parameter_shapes
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import ADAM_BYTES, BYTES_OF_BASE, ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, encoded_size
@@ -224,8 +223,15 @@ def uniform(
 
 @cache
 def parameters(config: ModelConfig, stage: int) -> int:
-    """The number of parameters of the whole stage."""
-    return config.values_in(stage)
+    """The number of trained parameters of the whole stage: with adapters theirs alone."""
+    return config.trained_in(stage)
+
+
+@cache
+def base_bytes(config: ModelConfig, stage: int) -> int:
+    """Bytes of the frozen weights beside adapters, as peers send them: packed matrices, and the
+    rest in float32."""
+    return config.bytes_of(stage) - ADAM_BYTES * parameters(config, stage)
 
 
 def values_sent(run: RunFile, config: ModelConfig) -> int:
@@ -242,14 +248,26 @@ def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
 
 
 def forward_flops(config: ModelConfig, stage: int, tokens: int) -> float:
-    """Of one forward pass: two for each weight of a matrix and token, and attention's two products
-    over the causal half of the context. Stage 0: the head; an embedding is looked up."""
+    """Of one forward pass: two for each weight of a matrix and token, adapters included, and
+    attention's two products over the causal half of the context. Stage 0: the head; an embedding
+    is looked up."""
     if stage == 0:
         return 2.0 * tokens * config.dim * config.vocabulary
     layers = len(config.layers_of(stage))
-    matrices = parameters(config, stage) - 2 * config.dim * layers
+    matrices = _matrices(config, stage)
+    matrices += parameters(config, stage) if config.lora is not None else 0
     attention = 2 * config.context * config.dim * layers
     return float(tokens * (2 * matrices + attention))
+
+
+def _matrices(config: ModelConfig, stage: int) -> int:
+    """The number of weights in a body stage's matrices, without adapters."""
+    return _values(config, stage) - 2 * config.dim * len(config.layers_of(stage))
+
+
+@cache
+def _values(config: ModelConfig, stage: int) -> int:
+    return config.values_in(stage)
 
 
 def seconds_at(
@@ -257,20 +275,16 @@ def seconds_at(
 ) -> Seconds:
     """For a node that sustains `flops` FLOP/s in the model and moves `memory` bytes a second.
 
-    A backward pass costs two forward passes, three with recomputation. The optimizer reads four
-    tensors and writes three, its gradient is cleared, and the digest reads the weights and an
-    eighth of the moments: 37 bytes a parameter. Relearning passes forward and backward, and
-    orthogonalizes. Raises SwarmFiguresError.
+    A backward pass costs two forward passes, three with recomputation, and one less of frozen
+    matrices, which have no gradient. A packed base is unpacked for each pass: its bytes are read,
+    and those of the matrix written and read. The optimizer reads four tensors and writes three, its
+    gradient is cleared, and the digest reads the weights and an eighth of the moments: 37 bytes a
+    parameter. Relearning passes forward and backward, and orthogonalizes. Raises SwarmFiguresError.
     """
     if config.own is not None:
         raise SwarmFiguresError(
             f"what a stage of {config.own.module} takes isn't known here, only what LLaMA's do: "
             "choose a preset of about its size"
-        )
-    if run.training.lora is not None:
-        raise SwarmFiguresError(
-            "what training.lora leaves of a step isn't known here: leave it out, to plan for the "
-            "training of all weights, which takes more"
         )
     if not (flops > 0 and memory > 0):
         raise SwarmFiguresError(
@@ -279,13 +293,27 @@ def seconds_at(
     forward = forward_flops(config, stage, run.training.microbatch * config.context) / flops
     gradient = VALUE * parameters(config, stage) / memory
     state = {"norm": gradient, "apply": 9.25 * gradient, "add": 2 * gradient}
-    embedding = 2 * VALUE * values_sent(run, config) / memory
+    embedding, frozen = 2 * VALUE * values_sent(run, config) / memory, config.lora is not None
     if stage == 0:
-        return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)
-    relearn = 3 * forward * relearned_at_a_time(run, config) / run.training.microbatch
-    relearn += orthogonalizing_flops(parameter_shapes(config, stage)) / flops
-    backward = (3 if run.training.recompute else 2) * forward
+        back, head = (0.0, 2 * forward) if frozen else (embedding, 3 * forward)
+        return Seconds(forward=embedding, backward=back, head=head, **state)
+    backward = 2 * forward
+    if frozen:
+        tokens = run.training.microbatch * config.context
+        backward -= 2 * tokens * _matrices(config, stage) / flops
+    unpacking = _unpacked_bytes(run, config, stage) / memory
+    forward, backward = forward + unpacking, backward + unpacking
+    relearn = (forward + backward) * relearned_at_a_time(run, config) / run.training.microbatch
+    relearn += orthogonalizing_flops(trained_shapes(config, stage).values()) / flops
+    backward += forward if run.training.recompute else 0.0
     return Seconds(forward, backward, relearn=relearn, **state)
+
+
+def _unpacked_bytes(run: RunFile, config: ModelConfig, stage: int) -> float:
+    """Bytes that a pass moves to unpack a stage's matrices: theirs, and twice the result's."""
+    width = torch.bfloat16.itemsize if run.training.precision == "bf16" else VALUE
+    base, packed = config.base_of(stage), config.packed_in(stage)
+    return packed * (BYTES_OF_BASE[base] + 2 * width) if packed else 0.0
 
 
 def orthogonalizing_flops(shapes: Iterable[Sequence[int]]) -> float:
@@ -308,6 +336,11 @@ def held_at(stage: int, stages: int) -> tuple[int, ...]:
     return tuple(of for of, way in routes.items() if way and str(stage) in way.holders)
 
 
+def holders_of(stage: int, stages: int) -> int:
+    """How many nodes hold the snapshot of `stage`."""
+    return 1 if stage else min(2, stages)
+
+
 def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Bytes of a whole running snapshot."""
     whole = (STATE if run.recovery.snapshot.moments else VALUE) * parameters(config, stage)
@@ -316,11 +349,12 @@ def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
 
 def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) -> int:
     """The bytes that a newcomer fetches from each source stage to rebuild `stage` by this
-    method."""
+    method; with adapters also the frozen weights, as if it didn't have the model's folder."""
+    base = base_bytes(config, stage)
     match method:
         case "checkfree" | "checkfree+" | "interpolate":
-            return VALUE * parameters(config, stage)
+            return base + VALUE * parameters(config, stage)
         case "snapshot":
             moments = run.recovery.snapshot.moments
-            return (STATE if moments else VALUE) * parameters(config, stage)
-    return STATE * parameters(config, stage)  # replica, redundant, checkpoint, save
+            return base + (STATE if moments else VALUE) * parameters(config, stage)
+    return base + STATE * parameters(config, stage)  # replica, redundant, checkpoint, save

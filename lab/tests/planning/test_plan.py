@@ -148,7 +148,7 @@ PROBE: dict[str, Any] = {
         {"a": "n1", "b": "n0", "rtt_ms": 79.0, "mbps": 50.0},
     ],
 }
-NOTHING = Hardware(None, None, None, None, None, None, 0.25, cpu=False)
+NOTHING = Hardware(None, (), None, None, None, None, 0.25, cpu=False)
 
 
 def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
     assert network.between("n0", "n2")[2:4] == (1.0, 900.0)
     assert network.between("n2", "n3")[2:4] == (40.0, 50.0)  # not measured: as the worst
     content = data(tmp_path, "RUN", "--probe", str(path))
-    assert content["plan"]["nodes"][0] == ["n0"]
+    assert content["plan"]["nodes"] == [["n1"], ["n3"], ["n2"]]  # without the slowest
 
 
 @pytest.mark.parametrize(

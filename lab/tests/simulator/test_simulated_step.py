@@ -26,6 +26,7 @@ from planaria_lab.simulator.swarm import (
     Swarm,
     SwarmFiguresError,
     Transport,
+    fetched_bytes,
     forward_flops,
     frame_bytes,
     one_site,
@@ -454,6 +455,38 @@ def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -
     assert alone.seconds < both.seconds < 2 * alone.seconds
 
 
+def test_beside_adapters_a_frozen_matrix_has_no_gradient() -> None:
+    whole = swarm(stages=4)
+    run = override(whole.run, training__lora={"rank": 2, "base": "nf4"})
+    config = run.config_for(512)
+    before = seconds_at(whole.run, whole.config, 1, flops=1e9, memory=1e30)
+    after = seconds_at(run, config, 1, flops=1e9, memory=1e30)
+    assert before.forward < after.forward < 1.2 * before.forward
+    assert after.backward < 0.75 * before.backward
+    head = seconds_at(run, config, 0, 1e9, 1e30)
+    assert head.head == pytest.approx(
+        2 / 3 * seconds_at(whole.run, whole.config, 0, 1e9, 1e30).head
+    )
+    assert head.backward == 0
+    recomputed = override(run, training__recompute=True)
+    again = seconds_at(recomputed, config, 1, 1e9, 1e30)
+    assert again.backward == pytest.approx(after.backward + after.forward)
+    slow = seconds_at(run, config, 1, 1e9, memory=1e6)
+    unpacked = config.packed_in(1) * (0.5625 + 2 * 4)
+    assert slow.forward == pytest.approx(after.forward + unpacked / 1e6)
+
+
+def test_with_adapters_only_these_are_averaged_copied_and_sent() -> None:
+    run = override(swarm(2, 2).run, training__lora={"rank": 2, "base": "nf4"})
+    config = run.config_for(512)
+    assert (parameters(config, 0), snapshot_bytes(run, config, 0)) == (0, 0)
+    assert 0 < parameters(config, 1) < config.values_in(1) / 10
+    assert fetched_bytes(run, config, 1, "replica") > 12 * parameters(config, 1)
+    assert fetched_bytes(run, config, 0, "stage0-copy") == 4 * config.values_in(0)
+    shared = simulate_step(replace(swarm(2, 2), run=run, config=config))
+    assert shared.seconds > 0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -469,10 +502,6 @@ def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -
         (
             lambda: seconds_at(swarm().run, replace(swarm().config, own=Own("a:b")), 1, 1, 1),
             "what a stage of a:b takes isn't known here",
-        ),
-        (
-            lambda: seconds_at(override(swarm().run, training__lora={}), swarm().config, 1, 1, 1),
-            "what training.lora leaves of a step isn't known here",
         ),
     ],
 )

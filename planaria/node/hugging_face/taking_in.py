@@ -109,11 +109,7 @@ def take_in_here(run: RunFile) -> RunFile:
     try:
         checkpoint = None if origin is None else Checkpoint.open(folder)
         config = _shape(folder) if checkpoint is None else checkpoint.config
-        stages, figures = run.model.stages or min(STAGES, config.layers), figures_of(config)
-        _check(run.model, figures, folder)
-        context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
-        fields = {"stages": stages, "context": context, **figures}
-        run = override(run, **{f"model__{name}": value for name, value in fields.items()})
+        run = with_shape(run, config, folder)
         known = len(run.model.content or ()) == run.model.body_stages + 1
         content = run.model.content if known else None
         if config.own is not None:
@@ -130,6 +126,15 @@ def take_in_here(run: RunFile) -> RunFile:
         if isinstance(error, RunFileError):
             raise
         raise RunFileError(f"the run file can't be used: {error}") from error
+
+
+def with_shape(run: RunFile, config: ModelConfig, folder: Path) -> RunFile:
+    """The run file with the shape of the model in `folder`. Raises RunFileError."""
+    stages, figures = run.model.stages or min(STAGES, config.layers), figures_of(config)
+    _check(run.model, figures, folder)
+    context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
+    fields = {"stages": stages, "context": context, **figures}
+    return override(run, **{f"model__{name}": value for name, value in fields.items()})
 
 
 def _shape(folder: Path) -> ModelConfig:

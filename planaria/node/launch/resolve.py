@@ -46,7 +46,7 @@ def resolve(run: RunFile) -> RunFile:
     The data may be missing on this machine if the run file has `model.vocabulary`. Raises
     RunFileError and CorpusError.
     """
-    _check_lora(run)
+    check_lora(run)
     run = take_in(run)
     vocabulary, data = run.model.vocabulary, _absolute(run.data)
     if vocabulary is None or all(path.exists() for path in data.folders):
@@ -67,7 +67,7 @@ def resolve(run: RunFile) -> RunFile:
     figures = {"model__stages": run.model.stages or config.stages, "model__layers": config.layers}
     run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
     check_policy(run)
-    _check_adapted(run)
+    check_adapted(run)
     return run
 
 
@@ -148,7 +148,7 @@ def _check_alike(run: RunFile) -> None:
             )
 
 
-def _check_lora(run: RunFile) -> None:
+def check_lora(run: RunFile) -> None:
     """Check what doesn't depend on the model, which may take minutes to read."""
     if run.training.lora is None:
         return
@@ -164,7 +164,8 @@ def _check_lora(run: RunFile) -> None:
         )
 
 
-def _check_adapted(run: RunFile) -> None:
+def check_adapted(run: RunFile) -> None:
+    """Check the adapters' targets, for a model whose shape is known. Raises RunFileError."""
     if (lora := run.training.lora) is None:
         return
     names = matrix_names(run.config)

@@ -107,9 +107,9 @@ class Frozen:
                 parameter.data = small.detach()
 
     def words(self) -> Tensor:
-        """A copy of all, float32 [size]: parameters by their values, packed matrices by their
-        bits."""
-        return torch.cat([words_of(slot) for slot in self._slots])
+        """A copy of all on the CPU, float32 [size]: parameters by their values, packed matrices by
+        their bits. A device may have no room for it."""
+        return torch.cat([words_of(slot).cpu() for slot in self._slots])
 
 
 def _fits(part: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Memory of a microbatch on a stage's device.
 
 It follows from the run file and the model's shape: what autograd keeps for the daemon's blocks.
-Tests compare it with torch's allocations.
+Tests compare it with torch's allocations. `narrow`: frozen parameters are exact in bf16, so that
+a run that computes in bf16 keeps them so (model/lora.py).
 """
 
 from __future__ import annotations
@@ -12,34 +13,45 @@ from typing import Final
 import torch
 
 from planaria.node.model.modules import parameter_shapes
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import PROJECTIONS, Base, ModelConfig
 from planaria.node.run_file import RunFile
 
 VALUE: Final = torch.float32.itemsize
 HALF: Final = torch.bfloat16.itemsize
+*_, GATE, UP, DOWN = PROJECTIONS
+GATES: Final = (GATE, UP)
 
 
-def saved(run: RunFile, config: ModelConfig, stage: int) -> int:
+def saved(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
     """Bytes that a microbatch keeps from its forward to its backward pass."""
     row = VALUE * run.training.microbatch * config.context * config.crossing
     if stage == 0:  # tokens and their embedding
         return row + run.training.microbatch * (config.context + 1) * torch.int64.itemsize
     if run.training.recompute:
         return row * (len(config.layers_of(stage)) + 1)
-    return len(config.layers_of(stage)) * _block(run, config) + row
+    return len(config.layers_of(stage)) * _block(run, config, narrow) + row
 
 
-def _block(run: RunFile, config: ModelConfig) -> int:
-    """Bytes that autograd keeps of one block: inputs of norms and matrices, q, k, v, outputs of
-    attention and the SwiGLU. Under autocast, half as wide, and a cast of each matrix besides."""
-    tokens = run.training.microbatch * config.context
-    keys = config.kv_heads * config.head_dim
-    small = config.heads + 2
-    if run.training.precision == "float32":
-        return VALUE * tokens * (8 * config.dim + 2 * keys + 4 * config.hidden + small)
-    whole_width = VALUE * tokens * (4 * config.dim + small)
-    cast = HALF * _matrices(config) // config.cut[0]
-    return whole_width + HALF * tokens * (7 * config.dim + 2 * keys + 4 * config.hidden) + cast
+def _block(run: RunFile, config: ModelConfig, narrow: bool) -> int:
+    """Bytes that autograd keeps of one block: inputs of norms and of trained matrices, q, k, v,
+    outputs of attention and the SwiGLU. Of a frozen norm it keeps the input alone, not its
+    result. Under autocast most is half as wide, each matrix has a cast of its input, and all
+    float32 matrices are cast, too."""
+    tokens, half = run.training.microbatch * config.context, run.training.precision == "bf16"
+    keys, queries = config.kv_heads * config.head_dim, config.heads * config.head_dim
+    lora = config.lora
+    targets = PROJECTIONS if lora is None else lora.targets
+    readers = [sum(name in targets for name in names) for names in (PROJECTIONS[:3], GATES)]
+    inputs = sum(readers if half else map(bool, readers))
+    width = 2 * queries + 2 * keys + (3 + (DOWN in targets)) * config.hidden + inputs * config.dim
+    norms = VALUE * tokens * ((4 if lora is None else 2) * config.dim + config.heads + 2)
+    casts = 0
+    if lora is not None:
+        width += len(targets) * lora.rank
+        casts = config.trained_in(1) // config.cut[0]
+    if lora is None or not (narrow or lora.base):
+        casts += _matrices(config) // config.cut[0]
+    return norms + (HALF * (tokens * width + casts) if half else VALUE * tokens * width)
 
 
 @cache
@@ -48,20 +60,36 @@ def _matrices(config: ModelConfig) -> int:
     return sum(shape.numel() for shape in parameter_shapes(config, 1) if len(shape) == 2)
 
 
-def working(run: RunFile, config: ModelConfig, stage: int) -> int:
+def working(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
     """Temporary bytes of a backward pass: gradients of what was saved, and of a matrix; with
     recomputation a block's activations. At stage 0: the head's, and its loss.
 
     Under autocast a matrix's gradient exists twice, half as wide and as float32, its conversion. A
     processor without bfloat16 instructions computes it in float32, while it still keeps the cast of
-    the matrix; others take less.
+    the matrix; others take less. A frozen matrix has no gradient, and a packed one is unpacked.
     """
     tokens, half = run.training.microbatch * config.context, run.training.precision == "bf16"
     values = config.dim * (config.hidden if stage else config.vocabulary)
     matrix = (VALUE + HALF if half else VALUE) * values
+    if config.lora is not None:
+        matrix = _unpacked(config.base_of(stage), half) * values
     if stage == 0:
         logits = VALUE * tokens * config.vocabulary
         kept, cast = (logits // 2, HALF * values) if half else (logits, 0)
+        cast = 0 if narrow and config.lora is not None else cast
         return max(3 * logits, kept + matrix) + cast + 4 * VALUE * tokens * config.dim
-    again = _block(run, config) if run.training.recompute else 0
-    return VALUE * tokens * (2 * config.hidden + config.dim) + matrix + again
+    again = _block(run, config, narrow) if run.training.recompute else 0
+    hidden = 2 if config.lora is None else 3
+    return VALUE * tokens * (hidden * config.hidden + config.dim) + matrix + again
+
+
+def _unpacked(base: Base | None, half: bool) -> int:
+    """Temporary bytes of a value of a packed matrix that is unpacked."""
+    match base:
+        case "int8":
+            return 2 * VALUE
+        case "nf4":  # by bitsandbytes
+            return HALF if half else VALUE
+        case "bf16":
+            return 0 if half else VALUE
+    return 0
