@@ -51,6 +51,7 @@ async def test_a_family_is_trained_healed_and_exported(
     else:
         (folder / "config.json").write_text(json.dumps(content(kind, **sizes)))
     run = run_of(folder, key, [2, 3, 1] if key == "config" else 3)
+    run = override(run, recovery__policy="checkfree")
     checkpoint = Checkpoint.open(folder) if key == "from" else None
     async with LocalSwarm(run, corpus, out, checkpoint=checkpoint) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
@@ -123,7 +124,7 @@ async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
     """Of six layers the third has no experts: it is the first one of stage 2."""
     sizes = {"num_hidden_layers": 6, "vocab_size": corpus.vocabulary}
     (tmp_path / "config.json").write_text(json.dumps(content("qwen3_moe", **sizes)))
-    run = override(run_of(tmp_path, "config"), data__path=str(data))
+    run = override(run_of(tmp_path, "config"), data__path=str(data), recovery__policy="checkfree")
     config = run.config
     assert len({config.trained_in(stage) for stage in range(1, 4)}) == 2
     assert config.trained[1] == config.trained_in(1)

@@ -701,8 +701,9 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
     shape = replace(QWEN3, vocabulary=corpus.vocabulary + 3, tied=True, layers=3)
     folder = tmp_path / "model"
     exported(folder, shape)
-    others = small(steps=12).model_dump(exclude_none=True, exclude={"model"})
-    run = take_in(from_fields({**others, "model": {"from": str(folder), "stages": 3}}))
+    others = small(steps=12, recovery__policy="checkfree")
+    fields = others.model_dump(exclude_none=True, exclude={"model"})
+    run = take_in(from_fields({**fields, "model": {"from": str(folder), "stages": 3}}))
     out = tmp_path / "out"
     out.mkdir()
     async with LocalSwarm(run, corpus, out, checkpoint=Checkpoint.open(folder)) as swarm:

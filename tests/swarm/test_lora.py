@@ -63,7 +63,8 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
 ):
     """Only stage 0 has the folder. What is trained and sent hasn't the model's size; what comes out
     is what the stages compute."""
-    run = adapting(model, training__lora={"rank": 4, "base": base})
+    lora = {"rank": 4, "base": base}
+    run = adapting(model, training__lora=lora, recovery__policy="checkfree")
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
     async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)

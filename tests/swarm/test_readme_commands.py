@@ -57,11 +57,11 @@ def test_what_readme_says_works(newcomer: Path) -> None:
         next(said[text] for text in said if sign in text)
         for sign in ("planaria up", "planaria export", "from_pretrained", "--merged")
     )
-    assert "stage 2 rebuilt by checkfree at step 49" in trained
+    assert "stage 2 rebuilt by snapshot at step 49" in trained
     assert "0 duplicates, 0 missing, 0 extra" in trained
     assert "my-model has the model of step 100" in home
     (loss,) = re.findall(r"([\d.]+) nats a token", home)
     assert float(loss) < math.log(2048) - 0.5
     assert "\nIt was" in loaded
-    assert "stage 2 rebuilt by adapters-anew at step 9" in tuned
+    assert "stage 2 rebuilt by snapshot at step 9" in tuned
     assert "my-tuned-model has the model of step 20" in tuned

@@ -187,7 +187,7 @@ def test_after_a_registry_restart_views_grow_and_losses_heal(up):
     os.kill(swarm.pid("2.0"), signal.SIGKILL)
     swarm.wait_until("the rebuild", lambda: swarm.events("rebuilt"))
     rebuilt = swarm.events("rebuilt")[0]
-    assert (rebuilt["stage"], rebuilt["method"]) == (2, "checkfree")
+    assert (rebuilt["stage"], rebuilt["method"]) == (2, "snapshot")
     swarm.wait_until("more steps", lambda: swarm.committed() > rebuilt["step"] + 3)
     assert rebuilt["step"] >= before
     swarm.end(signal.SIGINT)
@@ -231,7 +231,7 @@ def methods(summary: dict) -> list[tuple[int, str]]:
 def test_checkfree_plus_survives_every_single_loss(up):
     """Both ends, all of stage 0 with the driver, and a stage that is never swapped."""
     swarm = up(
-        small(stages=5, steps=24),
+        small(stages=5, steps=24, recovery__snapshot__first=0),
         *("--policy", "checkfree+", "--seats", "1"),
         *("--kill", "1@4", "--kill", "5@9", "--kill", "0@14", "--kill", "3@19"),
     )

@@ -113,7 +113,8 @@ def check_policy(run: RunFile) -> None:
             f"model.stages = {list(cut)} gives these different numbers of layers: use checkfree, "
             "or give each two the same"
         )
-    if policy.guesses and run.model.origin is None and not config.alike:
+    guesses = policy.guesses and not policy.snapshots
+    if guesses and run.model.origin is None and not config.alike:
         _check_alike(run)
     if policy.checkpoints and not run.recovery.checkpoint.dir:
         raise RunFileError(
@@ -135,14 +136,14 @@ def _check_alike(run: RunFile) -> None:
         if rows and (len(lacking) == len(rows) or (lacking and other is not None)):
             raise RunFileError(
                 f"recovery.policy = {name}: stage {stage} would be estimated from stage "
-                f"{' and '.join(map(str, others))}, whose layers have other shapes: use snapshot, "
+                f"{' and '.join(map(str, others))}, whose layers have other shapes: use auto, "
                 "or other model.stages"
             )
         if lacking:
             size = sum(weight.size for weight in lacking)
             log.warning(
                 "recovery.policy = %s can estimate %s of the %s values of stage %d: layers of its "
-                "neighbours differ, and the rest would begin anew (%s). With snapshot all are kept",
+                "neighbours differ, and the rest would begin anew (%s). With auto all are kept",
                 *(name, f"{config.trained_in(stage) - size:,}", f"{config.trained_in(stage):,}"),
                 *(stage, some([weight.name for weight in lacking])),
             )
@@ -160,7 +161,7 @@ def check_lora(run: RunFile) -> None:
     if run.policy.swapped:
         raise RunFileError(
             f"recovery.policy = {run.recovery.policy} swaps stages, but with training.lora each "
-            "stage keeps its part of the base model: use checkfree or snapshot"
+            "stage keeps its part of the base model: use auto or snapshot"
         )
 
 

@@ -120,8 +120,8 @@ class Holdings:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
         sender = partial(Sender, host.exchanges, state=host.own_state, send=self._send_at_once)
         if own_layout is not None:
-            no_guess = not self.stage or self.run.model.origin is not None
-            paced = self.policy.adapts and not no_guess
+            guessed = self.stage and self.run.model.origin is None and self.config.alike
+            paced = self.policy.adapts and bool(guessed)
             outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, paced)
             self.sender = sender(outgoing, on_pace=self._paced)
         if self.stage == 0 and 0 in trained:
