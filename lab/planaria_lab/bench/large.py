@@ -81,7 +81,7 @@ class Swarm:
     def until(self, look: Living, step: int) -> None:
         while not (lines := look()) or lines[-1]["step"] < step:
             for slot, process in look.processes.running().items():
-                self.most[slot] = max(self.most.get(slot, 0), _high_water(process))
+                self.most[slot] = max(self.most.get(slot, 0), high_water(process))
             time.sleep(0.1)
 
     def need(self, slot: str, replicas: Mapping[int, int], during: str = "") -> int:
@@ -95,7 +95,7 @@ class Swarm:
         return round(whole(parts).both)
 
 
-def _high_water(process: int) -> int:
+def high_water(process: int) -> int:
     """Bytes of memory that it has had at most; 0 when it is gone."""
     try:
         status = Path(f"/proc/{process}/status").read_text()

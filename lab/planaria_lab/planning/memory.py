@@ -91,7 +91,7 @@ def needed(
     if config.lora is not None:
         half = narrow and run.training.precision == "bf16"
         parts["base"] = Bytes(_base(config, stage, half))
-        loading = _loading(config, stage, half) - whole(parts).device
+        loading = _loading(config, stage) - whole(parts).device
         parts["loading"] = Bytes(max(0.0, loading))
     if replicas[stage] > 1:
         parts["averaging"] = Bytes(host=2 * gradient)
@@ -135,15 +135,14 @@ def _base(config: ModelConfig, stage: int, half: bool) -> int:
 
 
 @cache
-def _loading(config: ModelConfig, stage: int, half: bool) -> int:
-    """Bytes of a stage that has just been read: float32, but for what is packed; and a matrix in
-    bf16 and back, which shows whether it is exact."""
+def _loading(config: ModelConfig, stage: int) -> int:
+    """Bytes of a stage while it is read: float32, but for what is packed; and six for each value of
+    the largest matrix, which is packed, or compared with its values in bf16."""
     matrices, packed, vectors = _frozen(config, stage)
     shapes = named_shapes(config, stage).values()
     largest = max(math.prod(shape) for shape in shapes if len(shape) > 1)
-    checked = (2 + VALUE) * largest if half and matrices else 0
     packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
-    return packed_bytes + FROZEN_BYTES * (matrices + vectors) + checked
+    return packed_bytes + FROZEN_BYTES * (matrices + vectors) + 6 * largest
 
 
 def _frozen(config: ModelConfig, stage: int) -> tuple[int, int, int]:

@@ -302,7 +302,7 @@ class _Shape:
     def plans(self) -> Iterator[Candidate | str]:
         batch = self.run.training.batch
         for policy in self.question.policies:
-            if len(self.counts) - 1 < _least_stages(POLICIES[policy]):
+            if len(self.counts) - 1 < _least_stages(POLICIES[policy], self.run):
                 continue
             if POLICIES[policy].swapped and self.run.training.lora is not None:
                 continue  # launch/resolve.py refuses it
@@ -431,9 +431,11 @@ class _Shape:
         return self.tasks[key]
 
 
-def _least_stages(policy: Policy) -> int:
-    """Body stages from which on a policy can do what it is for."""
-    return 4 if policy.swapped else 1 if policy.twins or policy.checkpoints else 2
+def _least_stages(policy: Policy, run: RunFile) -> int:
+    """Body stages from which on a policy can do what it is for. Adapters aren't guessed from other
+    stages': they begin anew."""
+    anew = policy.guesses and run.training.lora is not None
+    return 4 if policy.swapped else 1 if policy.twins or policy.checkpoints or anew else 2
 
 
 def _changed(run: RunFile, policy: str, size: int, window: int, recompute: bool) -> RunFile:

@@ -17,7 +17,7 @@ from planaria.node.local.losses import TraceRow
 from planaria.node.local.swarm import parse_kill
 from planaria.node.run_file import dumps, load, loads
 from planaria.recovery.policy import POLICIES
-from planaria_lab.planning.machines import Hardware, alike, probed
+from planaria_lab.planning.machines import Hardware, alike, parse_kinds, probed
 from planaria_lab.planning.plan import curves, figures
 from planaria_lab.planning.planner import Machine, PlanError, Question
 from planaria_lab.simulator.swarm import one_site
@@ -202,14 +202,133 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message:
             "no plan meets the deadline and the budget: the nearest",
         ),
         (("RUN", *NODES, "--nodes", "4", "--probe", "none.json"), "can't read the probe none.json"),
+        (("RUN", "--kinds", "rtx4090 x2, abacus"), "--kind abacus is unknown: choose of t4"),
+        (("RUN", "--kinds", "rtx4090 2x"), "'rtx4090 2x' is no kind: write KIND[:GB][ xN], .."),
+        (("RUN", "--kinds", "rtx4090 x0"), "'rtx4090 x0' is no kind"),
+        (("RUN", "--kinds", "rtx4090, "), "'' is no kind"),
+        (("RUN", "--kinds", "t4 x2, m2", "--nodes", "4"), "--nodes 4 contradicts the 3 machines"),
+        (("RUN", *NODES, "--nodes", "4", "--base", "nf4"), "give --lora RANK, too"),
+        (("RUN", *NODES, "--nodes", "4", "--lora", "4"), "training.lora trains adapters of a trai"),
+        (("--from", "MODEL", *NODES, "--nodes", "4", "--lora", "0"), "training.lora.rank: Input"),
+        (
+            ("--from", "MODEL", *NODES, "--nodes", "4", "--lora", "4", "--base", "int3"),
+            "training.lora.base: Input should be 'nf4', 'int8' or 'bf16'",
+        ),
+        (
+            ("--from", "MODEL", *NODES, "--nodes", "6", "--lora", "4", "--policy", "checkfree+"),
+            "recovery.policy = checkfree+ swaps stages, but with training.lora",
+        ),
+        (("--from", "none/", *NODES, "--nodes", "4"), "there is no such folder"),
+        (("--from", "RUN", *NODES, "--nodes", "4"), "name a model's folder, or the config.json in"),
+        (("--from", "GPT2", *NODES, "--nodes", "4"), "isn't known here (model_type = gpt2); suppo"),
+        (("--from", "MODEL", "--kinds", "t4:0.1 x2"), "nothing fits on 2 nodes."),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    status, output = invoke(tmp_path, *arguments)
+    folder = model(tmp_path, **({"model_type": "gpt2"} if "GPT2" in arguments else {}))
+    words = [folder if word in ("MODEL", "GPT2") else word for word in arguments]
+    status, output = invoke(tmp_path, *words)
     assert status == 1
-    assert message in output
+    assert message in " ".join(output.split())
+
+
+# --- a model's config, and machines of several kinds
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
+}
+FRIENDS = ("--kinds", "rtx3060:12 x2, RTX4090, m2:16", "--mbps", "1000")
+LORA = ("--lora", "8", "--base", "nf4", "--context", "256")
+
+
+def model(tmp_path: Path, **changes: Any) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return str(folder)
+
+
+def test_a_config_alone_is_planned(tmp_path: Path) -> None:
+    folder, out = model(tmp_path), tmp_path / "plan.toml"
+    content = data(tmp_path, "--from", folder, *LORA, *FRIENDS, "--out", str(out))
+    plan = content["plan"]
+    assert sum(plan["layers"]) == 9
+    assert content == data(tmp_path, "--from", f"{folder}/config.json", *LORA, *FRIENDS)
+    run = load(out)
+    assert (run.model.origin, run.model.context, run.model.dim) == (folder, 256, 512)
+    lora = run.training.lora
+    assert lora is not None
+    assert (lora.rank, lora.base) == (8, "nf4")
+    written = [*run.model.stages] if isinstance(run.model.stages, tuple) else run.model.body_stages
+    assert written in (plan["layers"], len(plan["layers"]))
+    status, output = invoke(tmp_path, "--from", folder, *LORA, *FRIENDS)
+    assert status == 0, output
+    assert re.search(r"│ +0 │ +ends │ node \d \(\w+\) +│ +[\d.]+ of [\d.]+ GB │", output)
+    assert "of 10.80 GB" in output
+
+
+def test_a_run_file_with_adapters_is_planned_like_the_options(tmp_path: Path) -> None:
+    run = f"""
+        [model]
+        from = "{model(tmp_path)}"
+        context = 256
+        [training]
+        batch = 16
+        microbatch = 1
+        precision = "bf16"
+        [training.lora]
+        rank = 8
+        base = "nf4"
+    """
+    status, output = invoke(tmp_path, "RUN", *FRIENDS, "--json", run=run)
+    assert status == 0, output
+    assert json.loads(output) == data(tmp_path, "--from", model(tmp_path), *LORA, *FRIENDS)
+
+
+def test_a_base_of_fewer_bits_takes_less(tmp_path: Path) -> None:
+    def device(*options: str, dtype: str = "bfloat16") -> float:
+        folder, few = model(tmp_path, dtype=dtype), ("--kind", "rtx3060 x3", "--policy", "snapshot")
+        plan = data(tmp_path, "--from", folder, "--context", "64", *few, *options)["plan"]
+        size: float = plan["memory"][1]["device"]
+        return size
+
+    sizes = [device("--lora", "8", "--base", base) for base in ("nf4", "int8", "bf16")]
+    assert sizes == sorted(sizes)
+    whole = device("--lora", "8", dtype="float32")
+    assert sizes[-1] < whole < device()
+    assert device("--lora", "8") < whole  # as bf16 weights are kept in bf16
+
+
+def test_two_friends_are_enough_for_adapters(tmp_path: Path) -> None:
+    """Whose stages aren't guessed from others; for all weights a guess takes three nodes."""
+    few = ("--kinds", "rtx3060, rtx4090", "--policy", "checkfree")
+    plan = data(tmp_path, "--from", model(tmp_path), *LORA, *few)["plan"]
+    assert (plan["replicas"], plan["layers"]) == ([1, 1], [9])
+    status, output = invoke(tmp_path, "--from", model(tmp_path), *few)
+    assert (status, "allow no plan" in output) == (1, True)
+
+
+def test_kinds_are_machines_in_their_order() -> None:
+    text = "rtx3060:10 x2, m2:16"
+    machines, _ = alike(NOTHING._replace(kinds=parse_kinds(text)), [], None, 1.0, 1.0, None)
+    assert [m.name for m in machines] == ["node 1 (rtx3060)", "node 2 (rtx3060)", "node 3 (m2)"]
+    assert [m.memory for m in machines] == [1e10, 1e10, 1.2e10]
+    assert [m.shared for m in machines] == [False, False, True]
+    assert machines[0].flops == pytest.approx(0.4 * 25.5e12)
+    sited, _ = alike(
+        NOTHING._replace(kinds=parse_kinds(text)), ["Iowa:2", "Oregon:1"], None, 1.0, 1.0, None
+    )
+    assert [machine.site for machine in sited] == ["Iowa", "Iowa", "Oregon"]
 
 
 # --- traces

@@ -29,8 +29,11 @@ from planaria_lab.planning.planner import (
     Question,
     answer,
     candidates,
+    cut,
     narrower,
+    rows,
     spreads,
+    stage_numbers,
     with_codecs,
 )
 from planaria_lab.simulator.churn import HOUR, Churn
@@ -360,6 +363,106 @@ def test_nodes_of_each_stage() -> None:
     assert spreads(10, 5) == [(1,) * 5, (2,) * 5]
     assert spreads(4, 5) == []
     assert {counts[0] for counts in spreads(60, 3)} == {1, 2, 3, 4, 8, 12, 16, 20}
+
+
+# --- unlike machines
+
+
+def test_stages_need_not_divide_the_layers() -> None:
+    assert stage_numbers(24, 11, unlike=False) == [1, 2, 3, 4, 5, 6, 8]
+    assert stage_numbers(30, 11, unlike=False) == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert stage_numbers(5, 11, unlike=True) == [1, 2, 3, 4, 5]
+    run = override(loads(RUN), model__layers=5)
+    found = plans(replace(question(nodes=4), run=run))
+    assert {plan.swarm.config.cut for plan in found} == {(5,), (2, 3), (1, 2, 2)}
+    assert all(isinstance(plan.run.model.stages, int) for plan in found)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.integers(0, 12)), min_size=1, max_size=6),
+    st.integers(1, 30),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_layers_are_cut_by_speed_and_memory(stages: list[tuple[float, int]], layers: int) -> None:
+    speeds, most = [speed for speed, _ in stages], [room for _, room in stages]
+    assume(layers >= len(stages))
+    sizes = cut(layers, speeds, most)
+    if not sizes:
+        assert sum(most) < layers or min(most) < 1
+        return
+    assert sum(sizes) == layers
+    assert all(1 <= size <= room for size, room in zip(sizes, most, strict=True))
+    pairs = zip(sizes, speeds, strict=True)
+    slowest = max((size / speed for size, speed in pairs if size > 1), default=0.0)
+    for size, speed, room in zip(sizes, speeds, most, strict=True):  # nobody could help
+        assert size == room or (size + 1) / speed >= slowest * (1 - 1e-9)
+
+
+def test_alike_stages_are_cut_as_the_run_file_does() -> None:
+    for stages in range(1, 8):
+        config = replace(loads(RUN).config, layers=7, stages=stages)
+        assert cut(7, [1.0] * stages, [7] * stages) == config.cut
+
+
+FRIENDS = (
+    Machine("slow", "anywhere", 1e10, 1e9),
+    Machine("fast", "anywhere", 8e10, 1e9),
+    Machine("old", "anywhere", 2e9, 1e9),
+)
+
+
+def test_rows_of_unlike_machines_are_one_ring_without_the_slowest() -> None:
+    names = [[machine.name for machine in row] for row in rows(FRIENDS, 3)]
+    assert names == [["slow", "fast", "old"], ["fast", "old", "slow"], ["old", "slow", "fast"]]
+    assert [[m.name for m in row] for row in rows(FRIENDS, 2)] == [
+        ["slow", "fast"],
+        ["fast", "slow"],
+    ]
+    alike = tuple(replace(FRIENDS[0], name=name) for name in "abc")
+    assert list(rows(alike, 2)) == [alike[:2]]
+
+
+def friends() -> Question:
+    run = override(loads(RUN), model__layers=12, model__dim=128)
+    machines = (*FRIENDS, replace(FRIENDS[0], name="slow too"))
+    network = sites([Link("anywhere", "anywhere", 1.0, 1e5)])
+    return replace(question(), run=run, machines=machines, network=network)
+
+
+def test_a_faster_machine_gets_more_layers() -> None:
+    asked = friends()
+    best = answer(asked).best
+    speeds = [machines[0].flops for machines in best.nodes[1:]]
+    assert best.run.model.stages == best.swarm.config.cut
+    assert len({*best.swarm.config.cut}) > 1
+    assert sorted(best.swarm.config.cut) == [
+        size for _, size in sorted(zip(speeds, best.swarm.config.cut, strict=True))
+    ]
+    assert loads(dumps(best.run)) == best.run
+    alike = [plan for plan in plans(asked) if len({*plan.swarm.config.cut}) == 1]
+    assert all(best.seconds <= plan.seconds for plan in alike)
+
+
+def test_a_machine_gets_no_more_layers_than_it_has_memory_for() -> None:
+    roomy = replace(friends(), policies=("checkfree",))
+    tight = replace(
+        roomy,
+        machines=tuple(replace(m, memory=1e9 if m.name != "fast" else 5e7) for m in roomy.machines),
+    )
+    for plan in plans(tight):
+        for stage, machines in enumerate(plan.nodes):
+            need = whole(needed(plan.run, plan.swarm.config, stage, plan.counts))
+            assert need.device <= (1 - RESERVE) * min(machine.memory for machine in machines)
+    layers = [
+        max(
+            (size for plan in plans(asked)
+             for size, of in zip(plan.swarm.config.cut, plan.nodes[1:], strict=True)
+             if of[0].name == "fast"),
+            default=0,
+        )
+        for asked in (roomy, tight)
+    ]  # fmt: skip
+    assert 0 < layers[1] < layers[0]
 
 
 # --- how near it is
