@@ -35,6 +35,12 @@ A state lacks no more than its age, and a guess costs up to 50 steps: CheckFree'
 (lab/results/relearning), and more where stage 1 or neighbours are lost. In
 lab/results/scar-language-model whole stages of 45 and 59 steps ago cost as much as an average.
 """
+FRESH: Final = 12
+"""Steps: the same for a snapshot, by the mean of its rows, where a guess relearns.
+
+In lab/results/auto a lost stage costs as much with rows of 5 steps ago as with a relearned guess,
+and six times as much with rows of 29 steps ago.
+"""
 KEPT: Final[Mapping[Kind, tuple[str, str]]] = {
     "memory": ("joiner", "a new node had received its state"),
     "save": ("save", "its last save"),
@@ -45,14 +51,17 @@ KEPT: Final[Mapping[Kind, tuple[str, str]]] = {
 INITIAL: Final = (ANEW, PRETRAINED)
 
 
-def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
+def decide(
+    stage: int, left: Left, policy: Policy, strict: bool = False, relearns: bool = False
+) -> Decision:
     """Chooses how a node of `stage` gets its state.
 
     In order of preference: an exact state; the freshest that is kept, of at most `RECENT` steps
     ago; the policy's guess; older ones; the best other guess. Exact are a replica; before the first
     step, the checkpoint from which the run begins; this very step where its last node left it, in
     memory from before the run went back, or in a save; and what the policy itself makes exact. With
-    `strict` the run stops where the policy has neither a guess nor a snapshot.
+    `strict` the run stops where the policy has neither a guess nor a snapshot. `relearns`: whether
+    a guess does; then a snapshot has to be newer (`FRESH`).
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} is copied from its replicas: {_nodes(len(replicas))} it"
@@ -82,8 +91,9 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     kept = _freshest(stage, left, lacking, strict)
     if kept is not None:
         state, late = kept
+        recent = FRESH if relearns and state.method == "snapshot" else RECENT
         # What a stage began with is older than all that is kept.
-        if abs(late) <= RECENT or guess is None or guess.method in INITIAL:
+        if abs(late) <= recent or guess is None or guess.method in INITIAL:
             return state
     if guess is not None:
         return guess

@@ -17,7 +17,7 @@ on average."""
 UPDATES: Final = 5
 """Updates by which a link is judged."""
 MARGIN: Final = 0.75
-"""Hysteresis: a snapshot is sent again once its rows would be at most so much of `RECENT` old."""
+"""Hysteresis: a snapshot is sent again once its rows would be at most so much of the limit old."""
 
 
 def share_of_rows(whole: float, training: float) -> float:
@@ -32,13 +32,14 @@ def share_of_rows(whole: float, training: float) -> float:
 class Pace:
     """Whether the link to a holder carries a snapshot fast enough.
 
-    Where its rows would be older than `RECENT` steps, on average, a guess costs no more. Then one
-    update in `RECENT` steps tries the link. Pure.
+    Where its rows would be older than a limit, on average, a guess costs no more. Then one update
+    in `RECENT` steps tries the link. Pure.
     """
 
-    def __init__(self, fraction: float, period: int) -> None:
-        """`fraction`: of the rows in an update; `period`: least number of steps between two."""
-        self._fraction, self._period = fraction, period
+    def __init__(self, fraction: float, period: int, limit: int) -> None:
+        """`fraction`: of the rows in an update; `period`: least number of steps between two;
+        `limit`: in steps."""
+        self._fraction, self._period, self._limit = fraction, period, limit
         self._ages: deque[float] = deque(maxlen=UPDATES)
         self.age = 0.0  # mean of the rows, in steps, at the pace of the last updates
         self.kept = True
@@ -53,8 +54,8 @@ class Pace:
         changed."""
         self._ages.append(max(steps, self._period) / (2 * self._fraction))
         self.age = median(self._ages)
-        slow = self.kept and len(self._ages) == UPDATES and self.age > RECENT
-        fast_again = not self.kept and self._ages[-1] <= MARGIN * RECENT
+        slow = self.kept and len(self._ages) == UPDATES and self.age > self._limit
+        fast_again = not self.kept and self._ages[-1] <= MARGIN * self._limit
         if slow or fast_again:
             self.kept = not self.kept
             self._ages.clear()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import decide as deciding
-from planaria.recovery.decide import RECENT, await_saves, nearest, resume
+from planaria.recovery.decide import FRESH, RECENT, await_saves, nearest, resume
 from planaria.recovery.facts import INEXACT, Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.policy import POLICIES
 
@@ -23,12 +23,14 @@ def holds(kind: str, stage: int, step: int = STEP, node: str = "holder", lineage
     return Held(kind, Source(node, stage, step, lineage))
 
 
-def decide(stage: int, left: Left, policy: str, strict: bool = False) -> Decision:
-    return deciding.decide(stage, left, POLICIES[policy], strict)
+def decide(
+    stage: int, left: Left, policy: str, strict: bool = False, relearns: bool = False
+) -> Decision:
+    return deciding.decide(stage, left, POLICIES[policy], strict, relearns)
 
 
-def rebuild(stage: int, left: Left, policy: str) -> Rebuild:
-    decision = decide(stage, left, policy)
+def rebuild(stage: int, left: Left, policy: str, relearns: bool = False) -> Rebuild:
+    decision = decide(stage, left, policy, relearns=relearns)
     assert isinstance(decision, Rebuild), decision
     return decision
 
@@ -137,13 +139,19 @@ def test_a_stage_that_would_be_guessed_comes_from_its_snapshot_where_there_is_on
     assert (gone.method, gone.fallback) == ("interpolate", True)
 
 
-@pytest.mark.parametrize(("mean", "method"), [(150.0, "snapshot"), (149.0, "checkfree")])
-def test_a_snapshot_is_as_old_as_its_rows_are_on_average(mean: float, method: str) -> None:
-    newest = replace(holds("snapshot", 3, 200), mean_step=mean)
+@pytest.mark.parametrize(("relearns", "oldest"), [(False, RECENT), (True, FRESH)])
+@pytest.mark.parametrize(("more", "method"), [(0.0, "snapshot"), (0.1, "checkfree")])
+def test_a_snapshot_is_as_old_as_its_rows_are_on_average(
+    relearns: bool, oldest: int, more: float, method: str
+) -> None:
+    newest = replace(holds("snapshot", 3, 200), mean_step=200 - oldest - more)
     left = replace(without(3, held=(newest,)), step=200)
-    decision = rebuild(3, left, "auto")
-    assert decision.method == method
-    fresher = replace(holds("snapshot", 3, 190, "other"), mean_step=185.5)
+    assert rebuild(3, left, "auto", relearns).method == method
+    first = replace(newest, source=replace(newest.source, stage=1))
+    assert rebuild(1, replace(without(1, held=(first,)), step=200), "auto", relearns).method == (
+        "snapshot"
+    ), "nothing better is known of the first stage"
+    fresher = replace(holds("snapshot", 3, 197, "other"), mean_step=195.5)
     assert nodes(rebuild(3, replace(left, held=(newest, fresher)), "auto")) == ["other"]
     assert rebuild(3, replace(left, held=(newest,)), "snapshot").method == "snapshot"
 

@@ -531,7 +531,7 @@ class TrainingSwarm:
             adapters=self.config.lora is not None,
         )
         decisions = {
-            stage: decide(stage, left, self.policy, self.run.recovery.strict)
+            stage: decide(stage, left, self.policy, self.run.recovery.strict, self.relearns)
             for stage in sorted(lost)
         }
         for decision in decisions.values():

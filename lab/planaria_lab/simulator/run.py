@@ -604,7 +604,8 @@ class _Run:
                 survivors.setdefault(stage, []).append(f"{stage}.{number}")
         left = Left(self.swarm.config.stages, self.committed, survivors, held=[*self._held()])
         strict = self.swarm.run.recovery.strict
-        decisions = {stage: decide(stage, left, self.policy, strict) for stage in lost}
+        relearns = bool(self.swarm.run.recovery.relearn.passes)
+        decisions = {s: decide(s, left, self.policy, strict, relearns) for s in lost}
         stops = [decision.reason for decision in decisions.values() if isinstance(decision, Stop)]
         self.stopped = stops[0] if stops else ""
         return decisions

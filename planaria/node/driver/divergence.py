@@ -260,7 +260,7 @@ class DivergenceRepair:
         if not answers.statuses.keys() - distrusted:
             return None
         without = replace(answers, distrusted=distrusted)
-        decision = decide(stage, without.left(), rules.policy, rules.strict)
+        decision = decide(stage, without.left(), rules.policy, rules.strict, rules.relearn)
         return decision if isinstance(decision, Rebuild) and decision.same_weights else None
 
     def _restore(

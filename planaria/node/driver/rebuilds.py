@@ -83,13 +83,13 @@ def decide_each(answers: Answers, rules: TransactionRules) -> dict[int, Decision
     left = replace(answers.left(), adapters=rules.adapters)
     if (left.lineage, left.step) == (0, 0) and not answers.distrusted:
         return {
-            stage: decide(stage, left, rules.policy, rules.strict)
+            stage: decide(stage, left, rules.policy, rules.strict, rules.relearn)
             for stage in answers.weightless()
             if left.origin or left.survivors.get(stage)
         }
     having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
     return {
-        stage: decide(stage, left, rules.policy, rules.strict)
+        stage: decide(stage, left, rules.policy, rules.strict, rules.relearn)
         for stage, count in having.items()
         if not count or count < len(answers.nodes_of(stage))
     }

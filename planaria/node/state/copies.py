@@ -126,15 +126,15 @@ class Outgoing:
 
     @classmethod
     def snapshots(
-        cls, stage: int, layout: Layout, snapshot: SnapshotSection, paced: bool = False
+        cls, stage: int, layout: Layout, snapshot: SnapshotSection, oldest: int | None = None
     ) -> Outgoing:
-        """A running snapshot: the fraction r of the blocks every rC steps; `paced`: not over a link
-        that is too slow."""
+        """A running snapshot: the fraction r of the blocks every rC steps. `oldest`: age in steps that
+        rows must not exceed on average; a link that is too slow for it gets no snapshot."""
         period = steps_between(snapshot.fraction, snapshot.period)
         new_sent = partial(
             SentSnapshot, layout, snapshot.fraction, snapshot.codec, snapshot.moments
         )
-        pace = Pace(snapshot.fraction, period) if paced else None
+        pace = None if oldest is None else Pace(snapshot.fraction, period, oldest)
         return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent, pace)
 
 

@@ -25,6 +25,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of
+from planaria.recovery.decide import FRESH, RECENT
 from planaria.recovery.facts import Kind
 from planaria.recovery.pace import Pace
 from planaria.recovery.snapshot import Layout, route
@@ -119,10 +120,9 @@ class Holdings:
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
         sender = partial(Sender, host.exchanges, state=host.own_state, send=self._send_at_once)
-        if own_layout is not None:
-            guessed = self.stage and self.run.model.origin is None and self.config.alike
-            paced = self.policy.adapts and bool(guessed)
-            outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, paced)
+        oldest = self._oldest_of_use()
+        if own_layout is not None and (oldest is None or 2 * snapshot.fraction * oldest >= 1):
+            outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, oldest)
             self.sender = sender(outgoing, on_pace=self._paced)
         if self.stage == 0 and 0 in trained:
             self.depositor = sender(Outgoing.deposit(layout(0)))
@@ -130,6 +130,14 @@ class Holdings:
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Send now or never: once a link comes up, a newer state is sent."""
         return self.host.net.linked(peer) and self.host.send(peer, item)
+
+    def _oldest_of_use(self) -> int | None:
+        """Steps from which on the policy's guess of this stage costs no more than its snapshot;
+        None: there is no such guess."""
+        inner = 1 < self.stage < self.config.stages and self.config.alike
+        if not (self.policy.adapts and inner and self.run.model.origin is None):
+            return None
+        return FRESH if self.run.recovery.relearn.passes else RECENT
 
     def _paced(self, holder: str, pace: Pace) -> None:
         """A link has become too slow for this stage's snapshot, or fast enough again."""

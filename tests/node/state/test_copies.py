@@ -21,6 +21,7 @@ from planaria.node.state.transfer import StateClient, StateServer, WantedState
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
+from planaria.recovery.decide import RECENT
 from planaria.recovery.snapshot import Layout
 from tests.harness.at_rest import check_at_rest
 from tests.harness.network import Item, Network, Thread, copied, damaged
@@ -111,7 +112,7 @@ class World(Network):
     ) -> None:
         super().__init__(latency=0.0, ordered=True)
         section = SnapshotSection(**{"mbps": 1e6, "codec": "none", **snapshot})
-        self.outgoing = Outgoing.snapshots(STAGE, LAYOUT, section, paced)
+        self.outgoing = Outgoing.snapshots(STAGE, LAYOUT, section, RECENT if paced else None)
         self.silence = silence
         self.accused: list[tuple[str, Cause]] = []
         self.paces: list[tuple[str, bool, int]] = []  # holder, kept, step
