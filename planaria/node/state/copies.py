@@ -128,8 +128,8 @@ class Outgoing:
     def snapshots(
         cls, stage: int, layout: Layout, snapshot: SnapshotSection, oldest: int | None = None
     ) -> Outgoing:
-        """A running snapshot: the fraction r of the blocks every rC steps. `oldest`: steps that rows
-        may be old on average; a link that is too slow for that gets no snapshot."""
+        """A running snapshot: the fraction r of the blocks every rC steps. `oldest`: steps that
+        rows may be old on average; a link that is too slow for that gets no snapshot."""
         period = steps_between(snapshot.fraction, snapshot.period)
         new_sent = partial(
             SentSnapshot, layout, snapshot.fraction, snapshot.codec, snapshot.moments
