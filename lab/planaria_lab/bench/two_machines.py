@@ -133,7 +133,7 @@ def main() -> None:
             sizes = {"data__path": str(out / "data"), **MODELS[name]}
             measured = measure(resolve(override(loads(RUN), **sizes)), out / "run")
         link = {"mbps": MBPS, "round_trip_ms": ROUND_TRIP}
-        keep("two-machines", model=name, **link, **measured._asdict())
+        keep("two_machines", model=name, **link, **measured._asdict())
         print(
             f"{name}, {MBPS:g} Mbit/s, {ROUND_TRIP:g} ms: alone {measured.alone:.0f} tokens/s, "
             f"both {measured.both:.0f}: ratio {measured.both / measured.alone:.2f} (goal "
