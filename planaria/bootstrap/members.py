@@ -25,6 +25,10 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.step_time import MOST_WEIGHED, Link, Load, Outlook, outlook
 
+RESTS = 2  # leases from one change of seats to the next move: measurements get up to date
+LONGER = 4  # factor for a stage on its next rest: measurements may be no better than before
+NEWS = 0.2  # share of a new measurement in what is remembered
+
 
 @dataclass(eq=False)
 class Claim:
@@ -62,7 +66,7 @@ class Node:
     claim: Claim | None = None  # the newest claim to its address
     contradicted: float = -math.inf  # time of the last notice
     since: dict[int, float] = field(default_factory=dict)  # stage -> when it got the seat
-    layer: float = 0.0  # seconds of a microbatch in a layer, by its last such report; 0: none yet
+    layer: float = 0.0  # seconds of a microbatch in a layer, a recent mean; 0: not measured
     ends: float = 0.0  # the same for stage 0
     links: dict[str, Link] = field(default_factory=dict)  # to peers, by the last report of each
     stages: list[int] = field(init=False)  # of its seats; empty: a standby
@@ -74,12 +78,15 @@ class Node:
     def note_speeds(self, load: Load) -> None:
         """Remembers what its newest report has of its speed and links: a standby has neither."""
         measured = {seat.stage: seat.seconds for seat in self.report.seats if seat.seconds > 0}
-        self.ends = measured.pop(0, self.ends)
+        if ends := measured.pop(0, 0.0):
+            self.ends += (NEWS if self.ends else 1.0) * (ends - self.ends)
         if layers := sum(load.layers[stage - 1] for stage in measured):
-            self.layer = sum(measured.values()) / layers
+            layer = sum(measured.values()) / layers
+            self.layer += (NEWS if self.layer else 1.0) * (layer - self.layer)
         for link in (*self.report.seen, *self.report.links):
-            if link.mbps > 0 <= link.rtt_ms:
-                self.links[link.peer] = Link(link.rtt_ms / 2e3, link.mbps * 1e6 / 8)
+            if link.mbps >= 0 <= link.rtt_ms:
+                rate = link.mbps * 1e6 / 8 or math.inf
+                self.links[link.peer] = Link(link.rtt_ms / 2e3, rate)
 
     @property
     def name(self) -> str:
@@ -125,6 +132,7 @@ class Members:
         self._standbys: set[str] = set()
         self._staffing: Staffing | None = None  # None: to be recounted
         self._neighbour_graph: Neighbours | None = None  # None: to be recomputed
+        self._moved: dict[int, tuple[int, float]] = {}  # stage -> how often, and when last
         self._driver = ""
 
     # -- changes ---------------------------------------------------------------------------------
@@ -152,6 +160,7 @@ class Members:
         if self._staffing is not None and not node.leaving:
             self._staffing.add(node.stages, member.speed, node.place)
         self._neighbour_graph = None
+        self._moved.clear()
         self._seat(node)
 
     def remove(self, node: Node) -> None:
@@ -162,6 +171,7 @@ class Members:
         self._by_key[member.key].remove(node)
         if not self._by_key[member.key]:
             del self._by_key[member.key]
+        self._moved.clear()
         self._unseat(node)
 
     def apply(self, change: SeatAssigned | SeatReleased, since: int, now: float) -> None:
@@ -170,6 +180,9 @@ class Members:
         stages = set(node.stages) - {change.stage}
         if isinstance(change, SeatAssigned):
             stages = (stages - {change.gives}) | {change.stage}
+            if self._at[change.stage]:
+                times, _ = self._moved.get(change.stage, (0, now))
+                self._moved[change.stage] = times + 1, now
         if not node.stages:
             node.placed = now
         self._reseat(node, stages, since)
@@ -332,13 +345,16 @@ class Members:
             candidates.append(candidate)
         return candidates
 
-    def outlook(self, candidates: Iterable[Candidate]) -> Outlook | None:
+    def outlook(self, candidates: Iterable[Candidate], now: float) -> Outlook | None:
         """What is known of speeds and links; None: too little, or there are too many nodes."""
         load = self.rules.load
         if load is None or len(self) > MOST_WEIGHED:
             return None
         links = {(node.name, peer): link for node in self for peer, link in node.links.items()}
-        return outlook(load, candidates, links)
+        rest = RESTS * self.rules.lease
+        newest = max((since for node in self for since in node.since.values()), default=now)
+        resting = {s for s, (n, since) in self._moved.items() if now < since + rest * LONGER**n}
+        return outlook(load, candidates, links, now >= newest + rest, frozenset(resting))
 
     def described(self, now: float) -> list[MemberDescription]:
         """All nodes, for people."""

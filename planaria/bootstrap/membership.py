@@ -459,7 +459,7 @@ class Membership:
         candidates, rules = self.members.candidates(now), self.rules
         begun = self._driving.has_begun(now)
         calm = self._driving.started and self._orders.order == TRAIN
-        outlook = self.members.outlook(candidates) if calm else None
+        outlook = self.members.outlook(candidates, now) if calm else None
         for change in assign(
             candidates, rules.stages, begun, rules.policy, rules.max_replicas, outlook
         ):

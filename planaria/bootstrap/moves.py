@@ -11,7 +11,8 @@ Moves belong to a *block*: consecutive stages of one node, for one other node. B
 a block steps may be longer than before, since few stages cross links as often as many. So
 placements are compared by the best that is a block away (`reach`). With constant measurements no
 seat goes back and forth: the rest of a block stays within reach, so `reach` never grows, and at the
-end steps are shorter than when the first block began.
+end steps are shorter than when the first block began. Against noise, a stage rests after its move,
+each time longer (`Members.outlook`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ GAIN: Final = 0.9
 """Expected step after a block of moves, of the present one, at most."""
 SLOWER: Final = 1.02
 """Expected step with a newer seat, of that without it, from which that seat is returned."""
+MOVE: Final = 0.01
+"""Share of a step that a move has to gain beside another block with fewer moves."""
 ROUNDING: Final = 9
 """Decimals of the seconds that are compared."""
 
@@ -70,12 +73,15 @@ def returned(
     pairs: Mapping[int, tuple[Candidate, Candidate]], nodes: Nodes, outlook: Outlook
 ) -> SeatReleased | None:
     """The seat of one of the pairs that ends a move, or a join beside a node with several seats.
-    None: there is none, or the state is still copied."""
+    None: there is none, or the state is still copied, or their link not measured yet."""
     seats = {name: node.stages for name, node in nodes.items()}
     copied = (s for s, pair in pairs.items() if all(s in node.holds for node in pair))
     if (stage := next(copied, None)) is None:
         return None
     older, newer = pairs[stage]
+    between = {(older.node, newer.node), (newer.node, older.node)}
+    if not outlook.rested and between.isdisjoint(outlook.links):
+        return None
     moved, kept = ({**seats, node.node: node.stages - {stage}} for node in (older, newer))
     with_newer, without = reach(nodes, moved, outlook, stage)[0], reach(nodes, kept, outlook)[0]
     if stage in newer.joined and with_newer.seconds > GAIN * _cost(moved, outlook).seconds:
@@ -90,16 +96,16 @@ def returned(
 
 def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
     """The next move of a body stage. None: none pays, or the last one isn't over, or a stage is
-    vacant, or a node copies, leaves, or isn't heard."""
+    vacant, or a node copies, leaves, or isn't heard, or seats have just changed."""
     seats = {name: node.stages for name, node in nodes.items()}
     busy = any(not node.stays or node.stages - node.holds for node in nodes.values())
     complete = is_complete(frozenset().union(*seats.values()), outlook)
-    if busy or not complete or pairs(nodes, outlook):
+    if busy or not complete or pairs(nodes, outlook) or not outlook.rested:
         return None
     now = _cost(seats, outlook)
     best, block = reach(nodes, seats, outlook)
     if block is not None and best.seconds <= GAIN * now.seconds:
-        why = _instead(best, now)
+        why = _instead(_cost(block.moved(seats), outlook), now)
     elif (block := _evening_out(nodes, seats, outlook)) is not None:
         counts = len(seats[block.giver]), len(seats[block.taker])
         why = f"that has {counts[0]} seats, and this node {counts[1]}; no step becomes longer"
@@ -114,16 +120,15 @@ def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
 def reach(
     nodes: Nodes, seats: Seats, outlook: Outlook, stays: int | None = None
 ) -> tuple[Cost, Block | None]:
-    """The best placement that is at most one block away, and the block; of equal ones the one with
-    the fewest moves. None: `seats` itself. `stays`: a stage that stays where it is."""
-    best: tuple[Cost, int, Block | None] = (_cost(seats, outlook), 0, None)
-    for block in _blocks(nodes, seats):
-        if stays in block.stages:
-            continue
-        cost = _cost(block.moved(seats), outlook)
-        if (cost, len(block.stages)) < best[:2]:
-            best = (cost, len(block.stages), block)
-    return best[0], best[2]
+    """The best placement that is at most one block away, and the block; each move counts as
+    `MOVE` of a step more. None: `seats` itself. `stays`: a stage that stays where it is."""
+    best: tuple[Cost, Block | None] = (_cost(seats, outlook), None)
+    for block in _blocks(nodes, seats, outlook):
+        if stays not in block.stages:
+            seconds, crossed = _cost(block.moved(seats), outlook)
+            cost = Cost(seconds * (1 + MOVE * len(block.stages)), crossed)
+            best = min(best, (cost, block), key=lambda option: option[0])
+    return best
 
 
 def is_complete(served: Collection[int], outlook: Outlook) -> bool:
@@ -136,7 +141,7 @@ def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> Block | None:
     stages."""
     blocks = [
         block
-        for block in _blocks(nodes, seats)
+        for block in _blocks(nodes, seats, outlook)
         if len(block.stages) == 1
         and len(seats[block.giver]) >= len(seats[block.taker]) + 2
         and outlook.layer[block.giver] >= outlook.layer[block.taker]
@@ -150,7 +155,8 @@ def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> Block | None:
     return None if longer or later.seconds > now.seconds else block
 
 
-def _blocks(nodes: Nodes, seats: Seats) -> Iterator[Block]:
+def _blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[Block]:
+    measured = {name for pair in outlook.links for name in pair}
     at: dict[int, list[str]] = {}
     for name, stages in seats.items():
         for stage in stages:
@@ -159,11 +165,14 @@ def _blocks(nodes: Nodes, seats: Seats) -> Iterator[Block]:
         giver, *others = at[first]
         block: list[int] = []
         while not others and at.get(stage := first + len(block)) == [giver]:
+            if stage in outlook.resting:
+                break
             block = [*block, stage]
             for name, node in nodes.items():
                 has_room = len(seats[name]) + len(block) <= node.room
                 able = has_room and node.stays and node.fits.issuperset(block)
-                if able and name != giver and (seats[name] or not node.waits):
+                free = name != giver and (seats[name] or not node.waits)
+                if able and free and name in measured:
                     yield Block(giver, name, block)
 
 

@@ -117,8 +117,8 @@ def assign(
         assigned = assigned or _find(current, stage, keeper, why, begun)
         if assigned is not None:
             make(assigned)
-    if twins and begun and not outlook:
-        for assigned in _relief(nodes):
+    if twins and begun:
+        for assigned in _relief(nodes, weighed=outlook is not None):
             make(assigned)
     if begun:
         for assigned in _from_elsewhere(nodes.values(), stages, useful):
@@ -147,9 +147,10 @@ def _twin(
     return SeatAssigned(node.node, stage, f"has its twin, and room: {why}")
 
 
-def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
+def _relief(nodes: dict[str, Candidate], weighed: bool) -> Iterator[SeatAssigned]:
     """Assigns standbys and redundant replicas to stages of nodes that are alone at several stages.
-    The caller applies each change before it requests the next."""
+    The caller applies each change before it requests the next. `weighed`: a standby that waits may
+    be one because it makes steps longer."""
     for crowded in [node for node in nodes.values() if len(node.stages) > 1]:
         for stage in sorted(crowded.stages, reverse=True):  # stage 0, which may drive, comes last
             current = list(nodes.values())
@@ -161,6 +162,7 @@ def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
                 node
                 for node in current
                 if node.stays and stage in node.fits and _is_spared(node, current)
+                if node.stages or not (weighed and node.waits)
             ]
             if (assigned := _idle(suitable, current, stage, why)) is not None:
                 yield assigned

@@ -56,6 +56,8 @@ class Outlook:
     layer: Mapping[str, float]  # node -> seconds of a microbatch in one layer
     ends: Mapping[str, float]  # node -> seconds of a microbatch at stage 0, where it serves that
     links: Mapping[tuple[str, str], Link]  # from, to
+    rested: bool = True  # whether seats have stayed for long enough to measure
+    resting: frozenset[int] = frozenset()  # stages that moved too lately, or too often
 
     def step_seconds(self, seats: Seats) -> float:
         """Seconds of a step if each stage, 0 included, has a node. Replicas share a stage's
@@ -118,7 +120,11 @@ def crossings(seats: Seats, stages: int) -> int:
 
 
 def outlook(
-    load: Load, nodes: Iterable[Candidate], links: Mapping[tuple[str, str], Link]
+    load: Load,
+    nodes: Iterable[Candidate],
+    links: Mapping[tuple[str, str], Link],
+    rested: bool = True,
+    resting: frozenset[int] = frozenset(),
 ) -> Outlook | None:
     """What the measurements tell. A node that has not computed a body stage yet counts by its
     `speed`. None: too little was measured, or there are too many nodes."""
@@ -129,4 +135,5 @@ def outlook(
         return None
     work = median(usual)
     layer = {node.node: node.layer or work / node.speed for node in known}
-    return Outlook(load, layer, {node.node: node.ends for node in known if node.ends}, links)
+    ends = {node.node: node.ends for node in known if node.ends}
+    return Outlook(load, layer, ends, links, rested, resting)

@@ -339,24 +339,49 @@ def beside(mbps: float, order: str = "go") -> Swarm:
     return swarm
 
 
-def report_of(swarm: Swarm, node: str, *links: LinkReport) -> None:
+def rest(swarm: Swarm) -> None:
+    """For so long that seats move again."""
+    for _ in range(3):
+        swarm.wait(8)
+        for node in swarm.nodes():
+            swarm.renew(node)
+    swarm.wait(1)
+
+
+def report_of(swarm: Swarm, node: str, *links: LinkReport, seconds: float = 0.1) -> None:
     (member,) = (member for member in swarm.view.members if member.node == node)
-    reports = [SeatReport(stage=seat.stage, committed=5, seconds=0.1) for seat in member.seats]
+    stages = [seat.stage for seat in member.seats]
+    reports = [SeatReport(stage=stage, committed=5, seconds=seconds) for stage in stages]
     swarm.renew(node, report=Report(seats=reports, seen=links))
 
 
 def test_a_newcomer_gets_seat_after_seat_until_steps_become_no_shorter() -> None:
     swarm = beside(mbps=1000)
+    assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1]}
+    rest(swarm)
     assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1, 2]}
     assert "b takes stage 2: moves from a: a step is expected to take 2.7 s" in swarm.view.reason
-    swarm.wait(1)
-    assert seats(swarm)["a"] == [0, 2, 3, 4], "it has no state of stage 2 yet"
+    rest(swarm)
+    assert seats(swarm)["a"] == [0, 2, 3, 4], "b has no state of stage 2 yet"
     report_of(swarm, "b")
     swarm.wait(1)
     assert seats(swarm) == {"a": [0, 3, 4], "b": [1, 2]}
     view = swarm.view
-    swarm.wait(1)
+    rest(swarm)
     assert swarm.view is view
+
+
+def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
+    swarm, moved = beside(mbps=1000), []
+    for number in range(400):
+        before = seats(swarm)
+        for node in "ab":  # who has more seats seems to be slow
+            report_of(swarm, node, seconds=2.0 if len(before[node]) > 2 else 0.1)
+        rest(swarm)
+        if seats(swarm) != before:
+            moved.append(number)
+    assert 5 < len(moved) < 40
+    assert moved[-1] - moved[-5] > moved[4] - moved[0]
 
 
 def test_a_newcomer_that_makes_steps_longer_is_a_standby_until_it_is_needed() -> None:
@@ -375,9 +400,9 @@ def test_a_newcomer_that_makes_steps_longer_is_a_standby_until_it_is_needed() ->
 
 def test_nothing_moves_while_the_run_is_paused() -> None:
     swarm = beside(mbps=1000, order="pause")
+    rest(swarm)
     assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1]}
     swarm.after(swarm.machine.command("go", "", swarm.now)[1])
-    swarm.wait(1)
     assert seats(swarm)["b"] == [1, 2]
 
 

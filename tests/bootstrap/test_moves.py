@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from planaria.bootstrap.placement import assign
 from planaria.bootstrap.step_time import Link, Load, Outlook, crossings, outlook
 
 MBPS = 1e6 / 8
+FREE = Link(0.0, math.inf)
 Links = Mapping[tuple[str, str], Link]
 
 
@@ -41,7 +43,7 @@ def links(nodes: list[Candidate], link: Link) -> Links:
 
 
 def outlook_of(nodes: list[Candidate], work: Load, known: Links | None = None) -> Outlook:
-    weighed = outlook(work, nodes, known or {})
+    weighed = outlook(work, nodes, links(nodes, FREE) if known is None else known)
     assert weighed is not None
     return weighed
 
@@ -144,6 +146,16 @@ def test_nothing_moves_while_a_node_copies_or_leaves_or_a_stage_is_vacant() -> N
     assert assign(there, 4, begun=False, outlook=known) == []
     beside = [there[0], replace(node("b", 1, 2), holds=frozenset([1])), there[2]]
     assert assign(beside, 4, outlook=known) == [], "one move at a time"
+
+
+def test_a_link_that_nobody_has_measured_is_awaited_for_a_while() -> None:
+    there = [node("a", *range(5)), joiner("b", 1)]
+    known = outlook_of(there, load(), {})
+    assert assign(there, 4, outlook=replace(known, rested=False)) == []
+    assert [change.node for change in assign(there, 4, outlook=known)] == ["a"]
+    there = [node("a", 0, 2, 3, 4), node("b", 1)]
+    assert assign(there, 4, outlook=outlook_of(there, load(), {})) == [], "seats do not move then"
+    assert assign(there, 4, outlook=replace(outlook_of(there, load()), rested=False)) == []
 
 
 def test_a_faster_machine_gets_more_though_it_has_more_already() -> None:

@@ -29,7 +29,7 @@ class Calm(Scenario):
         rules = super()._rules("redundant")
         masking = ("reassign", "spare")[self.seed % 2]
         stages = self.random.randint(2, 4)
-        return replace(rules, stages=stages, steps=10, strict=False, masking=masking)
+        return replace(rules, stages=stages, steps=14, strict=False, masking=masking)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = range(rules.stages + 1)

@@ -105,7 +105,7 @@ class Outbox:
     @property
     def rate(self) -> float:
         """Bytes per second that the link has carried; 0: not known."""
-        return self._streams.rate
+        return self._streams.rate(self.round_trip)
 
     def next(self, now: float, streams: int = 1, place: int = 0) -> bytes | None:
         """The next chunk for the stream at index `place` of `streams`; None while nothing is queued

@@ -61,10 +61,10 @@ async def measure_all(links: Links, peers: Iterable[str]) -> list[LinkReport]:
 
 
 def seen(links: Links) -> list[LinkReport]:
-    """Of each link that has carried enough, its round trip and rate by that."""
+    """Of each link whose round trip is known, that and the rate; 0: it has carried too little."""
     outboxes = {peer: link.session.outbox for peer, link in sorted(links.by_peer.items())}
     return [
         LinkReport(peer=peer, rtt_ms=outbox.round_trip * 1e3, mbps=outbox.rate * 8 / 1e6)
         for peer, outbox in outboxes.items()
-        if outbox.round_trip and outbox.rate
+        if outbox.round_trip
     ]

@@ -56,7 +56,7 @@ BURSTS: Final = 3
 
 
 RATES: Final = 9
-"""Rates of which the highest is the link's: busy nodes and TCP's slow start delay most bursts."""
+"""Large bursts of which the fastest has the link's rate: busy nodes and slow starts delay most."""
 
 
 class Bursts:
@@ -67,7 +67,7 @@ class Bursts:
         self._under_way = False
         self._cold = False  # the burst in flight came after a pause
         self._began, self._ended, self._bytes = 0.0, -math.inf, 0
-        self.rates: deque[float] = deque(maxlen=RATES)  # bytes per second, of large bursts
+        self.large: deque[tuple[int, float]] = deque(maxlen=RATES)  # bytes and seconds of bursts
 
     @property
     def wanted(self) -> int:
@@ -81,9 +81,8 @@ class Bursts:
             self._bytes += acknowledged
             if not under_way:
                 self._under_way, self._ended = False, now
-                if round_trip and self._bytes >= BACKLOG:
-                    seconds = now - self._began - round_trip
-                    self.rates.append(self._bytes / max(SHORTEST, seconds))
+                if self._bytes >= BACKLOG:
+                    self.large.append((self._bytes, now - self._began))
                 if self._cold and round_trip:
                     self._note(round_trip, now - self._began - round_trip)
         elif under_way:
@@ -111,10 +110,11 @@ class Streams:
         self._seconds, self._bytes = -SETTLING, 0  # of this measurement
         self._backlog, self._since = False, 0.0
 
-    @property
-    def rate(self) -> float:
+    def rate(self, round_trip: float) -> float:
         """Bytes per second that the link has carried beyond its round trip; 0: not known."""
-        return max(self._bursts.rates, default=0.0)
+        large = self._bursts.large
+        rates = (size / max(SHORTEST, seconds - round_trip) for size, seconds in large)
+        return max(rates, default=0.0)
 
     def look(self, under_way: int, acknowledged: int, now: float, round_trip: float = 0.0) -> None:
         """Update: `under_way` bytes are in flight, and `acknowledged` have arrived since the last
@@ -132,7 +132,7 @@ class Streams:
         self._backlog = under_way >= BACKLOG or (self._backlog and under_way > 0)
         self._since = now
         if self._seconds >= MEASURING:
-            self._bursts.rates.append(self._bytes / self._seconds)
+            self._bursts.large.append((self._bytes, self._seconds))
             self._decide(self._bytes / self._seconds, now)
 
     def begin_anew(self) -> None:
