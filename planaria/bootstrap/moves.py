@@ -59,14 +59,14 @@ class Block(NamedTuple):
 def pairs(nodes: Nodes, outlook: Outlook) -> dict[int, tuple[Candidate, Candidate]]:
     """The body stages with two nodes, of which one has several seats, and both of them, the one
     with the older seat first. None, while a stage is vacant: then nothing is compared."""
-    found = {}
+    by_stage = {}
     served = frozenset().union(*(node.stages for node in nodes.values()))
     for stage in range(1, len(served) if is_complete(served, outlook) else 0):
         at = [node for node in nodes.values() if stage in node.stages]
         if len(at) == 2 and all(n.stays for n in at) and any(len(n.stages) > 1 for n in at):
             older, newer = sorted(at, key=lambda n: (n.since.get(stage, 0.0), -len(n.stages)))
-            found[stage] = older, newer
-    return found
+            by_stage[stage] = older, newer
+    return by_stage
 
 
 def returned(
