@@ -76,15 +76,21 @@ class Node:
         self.since = dict.fromkeys(self.stages, self.renewed)
 
     def note_speeds(self, load: Load) -> None:
-        """Remembers what its newest report has of its speed and links: a standby has neither."""
-        measured = {seat.stage: seat.seconds for seat in self.report.seats if seat.seconds > 0}
+        """Remembers what its newest report has of its speed and links: a standby has neither.
+        Figures that can't be are ignored."""
+        measured = {
+            seat.stage: seat.seconds
+            for seat in self.report.seats
+            if seat.stage in self.stages and 0 < seat.seconds < math.inf
+        }
         if ends := measured.pop(0, 0.0):
             self.ends += (NEWS if self.ends else 1.0) * (ends - self.ends)
         if layers := sum(load.layers[stage - 1] for stage in measured):
             layer = sum(measured.values()) / layers
             self.layer += (NEWS if self.layer else 1.0) * (layer - self.layer)
         for link in (*self.report.seen, *self.report.links):
-            if link.mbps >= 0 <= link.rtt_ms:
+            room = link.peer in self.links or len(self.links) < MOST_WEIGHED
+            if room and link.mbps >= 0 <= link.rtt_ms < math.inf:
                 rate = link.mbps * 1e6 / 8 or math.inf
                 self.links[link.peer] = Link(link.rtt_ms / 2e3, rate)
 

@@ -11,9 +11,9 @@ from planaria.recovery.decide import RECENT
 SHARE: Final = 0.1
 """Bytes of all snapshots, as a share of those that training sends in a step."""
 MOST: Final = 1 / 8
-LEAST: Final = 1 / RECENT
-"""Bounds of the rows' share in an update. With `LEAST` each step, rows are `RECENT` / 2 steps old
-on average."""
+LEAST: Final = 1 / 16
+"""Bounds of the rows' share in an update. With `LEAST` each step, rows are 8 steps old on average:
+less than `decide.FRESH`."""
 UPDATES: Final = 5
 """Updates by which a link is judged."""
 MARGIN: Final = 0.75

@@ -81,8 +81,10 @@ class Seat(Agent):
         listed = self.serving.listed()
         for holding in listed:
             held = self.states.weights(holding.stage) if holding.kind == "weights" else None
-            if holding.kind == "weights":
-                assert held is not None
+            if holding.kind == "snapshot" and holding.oldest_step == holding.step:
+                assert self.holdings.holder is not None
+                held = self.holdings.holder.state("snapshot", holding.stage)
+            if held is not None:
                 self.host.cluster.check_announced(self, holding, held)
         return listed
 

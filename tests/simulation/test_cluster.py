@@ -145,7 +145,7 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
         (Machines(member=Muddled), "checkfree", "I[12]", 14),
         (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 57),
         (Machines(driver=Presumptuous), None, "I[234]", 25),
-        (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
+        (Machines(holder=Hasty), "checkfree+", "I5: .* announces a snapshot", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 4),
     ],
 )

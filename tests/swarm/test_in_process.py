@@ -650,6 +650,7 @@ async def test_strict_keeps_the_weights_and_stops(corpus, tmp_path):
         stages=4,
         recovery__policy="checkfree",
         recovery__strict=True,
+        recovery__snapshot__first=0,
         steps=ENDLESS,
     )
     async with LocalSwarm(run, corpus, tmp_path) as swarm:

@@ -120,9 +120,8 @@ class Holdings:
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
         sender = partial(Sender, host.exchanges, state=host.own_state, send=self._send_at_once)
-        oldest = self._oldest_of_use()
-        if own_layout is not None and (oldest is None or 2 * snapshot.fraction * oldest >= 1):
-            outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, oldest)
+        if own_layout is not None:
+            outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, self._oldest_of_use())
             self.sender = sender(outgoing, on_pace=self._paced)
         if self.stage == 0 and 0 in trained:
             self.depositor = sender(Outgoing.deposit(layout(0)))
