@@ -371,6 +371,21 @@ def test_a_newcomer_gets_seat_after_seat_until_steps_become_no_shorter() -> None
     assert swarm.view is view
 
 
+@pytest.mark.parametrize(
+    ("stage", "seconds"), [(99, 0.1), (2, 0.1), (1, math.nan), (1, math.inf), (1, -1.0)]
+)
+def test_speeds_that_can_not_be_change_nothing(stage: int, seconds: float) -> None:
+    swarm = beside(mbps=1000)
+    seat = SeatReport(stage=stage, committed=5, seconds=seconds)
+    links = [LinkReport(peer=f"x{n}", rtt_ms=1, mbps=1) for n in range(100)]
+    links.append(LinkReport(peer="a", rtt_ms=math.inf, mbps=1))
+    swarm.renew("b", report=Report(seats=[seat], seen=links))
+    report_of(swarm, "b")
+    rest(swarm)
+    assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1, 2]}
+    assert "a step is expected to take 2.7 s" in swarm.view.reason
+
+
 def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
     swarm, moved = beside(mbps=1000), []
     for number in range(400):
