@@ -126,7 +126,7 @@ def struck(seed: int, kind: type[Scenario]) -> Result:
     return result
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [2, 5])
 def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 
