@@ -13,6 +13,8 @@ from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.driver.answers import Answers
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.gathering import QUERY_AGAIN, Gathering
+from planaria.node.run_file import SnapshotSection
+from planaria.node.state import holdings
 from planaria.node.state.copies import Holder, _Arriving
 from planaria.node.transaction.effects import NEVER, Adopt, Ballot, Effect, Send
 from planaria.node.transaction.member import MemberPhase, MemberSide
@@ -145,7 +147,6 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
         (Machines(member=Muddled), "checkfree", "I[12]", 14),
         (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 57),
         (Machines(driver=Presumptuous), None, "I[234]", 25),
-        (Machines(holder=Hasty), "checkfree+", "I5: .* announces a snapshot", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 4),
     ],
 )
@@ -156,6 +157,14 @@ def test_a_faulty_machine_is_caught(
     with pytest.raises(ScenarioError, match=invariant):
         for seed in (*range(first, 100), *range(first)):
             run(seed, machines, policy)
+
+
+def test_a_holder_that_counts_parts_of_updates_is_caught() -> None:
+    section = SnapshotSection(codec="none", fraction=1.0, period=1)
+    whole = patch.object(holdings, "snapshot_section", lambda run, config: section)
+    with whole, pytest.raises(ScenarioError, match=r"I5: .* announces a snapshot"):
+        for seed in range(100):
+            run(seed, Machines(holder=Hasty), "checkfree+")
 
 
 def test_a_driver_that_ignores_what_only_some_have_committed_is_caught() -> None:

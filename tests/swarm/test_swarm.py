@@ -216,7 +216,8 @@ def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
 
 
 def test_a_loss_that_the_policy_cannot_heal_stops_a_strict_run_with_a_reason(up):
-    swarm = up(small(stages=3, steps=1000), "--kill", "1@6", "--strict")
+    run = small(stages=3, steps=1000, recovery__policy="checkfree", recovery__snapshot__first=0)
+    swarm = up(run, "--kill", "1@6", "--strict")
     status, output = swarm.finish()
     assert status == 1
     assert "stage 1 is lost" in output

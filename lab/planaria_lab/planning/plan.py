@@ -39,6 +39,7 @@ class PlanOptions:
         str | None,
         typer.Option(
             "--from",
+            envvar="PLANARIA_PLAN_FROM",
             metavar="FOLDER|CONFIG.json",
             help="Model to train on from, by its config.json; instead of a run file.",
         ),

@@ -100,6 +100,8 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
 ):
     run = small(
         stages=4,
+        recovery__policy="checkfree",
+        recovery__snapshot__first=0,
         recovery__relearn__steps=4,
         recovery__relearn__passes=2,
         recovery__relearn__tokens=1,
@@ -126,7 +128,8 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
 
 async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_path):
     """In steps so large that a plain average shows in the losses."""
-    run = small(stages=3, steps=10, training__lr=0.03, recovery__relearn__passes=0)
+    recovery = {"recovery__policy": "checkfree", "recovery__relearn__passes": 0}
+    run = small(stages=3, steps=10, training__lr=0.03, **recovery)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
         await swarm.kill(2, 0)

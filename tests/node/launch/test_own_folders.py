@@ -142,7 +142,7 @@ def test_checkpoints_are_where_the_nodes_owner_says(own: Path, tmp_path: Path) -
         with pytest.raises(NodeError, match="--checkpoint-dir DIR says where it is"):
             checkpoint_dir(override(run, recovery__checkpoint__dir=name), own, None)
     assert checkpoint_dir(RunFile(), own, None) is None
-    with pytest.raises(NodeError, match=r"recovery\.policy = checkfree .*; leave it out"):
+    with pytest.raises(NodeError, match=r"recovery.policy = auto .*; leave it out"):
         checkpoint_dir(RunFile(), own, tmp_path)
 
 

@@ -257,8 +257,9 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
 
 def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     """The names are those of folders, saves and journals that there are. What they resumed said
-    codec none, which was the default."""
+    codec none and policy checkfree, which were the defaults."""
     whole = '[wire]\nactivations = "none"\ngradients = "none"\n'
+    whole += '[recovery]\npolicy = "checkfree"\n'
     assert run_id(loads(whole)) == "run-44136fa3"
     assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
     text = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'

@@ -112,7 +112,7 @@ def test_the_names_in_a_log_stay():
         ),
         *("rebuilt", "refused", "relayed", "relearned", "relearning", "relieved"),
         *("results differ", "resuming", "rolled back", "sampled"),
-        *("save failed", "saved", "seat taken", "serving", "slow"),
+        *("save failed", "saved", "seat taken", "serving", "slow", "snapshot paced"),
         *("started", "step skipped", "stopped"),
         *("validated", "waiting", "wall", "weights changed", "write failed", "written again"),
     ]

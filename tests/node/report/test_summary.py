@@ -110,7 +110,7 @@ def test_the_keys_are_those_of_the_contract():
         *("policy", "extra_bytes", "memory_bytes", "critical_seconds", "parts"),
     ]
     assert list(summary["wall"]) == ["compute", "average", "rebuild", "send", "idle", "total"]
-    assert (summary["policy"], summary["seed"]) == ("checkfree", 7)
+    assert (summary["policy"], summary["seed"]) == ("auto", 7)
     json.dumps(summary, allow_nan=False)
 
 
@@ -429,17 +429,17 @@ def cost_event(time: float, node: str, sent: int, held: int, **parts: Any) -> di
 
 
 def test_cost_counts_what_the_dead_have_sent_but_not_what_they_held():
-    copies = {"extra_bytes": 5, "memory_bytes": 2, "critical_seconds": 0.5}
+    held = {"extra_bytes": 5, "memory_bytes": 2, "critical_seconds": 0.5}
     events = [
         event(0.0, "started", slot="1.0", pid=1),
         event(0.0, "started", slot="2.0", pid=2),
         event(1.0, "joined", "a", pid=1),
         event(1.0, "joined", "b", pid=2),
         cost_event(2.0, "a", 10, 7),
-        cost_event(2.0, "b", 100, 70, copies=copies),
+        cost_event(2.0, "b", 100, 70, snapshot=held),
         event(3.0, "started", slot="2.0", pid=3),
         event(4.0, "joined", "c", pid=3),
-        cost_event(5.0, "c", 1000, 700, copies=copies),
+        cost_event(5.0, "c", 1000, 700, snapshot=held),
         cost_event(6.0, "a", 20, 8),
     ]
     assert cost(events, places=2) == {
@@ -466,7 +466,7 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
     assert sentences[2].endswith("stalled 1.50 s; oldest block of step 4")
     assert sentences[3:6] == [
         "committed steps repeated after rollbacks: 2",
-        "redundant state for checkfree: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
+        "redundant state for auto: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
         "computing time at each node",
         "saves that failed: 1; the nodes' logs say why",
     ]
