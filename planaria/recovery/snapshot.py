@@ -536,6 +536,12 @@ class CopyRoute(NamedTuple):
     holders: tuple[str, ...]
 
 
+def holder_count(stage: int, stages: int) -> int:
+    """How many nodes hold the snapshot of `stage`: of stage 0 two, since nothing else determines
+    it."""
+    return 1 if stage else min(2, stages)
+
+
 def route(
     stage: int,
     members: Iterable[tuple[str, int]],
@@ -544,8 +550,8 @@ def route(
 ) -> CopyRoute | None:
     """The route of the snapshot of `stage` among members (node, stage); None: no sender.
 
-    A stage's first node, by name, sends. The snapshot goes to one holder, that of stage 0 to two,
-    since nothing else determines it. `machine`: maps a node to its machine. A holder on a machine
+    A stage's first node, by name, sends. The snapshot goes to `holder_count` holders.
+    `machine`: maps a node to its machine. A holder on a machine
     that serves the stage would be lost with it, and two holders need two machines. So other stages
     replace unsuitable ones; the result may have no holder.
     """
@@ -554,7 +560,7 @@ def route(
         at.setdefault(of, []).append(node)
     if stage not in at:
         return None
-    most, used = 1 if stage else min(2, stages), {machine(node) for node in at[stage]}
+    most, used = holder_count(stage, stages), {machine(node) for node in at[stage]}
     holders: list[str] = []
     for of in _candidates(stage, stages) * most:
         holder = next((node for node in at.get(of, ()) if machine(node) not in used), None)

@@ -21,7 +21,7 @@ from planaria.node.state.copies import snapshot_section
 from planaria.node.state.handover import Handover
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import steps_between
+from planaria.recovery.snapshot import holder_count, steps_between
 from planaria_lab.emulation.links import Link, Network
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import HOUR
@@ -33,7 +33,6 @@ from planaria_lab.simulator.swarm import (
     Swarm,
     fetched_bytes,
     frame_bytes,
-    holders_of,
     kept_bytes,
     parameters,
     snapshot_bytes,
@@ -247,7 +246,7 @@ def _copies(swarm: Swarm, stage: int) -> float:
     config, snapshot = swarm.config, snapshot_section(swarm.run, swarm.config)
     if not swarm.run.policy.sends(stage, snapshot.first):
         return 0.0
-    whole = holders_of(stage, config.stages) * snapshot_bytes(swarm.run, config, stage)
+    whole = holder_count(stage, config.stages) * snapshot_bytes(swarm.run, config, stage)
     return snapshot.fraction * whole / steps_between(snapshot.fraction, snapshot.period)
 
 

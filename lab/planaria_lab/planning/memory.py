@@ -29,13 +29,12 @@ from planaria.node.state.copies import snapshot_section
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes
-from planaria.recovery.snapshot import Layout
+from planaria.recovery.snapshot import Layout, holder_count
 from planaria_lab.simulator.swarm import (
     STATE,
     VALUE,
     base_bytes,
     held_at,
-    holders_of,
     kept_bytes,
     parameters,
     snapshot_bytes,
@@ -225,7 +224,7 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
 def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
     if not parameters(config, stage):
         return Bytes()
-    holders = holders_of(stage, config.stages)
+    holders = holder_count(stage, config.stages)
     snapshot, weights = snapshot_section(run, config), VALUE * parameters(config, stage)
     restored = snapshot.fraction * weights * (1 if snapshot.codec == "none" else 2)
     update = snapshot.fraction * snapshot_bytes(run, config, stage)

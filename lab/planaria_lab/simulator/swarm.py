@@ -336,11 +336,6 @@ def held_at(stage: int, stages: int) -> tuple[int, ...]:
     return tuple(of for of, way in routes.items() if way and str(stage) in way.holders)
 
 
-def holders_of(stage: int, stages: int) -> int:
-    """How many nodes hold the snapshot of `stage`."""
-    return 1 if stage else min(2, stages)
-
-
 def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Bytes of a whole running snapshot."""
     whole = (STATE if run.recovery.snapshot.moments else VALUE) * parameters(config, stage)
