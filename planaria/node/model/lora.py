@@ -27,9 +27,11 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float [.., in] to [.., out]."""
-        added = F.linear(F.linear(x, self.lora_A), self.lora_B)
-        out: Tensor = self.base(x) + self.scale * added
-        return out
+        flat = x.flatten(0, -2)
+        low = self.scale * F.linear(flat, self.lora_A)
+        out: Tensor = self.base(flat)
+        out.addmm_(low, self.lora_B.t().to(out.dtype))  # neither a copy nor a pass for the scale
+        return out.view(*x.shape[:-1], -1)
 
 
 def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:

@@ -326,6 +326,10 @@ class LlamaEnds(EmbeddingStage):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return linear(self.norm(x), head.weight)
 
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        scored = targets >= 0
+        return super().loss(x[scored][None], targets[scored][None])  # no logits of other tokens
+
 
 class OwnEnds(EmbeddingStage):
     """Ends of an own architecture."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from planaria.node.model import modules, shape
 from planaria.node.model.modules import BodyStage, EmbeddingStage, LlamaBody, LlamaEnds
@@ -130,6 +131,26 @@ def test_a_tied_head_is_one_tensor_with_the_gradient_of_both_ends() -> None:
     wanted, head = two.embed_tokens.weight.grad, two.lm_head.weight.grad
     assert wanted is not None and head is not None
     torch.testing.assert_close(one.embed_tokens.weight.grad, wanted + head)
+
+
+def test_the_head_computes_scored_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, bodies = build(GROUPED)
+    tokens = some_tokens(GROUPED, 8)
+    targets = torch.where(torch.arange(8) % 3 == 1, tokens, -100)
+    x = hidden(ends, bodies, tokens).detach().requires_grad_()
+    wanted = F.cross_entropy(ends.logits(x).mT, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(wanted, x)
+    shapes, whole = [], ends.logits
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(x.shape)
+        return whole(x)
+
+    monkeypatch.setattr(ends, "logits", logits)
+    loss = ends.loss(x, targets)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss, x), (gradient,))
+    assert shapes == [(1, len(tokens) * 3, GROUPED.dim)]
 
 
 def test_losses_of_microbatches_add_up() -> None:

@@ -1,0 +1,93 @@
+"""Tokens per second of a swarm that trains adapters on one machine, and of peft in one process with
+the same cores: `python -m planaria_lab.bench.peft_speed`.
+
+Both train LoRA of rank 16 on all seven matrices of each layer of a model of SmolLM2-135M's shapes
+with random weights, on the same windows of 128 tokens, eight in a step. They take turns of a step
+(see `pipeline`), and what comes out is the median of the turns' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from planaria.node.data.mixture import Data, open_data
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.launch.resolve import SHIPPED, resolve
+from planaria.node.machine.processes import run_planaria
+from planaria.node.run_file import RunFile, loads, override
+from planaria_lab.bench.frozen import MODELS, written
+from planaria_lab.bench.peft_losses import losses_of_peft
+from planaria_lab.bench.pipeline import Processes, Trains, measure, ratio
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import swarm
+
+SWARM, PEFT, GOAL = "swarm", "peft", 1.0
+RUN: Final = """
+name = "bench"
+steps = 1000
+[model]
+stages = 3
+context = 128
+[training]
+batch = 8
+validation_microbatches = 0
+[training.lora]
+rank = 16
+[swarm]
+start_grace = 2
+"""
+
+
+class Peft:
+    """One process that trains with all cores."""
+
+    def __init__(self, run: RunFile, corpus: Data) -> None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        self._losses = losses_of_peft(run, corpus)
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        next(self._losses)
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--microbatch", type=int, default=1, help="windows")
+    microbatch = parser.parse_args().microbatch
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory)
+        prepare(Recipe([str(SHIPPED)], vocabulary=2048), out / "data")
+        model = written(MODELS["SmolLM2-135M"], out / "data", out / "model")
+        changes = {"model__from": str(model), "training__microbatch": microbatch}
+        run = resolve(override(loads(RUN), data__path=str(out / "data"), **changes))
+        nodes = {
+            str(stage): ["node", "--stage", str(stage), "--threads", "1", "--cloud", "none"]
+            for stage in range(run.model.body_stages + 1)
+        }
+        with swarm(run, run_planaria, out / "swarm", nodes) as ours:
+            starters: dict[str, Callable[[], Trains]] = {
+                SWARM: lambda: Processes(ours),
+                PEFT: lambda: Peft(run, open_data(run.data)),
+            }
+            rounds = measure(starters)
+    tokens = run.training.batch * run.config.context
+    keep(
+        "peft_speed",
+        microbatch=microbatch,
+        tokens_per_second=[{n: tokens / s for n, s in seconds.items()} for seconds in rounds],
+    )
+    print(f"ratio swarm / peft: {ratio(rounds, SWARM, PEFT):.2f} (goal {GOAL})")
+
+
+if __name__ == "__main__":
+    main()
