@@ -99,7 +99,8 @@ def test_with_no_replace_a_run_goes_from_ten_nodes_down_to_two_and_on_to_its_end
     left = {event["node"] for event in swarm.lines.events("joined", "events.jsonl")}
     left -= {event["node"] for event in killed}
     assert len(left) == 2
-    assert sorted(chain(*(seats_of(swarm, node) for node in left))) == [*range(5)]
+    # A seat that moves from one to the other at the end is at both.
+    assert set(chain(*(seats_of(swarm, node) for node in left))) == {*range(5)}
 
 
 def seats_of(swarm, node: str, at: float = math.inf) -> set[int]:

@@ -18,6 +18,7 @@ from planaria_lab.bench import (
     many,
     masking,
     onlooking,
+    peft_speed,
     pipeline,
     planned,
     preparing,
@@ -39,6 +40,7 @@ from planaria_lab.bench import (
 def main() -> None:
     for title, measure in (
         ("Swarm against one process", pipeline.main),
+        ("Swarm with adapters against peft", peft_speed.main),
         ("Links with delay against links without", wan.main),
         ("A plan against its simulation and a live run", planned.main),
         ("Checks of numbers against the step that they belong to", checks.main),
