@@ -1036,20 +1036,18 @@ def test_several_joiners_follow_and_enter_one_by_one():
     assert joining(begin) == ["newer"]
 
 
-def test_a_loss_ends_the_attempt_at_once():
+@pytest.mark.parametrize("by_view", [True, False])
+def test_the_loss_of_a_stages_last_node_ends_the_attempt_at_once(by_view: bool):
     told = begun()
     assert sent(told.views({**SWARM, "new": 2}), "step") == {}
-    effects = told.views(without(SWARM, "c") | {"new": 2})
+    if by_view:
+        effects = told.views(without(SWARM, "c") | {"new": 2})
+    else:
+        effects = told.driver.link_lost("c", "reset", told.now)
+        assert [e.stage for e in events(effects, NodeLost)] == [2]
+        assert told.driver.link_lost("stranger", "reset", told.now) == []
     assert len(events(effects, Aborted)) == 1
     assert sent(effects, "query").keys() == told.members.keys()
-
-
-def test_a_lost_link_ends_the_attempt_at_once():
-    told = begun()
-    effects = told.driver.link_lost("c", "reset", told.now)
-    assert [e.stage for e in events(effects, NodeLost)] == [2]
-    assert sent(effects, "query").keys() == SWARM.keys()
-    assert told.driver.link_lost("stranger", "reset", told.now) == []
 
 
 def test_who_drives_no_longer_is_silent():
@@ -1410,15 +1408,6 @@ def test_with_swapped_orders_and_one_microbatch_a_step_every_second_step_swaps()
     assert orders == [[1, 2, 3, 4], [2, 1, 4, 3], [1, 2, 3, 4]]
 
 
-def test_an_end_stage_is_interpolated_and_said_to_be_a_fallback():
-    effects = at_step_5(LOOSE, **lost("b"))
-    sync = sent(effects, "sync")["b"].sync
-    assert (sync.method, [s.stage for s in sync.sources]) == ("interpolate", [2])
-    (event,) = events(effects, RebuildOrdered)
-    assert event.fallback
-    assert sync.last.step == 5
-
-
 def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
     """What is lost together is decided together."""
     told = asked(LOOSE, {"a": 0, "b": 1, "c": 2, "e": 4}, committed=5)
@@ -1427,8 +1416,11 @@ def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
     assert told.driver.phase is DriverPhase.WAITING
     told.views(SWARM)
     effects = told.statuses(5, **lost("c", "d"))
-    methods = {n: m.sync.method for n, m in sent(effects, "sync").items()}
-    assert methods == dict.fromkeys("cd", "interpolate")
+    syncs = {node: message.sync for node, message in sent(effects, "sync").items()}
+    assert {n: s.method for n, s in syncs.items()} == dict.fromkeys("cd", "interpolate")
+    assert [s.stage for s in syncs["c"].sources] == [1, 4]
+    assert syncs["c"].last.step == 5
+    assert all(event.fallback for event in events(effects, RebuildOrdered))
 
 
 def test_stages_lost_in_a_row_relearn_together_with_what_is_around_them():
@@ -1568,13 +1560,6 @@ def test_a_save_of_the_very_step_is_read_by_who_has_it():
     syncs = sent(effects, "sync")
     assert syncs.keys() == {"f"}
     assert (syncs["f"].sync.method, syncs["f"].sync.sources[0].node) == ("save", "f")
-
-
-def test_a_lost_stage_goes_on_from_its_save_while_others_keep_their_state():
-    told = asked(committed=5)
-    syncs = sent(told.statuses(5, c=saves(2, 3)), "sync")
-    assert {node: message.sync.method for node, message in syncs.items()} == {"c": "save"}
-    assert (syncs["c"].sync.step, syncs["c"].sync.sources[0].step) == (5, 3)
 
 
 # --- an attempt that goes on without lost nodes
@@ -2038,16 +2023,11 @@ def test_whom_two_say_they_cannot_use_is_accused_and_the_attempt_goes_on_without
     assert [event.nodes for event in events(effects, AttemptMasked)] == [("c",)]
     assert "c" not in served_by(told)
     assert refuses(told, "b2", "c") == [], "that is known"
-
-
-def test_while_the_registry_keeps_it_it_has_no_microbatches_and_does_not_hold_up_the_run():
-    told = replicated()
-    two_refuse(told, "c")
     told.comes_home()
     told.votes(but="c")
     assert sent(told.waits(EVICTED + 0.1), "query").keys() == told.members.keys()
     told.statuses(0)
-    assert "c" not in served_by(told)
+    assert "c" not in served_by(told), "while the registry keeps it"
     assert told.commits().keys() == told.members.keys()
     assert "c" not in served_by(told)
 

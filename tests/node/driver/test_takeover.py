@@ -253,10 +253,3 @@ def test_who_has_no_state_yet_does_not_enter() -> None:
     (failed,) = seat.received("a", entering(7))
     assert isinstance(failed, Send)
     assert failed.message.WhichOneof("body") == "failed"
-
-
-def test_a_driver_that_hears_of_it_late_is_no_driver_any_more() -> None:
-    told = in_second_step()
-    told.views(TAKEN)
-    told.views(TAKEN, driver="b/1")
-    assert told.hears("b/2.3", status=pb.Status()) == []

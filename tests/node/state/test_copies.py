@@ -16,15 +16,13 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
 from planaria.node.state.copies import Allowance, Holder, Outgoing, Sender
-from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import StateClient, StateServer, WantedState
+from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import RECENT
 from planaria.recovery.snapshot import Layout
 from tests.harness.at_rest import check_at_rest
-from tests.harness.network import Item, Network, Thread, copied, damaged
+from tests.harness.network import Item, Network, Thread, damaged
 
 T = TypeVar("T")
 LAYOUT = Layout([(9, 40), (40,), (11, 17)])
@@ -746,44 +744,6 @@ def live_through_it(seed: int, codec: str) -> None:
         world.assert_true(holder, exact=codec == "none")
         check_at_rest(training.sender)
         world.assert_agreed(training.sender, holder)
-
-
-def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
-    world = World(fraction=0.5, period=2, codec="int8")
-    for step in (1, 2):
-        world.commit(step)
-        world.settle()
-    holder = world.holder
-
-    def to_joiner(peer: str, item: pb.Message | Frame) -> bool:
-        if isinstance(item, Frame):
-            world.after(0.0, partial(client.on_frame, "h", copied(item)))
-        else:
-            world.after(0.0, partial(client.on_message, "h", item))
-        return True
-
-    def ask(peer: str, message: pb.Message | Frame) -> bool:
-        assert isinstance(message, pb.Message)
-        server.on_message("joiner", message)
-        return True
-
-    exchanges = world.new(Thread(world))
-    server = StateServer(
-        world.exchanges["h"], tensors, to_joiner, lambda *_: holder.state("snapshot", 2)
-    )
-    accused: list[Any] = []
-    client = StateClient(
-        exchanges, tensors, ask, lambda *said: accused.append(said), shard_size=400
-    )
-    state = holder.state("snapshot", 2)
-    assert state is not None
-    due = {name: len(tensor) for name, tensor in state.tensors.items()}
-    fetch = client.fetch(WantedState(2, Age(0, 2), due, True, "snapshot"), ["h"], 60.0)
-    fetched = world.run(exchanges, fetch)
-    assert accused == []
-    for name, tensor in state.tensors.items():
-        assert torch.equal(fetched.state.tensors[name], tensor)
-    assert (fetched.state.optimizer_step, fetched.state.last) == (2, commit_of(2))
 
 
 def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 import torch
 
-from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
+from planaria.node.model.modules import BodyStage, build_stage
 from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection
@@ -24,7 +24,6 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame
-from planaria.recovery.checkfree import average
 from planaria.recovery.learner import Learner, Muon, learn, residual_error
 from planaria.recovery.orders import order, runs
 from planaria.recovery.relearning import parts, pull, rate, shuffled
@@ -231,16 +230,6 @@ def test_joiners_do_what_one_process_would_do(
         assert results[0].residual_after == pytest.approx(residual_error(chain, newest))
 
 
-def test_the_same_passes_give_the_same_bits() -> None:
-    pairs = crossed([2, 3], swapped=True)
-    digests = []
-    for _ in range(2):
-        students = {stage: student(stage) for stage in (2, 3)}
-        relearn_all(students, {stage: fetched_by(stage, pairs) for stage in (2, 3)})
-        digests.append([one.optimizer.digest() for one in students.values()])
-    assert digests[0] == digests[1]
-
-
 def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
     pairs = crossed([2, 3], swapped=False)
     fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
@@ -333,19 +322,6 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
     first, *others = rates.values()
     assert first[::at_a_time] == pytest.approx([TERMS.lr * (1 - look / 10) for look in range(10)])
     assert all(other == first for other in others)
-
-
-def test_several_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relearn, "TOGETHER", 3)
-    students = {stage: student(stage) for stage in (2, 3)}
-    pairs = crossed([2, 3], swapped=False)
-    terms = replace(TERMS, passes=1000, seconds=500.0)
-    fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
-    results = relearn_all(students, fetched, terms, slow=True)
-    updates = {len(one.updates) for one in students.values()}
-    assert len(updates) == 1
-    assert 0 < updates.pop() < 90
-    assert results[0].passes == results[1].passes > 0
 
 
 def test_no_time_is_no_training() -> None:
@@ -565,98 +541,3 @@ def test_who_is_given_up_goes_no_further() -> None:
     assert one.optimizer.digest() == digest
     assert len(one.updates) == 6
     assert not thread.posted
-
-
-# Whether it helps
-
-
-class Trained(NamedTuple):
-    """A whole model in one process, as it is after some steps."""
-
-    ends: EmbeddingStage
-    bodies: dict[int, Student]
-    crossings: list[torch.Tensor]  # of the last step, from stage to stage, before its update
-    omegas: list[float]  # of the last step, by stage
-    held_out: torch.Tensor
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        x = self.ends.embed(self.held_out[:, :-1])
-        for body in self.bodies.values():
-            x = body.module(x)
-        targets = self.held_out[:, 1:]
-        return float(self.ends.loss(x, targets)) / targets.numel()
-
-
-def text(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 [count, length]: each token depends on the two before it, in ways of a fixed seed."""
-    logits = 3 * torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))
-    likely = torch.softmax(logits, dim=-1)
-    found = list(torch.randint(8, (2, count), generator=generator))
-    for _ in range(length - 2):
-        drawn = torch.multinomial(likely[found[-2], found[-1]], 1, generator=generator)
-        found.append(drawn[:, 0])
-    return torch.stack(found, dim=1)
-
-
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    section = ModelSection(dim=32, heads=2, stages=4, layers=4, context=16, hidden=64)
-    config = model_config(section, vocabulary=8)
-    generator = torch.Generator().manual_seed(1)
-    ends = build_stage(config, 0, seed=0)
-    assert isinstance(ends, EmbeddingStage)
-    bodies = {stage: student(stage, 0, config) for stage in range(1, 5)}
-    optimizers = [
-        StageOptimizer(ends, torch.device("cpu")),
-        *(one.optimizer for one in bodies.values()),
-    ]
-    for _ in range(150):
-        tokens = text(16, 17, generator)
-        crossings = [ends.embed(tokens[:, :-1])]
-        for body in bodies.values():
-            crossings.append(body.module(crossings[-1]))
-        loss = ends.loss(crossings[-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-        loss.backward()  # type: ignore[no-untyped-call]
-        omegas = [optimizer.squared_norm() for optimizer in optimizers]
-        for optimizer in optimizers:
-            optimizer.step(3e-3)
-            optimizer.zero_gradient()
-    kept = [x.detach().to(torch.bfloat16) for x in crossings]
-    return Trained(ends, bodies, kept, omegas, text(64, 17, generator))
-
-
-def rebuilt(trained: Trained, lost: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    """CheckFree's average, a copy for an end stage, two in a row interpolated by depth."""
-    weights = {stage: body.optimizer.weights for stage, body in trained.bodies.items()}
-    if len(lost) == 2:
-        return {s: average(weights[1], weights[4], 4 - s, s - 1) for s in lost}
-    (stage,) = lost
-    if stage == 1:
-        return {1: weights[2].clone()}
-    shares = trained.omegas[stage - 1], trained.omegas[stage + 1]
-    return {stage: average(weights[stage - 1], weights[stage + 1], *shares)}
-
-
-@pytest.mark.parametrize("lost", [(1,), (3,), (2, 3)])
-def test_relearning_takes_most_of_the_damage_away(trained: Trained, lost: tuple[int, ...]) -> None:
-    """Loss on held-out text, right after the rebuild."""
-    undamaged = trained.loss()
-    students = {stage: trained.bodies[stage] for stage in lost}
-    before = {stage: one.optimizer.weights.clone() for stage, one in students.items()}
-    for stage, weights in rebuilt(trained, lost).items():
-        students[stage].optimizer.load([("weights", weights)], 0)
-    averaged = trained.loss()
-    size = 4  # samples in a microbatch
-    ends = [x.split(size) for x in (trained.crossings[lost[0] - 1], trained.crossings[lost[-1]])]
-    pairs = {
-        BoundaryPair(7, number, lost): pair for number, pair in enumerate(zip(*ends, strict=True))
-    }
-    fetched = {stage: fetched_by(stage, pairs, (size, 16, 32)) for stage in lost}
-    terms = replace(TERMS, passes=20)
-    relearn_all(students, fetched, terms)
-    relearned = trained.loss()
-    for stage, one in students.items():
-        one.optimizer.load([("weights", before[stage])], 0)
-    assert averaged > undamaged + 0.05
-    assert relearned - undamaged < (averaged - undamaged) / 2

@@ -78,10 +78,6 @@ def same(a: StageOptimizer, b: StageOptimizer) -> bool:
 # Who serves whom
 
 
-def test_the_stage_behind_the_last_is_the_embedding_stage() -> None:
-    assert [next_stage(stage, 3) for stage in range(4)] == [1, 2, 3, 0]
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), unique_by=lambda p: p[1]),
     st.integers(0, 3),

@@ -249,18 +249,6 @@ def test_who_has_voted_still_says_whom_it_cannot_reach_until_it_hears_the_commit
     assert told.member.cut_off(ballot, "driver", "the link broke") == []
 
 
-def test_others_vote_as_soon_as_their_stage_has_reduced(told: Told):
-    told.hears(Ballot(1, 2), step=begin(1))
-    assert bodies(told.member.reduced(Ballot(1, 2), READY)) == ["ready"]
-
-
-def test_a_commit_is_applied_once(told: Told):
-    told.make_ready(1, Ballot(1, 2))
-    assert len(told.commits(1, Ballot(1, 2))) == 1
-    assert told.commits(1, Ballot(1, 2)) == []
-    assert told.member.committed == 1
-
-
 @pytest.mark.parametrize(("step", "ballot"), [(1, Ballot(1, 1)), (2, Ballot(1, 2))])
 def test_nothing_else_is_committed_than_what_is_ready(told: Told, step: int, ballot: Ballot):
     told.make_ready(1, Ballot(1, 2))
