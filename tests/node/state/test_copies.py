@@ -179,7 +179,20 @@ class World(Network):
         for holder in self.holders.values():
             holder.committed(having(step, attempt))
 
+    def commits(self, *steps: int) -> None:
+        """Everybody commits each of them, and everything that follows from it happens."""
+        for step in steps:
+            self.commit(step)
+            self.settle()
+
     # --- what is held
+
+    @property
+    def state(self) -> StageState:
+        """What `h` holds."""
+        state = self.holder.state("snapshot", STAGE)
+        assert state is not None
+        return state
 
     def step_held(self, holder: str = "h") -> int | None:
         state = self.holders[holder].state("snapshot", STAGE)
@@ -230,8 +243,7 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            world.commit(world.training.step + 1)
-            world.settle()
+            world.commits(world.training.step + 1)
 
     def slow(steps: int) -> None:
         """An update takes so many steps."""
@@ -260,10 +272,8 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
 
 def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
-    state = world.holder.state("snapshot", 2)
-    assert state is not None
+    world.commits(1)
+    state = world.state
     own = world.training.state()
     assert list(state.tensors) == list(NAMES)
     assert torch.equal(state.tensors["weights"], own.tensors["weights"])
@@ -281,8 +291,7 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
 def test_copies_go_to_one_holder_at_a_time() -> None:
     world = World(fraction=1.0, period=1, holders=("h", "i"))
     for step in (1, 2):
-        world.commit(step)
-        world.settle()
+        world.commits(step)
         assert (world.step_held("h"), world.step_held("i")) == (step, step)
     runs = [
         to for to, _ in itertools.groupby(sent.target for sent in world.sent if sent.source == "s")
@@ -307,8 +316,7 @@ def test_a_slow_transfer_is_followed_by_that_of_the_newest_step() -> None:
 
 def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.training.commit(2)
     world.moment()
     assert world.step_held() == 1
@@ -321,8 +329,7 @@ def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one()
 
 def test_what_was_committed_by_nobody_who_is_left_is_forgotten() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.training.commit(2)
     world.moment()
     world.holder.committed(having(2, attempt=9))
@@ -359,8 +366,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
     world.sender.committed(world.training.state().id)
     world.settle()
     assert world.sent == []
-    world.commit(3)
-    world.settle()
+    world.commits(3)
     assert world.step_held() == 3
 
 
@@ -371,8 +377,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
 def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> None:
     world = World(fraction=0.25, period=8, codec=codec, moments=True)
     for step in range(1, 9):
-        world.commit(step)
-        world.settle()
+        world.commits(step)
         assert world.step_held() == step - (step + 1) % 2
         world.assert_true(exact=codec == "none")
         world.assert_agreed(world.sender)
@@ -380,8 +385,7 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
     assert fidelity is not None
     assert fidelity.staleness.oldest in (1, 3)  # those that changed most went first
     assert fidelity.staleness.newest == 7
-    state = world.holder.state("snapshot", 2)
-    assert state is not None
+    state = world.state
     assert (state.optimizer_step, state.last) == (7, commit_of(7))
     distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
     assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
@@ -389,8 +393,7 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
     world = World(fraction=0.25, period=4)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.held = True
     idle = world.sender.memory_bytes
     world.commit(2)
@@ -406,8 +409,7 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
     sent: Any = world.sender._recipients["h"].sent
     lost = sent.taken == -1
     assert set(sent.taken[~lost].tolist()) == {1} and lost.sum() == -(-LAYOUT.blocks // 4)
-    world.commit(3)
-    world.settle()
+    world.commits(3)
     world.assert_true()
     world.assert_agreed(world.sender)
     assert world.step_held() == 3
@@ -416,9 +418,7 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
 
 def test_a_new_holder_starts_with_nothing() -> None:
     world = World(fraction=0.5, period=2)
-    for step in (1, 2):
-        world.commit(step)
-        world.settle()
+    world.commits(1, 2)
     assert world.step_held("h") == 2
     world.sender.set_holders(["i"])
     assert world.step_held("i") is None
@@ -430,9 +430,7 @@ def test_a_new_holder_starts_with_nothing() -> None:
 
 def test_another_sender_overlays_what_the_first_had_sent() -> None:
     world = World(fraction=0.25, period=4)
-    for step in range(1, 5):
-        world.commit(step)
-        world.settle()
+    world.commits(*range(1, 5))
     assert world.step_held() == 4
     world.sender.set_holders([])
     second = world.train("t")
@@ -450,8 +448,7 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:
     world = World(fraction=0.5, period=4)  # every 2 steps
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.held = True
     for step in range(2, 7):
         world.commit(step)
@@ -460,17 +457,13 @@ def test_a_round_that_is_not_through_postpones_the_next() -> None:
     world.release()
     world.settle()
     assert {frame.fields["step"] for frame in world.frames} == {1, 3, 6}
-    for step in (7, 8):
-        world.commit(step)
-        world.settle()
+    world.commits(7, 8)
     assert {frame.fields["step"] for frame in world.frames} == {1, 3, 6, 8}
 
 
 def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
     world = World(fraction=0.5, period=2)
-    for step in (1, 2, 3):
-        world.commit(step)
-        world.settle()
+    world.commits(1, 2, 3)
     assert world.step_held() == 3
     world.training.lineage = 1
     for step in (2, 3):
@@ -491,13 +484,10 @@ def test_a_silent_holder_is_named_and_queues_nothing_more(
 ) -> None:
     world = World(fraction=1.0, period=1)
     world.held = True
-    for step in range(1, 5):
-        world.commit(step)
-        world.settle()
+    world.commits(*range(1, 5))
     assert len(world.frames) == copies.OUTSTANDING
     world.release()
-    world.commit(5)
-    world.settle()
+    world.commits(5)
     assert world.step_held() == 5
 
     messages = [record.getMessage() for record in caplog.records]
@@ -521,12 +511,10 @@ def test_an_answer_makes_room_for_one_frame() -> None:
 def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     world = World(fraction=1.0, period=1)
     del world.nodes["h"]
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     assert world.sent == []
     world.nodes["h"] = world.holder
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert world.step_held() == 2
 
     assert "did not reach h: there is no link to it" in caplog.text
@@ -540,28 +528,24 @@ def test_a_holder_that_holds_no_longer_is_left_alone() -> None:
     world.sender.set_holders([])
     world.release()
     world.settle()
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert {frame.fields["step"] for frame in world.frames} == {1}
     assert world.step_held() is None
 
 
 def test_a_damaged_update_changes_nothing() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.faults["s"] = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
     before = world.holder.memory_bytes
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert world.step_held() == 1
     assert world.holder.memory_bytes == before
     assert any("arrived damaged" in kept.error for kept in world.kept)
     assert world.accused == [("s", CHECKSUM)]
     world.assert_true()
     world.faults.clear()
-    world.commit(3)
-    world.settle()
+    world.commits(3)
     assert world.step_held() == 3
     world.assert_true()
 
@@ -607,19 +591,16 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
     assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
     world.faults.clear()
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert world.step_held() == 2
     world.assert_true()
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.training.apply = lambda step: world.training.flats[0].fill_(math.inf)  # type: ignore[method-assign]
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert "aren't finite" in world.kept[-1].error
     assert world.accused == [], "its replicas have the same"
     assert world.step_held() == 1
@@ -636,8 +617,7 @@ def test_a_stranger_cannot_spoil_an_update() -> None:
         return frame
 
     world.faults["s"] = meddle
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     assert world.step_held() == 1
     world.assert_true()
     errors = [kept.error for kept in world.kept if kept.error]
@@ -748,8 +728,7 @@ def live_through_it(seed: int, codec: str) -> None:
 
 def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.computes["h"].held = True
     world.commit(2)
     world.moment()
@@ -757,8 +736,7 @@ def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     world.computes["h"].work()
     world.moment()
     assert world.step_held() == 2
-    state = world.holder.state("snapshot", 2)
-    assert state is not None
+    state = world.state
     weights = state.tensors["weights"]
     assert torch.equal(weights, values_at(1, 0)[0])
     source = world.exchanges["h"]
@@ -802,9 +780,7 @@ def test_a_budget_does_not_hold_back_more_than_it_must() -> None:
 
 def test_a_snapshot_leaves_no_faster_than_its_budget() -> None:
     world = World(fraction=1.0, period=1, mbps=0.008)  # 1 kB/s
-    for step in (1, 2, 3):
-        world.commit(step)
-        world.settle()
+    world.commits(1, 2, 3)
     times = [(sent.time, sent.item.size) for sent in world.sent if isinstance(sent.item, Frame)]
     assert all(size <= 200 for _, size in times)
     for first in range(len(times)):

@@ -47,6 +47,19 @@ def same_gradients(swarm: Swarm, other: Swarm) -> bool:
     return all(map(np.array_equal, swarm.gradients(), other.gradients()))
 
 
+def started(replicas: int = 2, masking: Any = "reassign", seed: int = 0) -> Swarm:
+    swarm = Swarm(replicas, random.Random(seed), masking)
+    swarm.starts()
+    return swarm
+
+
+def check_it_ends_well(swarm: Swarm) -> None:
+    """All is done once, and each gradient is that of a swarm in which nothing happens."""
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    assert same_gradients(swarm, undisturbed())
+
+
 LOSSES = st.lists(
     st.tuples(st.integers(0, 200), st.integers(1, 2), st.booleans()),
     max_size=3,
@@ -224,21 +237,18 @@ def test_what_there_is_no_memory_for_is_no_peers_failure(monkeypatch: pytest.Mon
         raise NoRoomError("out of memory", ends=ends)
 
     monkeypatch.setattr(VirtualWork, "forward", partial(lacks, False))
-    swarm = Swarm(1, random.Random(0))
-    swarm.starts()
+    swarm = started(1)
     with pytest.raises(AssertionError, match="no memory for the activation of micro") as failure:
         swarm.ends()
     assert failure.value.args[1] == []
     monkeypatch.setattr(VirtualWork, "forward", partial(lacks, True))
-    swarm = Swarm(1, random.Random(0))
-    swarm.starts()
+    swarm = started(1)
     with pytest.raises(NoRoomError, match="out of memory"):
         swarm.ends()
 
 
 def test_what_is_given_up_is_all_that_was_not_begun() -> None:
-    swarm = Swarm(2, random.Random(1))
-    swarm.starts()
+    swarm = started(2, seed=1)
     swarm.relieves("0.1")
     before = [key for key, name in swarm.served.items() if name == "0.1"]
     swarm.ends()
@@ -262,8 +272,7 @@ def test_an_evaluation_brings_every_microbatch_home_and_leaves_no_gradient(
 
 
 def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again() -> None:
-    swarm = Swarm(2, random.Random(0))
-    swarm.starts()
+    swarm = started()
     swarm.ends()
     left = swarm.nodes["1.0"]
     own = left.gradient.copy()
@@ -275,8 +284,7 @@ def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again() -> None:
 
 
 def test_what_was_done_ahead_is_not_done_again() -> None:
-    swarm = Swarm(2, random.Random(0), "spare")
-    swarm.starts()
+    swarm = started(2, "spare")
     swarm.ends()
     stand_in = swarm.nodes["1.0"]
     assert stand_in.workplace.computed == MICROBATCHES  # its own, and the other's
@@ -317,8 +325,7 @@ def test_only_what_may_have_to_be_sent_again_is_kept(
 
 
 def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> None:
-    swarm = Swarm(2, random.Random(0))
-    swarm.starts()
+    swarm = started()
     swarm.moves()
     swarm.loses({"2.1"}, mute=False)
     while swarm.plans:
@@ -327,9 +334,7 @@ def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> 
     before = swarm.nodes["0.1"].compute.posted
     swarm.nodes["0.1"].attempt.take("2.1", late)
     assert swarm.nodes["0.1"].compute.posted == before
-    swarm.ends()
-    swarm.check_everything_is_there_once()
-    assert same_gradients(swarm, undisturbed())
+    check_it_ends_well(swarm)
 
 
 # --- what can't be
@@ -350,8 +355,7 @@ def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> 
 def test_of_a_bad_frame_it_is_said_why_and_whose_it_was(
     fields: dict[str, float], reason: str
 ) -> None:
-    swarm = Swarm(2, random.Random(0))
-    swarm.starts()
+    swarm = started()
     attempt = swarm.nodes["1.0"].attempt
     with pytest.raises(AssertionError, match=reason) as failure:
         attempt.take("1.1", Frame("activation", attempt.ballot, fields, [], b""))
@@ -359,8 +363,7 @@ def test_of_a_bad_frame_it_is_said_why_and_whose_it_was(
 
 
 def test_of_a_damaged_frame_it_is_said_whose_it_was_and_another_may_take_its_place() -> None:
-    swarm = Swarm(2, random.Random(0))
-    swarm.starts()
+    swarm = started()
     node = swarm.nodes["1.0"]
     fields = {"microbatch": 0, "position": 1}
     node.attempt.take("0.0", Frame("activation", BEGAN, fields, [], b"too short"))
@@ -368,9 +371,7 @@ def test_of_a_damaged_frame_it_is_said_whose_it_was_and_another_may_take_its_pla
         while True:
             node.compute.moves[0]()
     assert failure.value.args[1:] == (["0.0"], CHECKSUM)
-    swarm.ends()
-    swarm.check_everything_is_there_once()
-    assert same_gradients(swarm, undisturbed())
+    check_it_ends_well(swarm)
 
 
 def breaks(*_: object) -> None:
@@ -381,8 +382,7 @@ def test_what_breaks_on_what_a_peer_sent_is_its_failure_once_and_then_ends_the_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(VirtualWork, "forward", breaks)
-    swarm = Swarm(1, random.Random(0))
-    swarm.starts()
+    swarm = started(1)
     node = swarm.nodes["1.0"]
 
     def takes(microbatch: int) -> None:
@@ -400,8 +400,7 @@ def test_what_breaks_on_what_a_peer_sent_is_its_failure_once_and_then_ends_the_n
 
 def test_what_breaks_on_nobodys_tensor_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VirtualWork, "embed", breaks)
-    swarm = Swarm(1, random.Random(0))
-    swarm.starts()
+    swarm = started(1)
     with pytest.raises(RuntimeError, match="out of memory"):
         swarm.ends()
 
@@ -417,8 +416,7 @@ def test_a_plan_off_its_order_is_refused_and_starts_nothing() -> None:
 
 
 def test_a_new_plan_that_passes_over_the_stand_in_is_refused() -> None:
-    swarm = Swarm(3, random.Random(0), "spare")
-    swarm.starts()
+    swarm = started(3, "spare")
     swarm.loses({"1.0"}, mute=True)
     (begin,) = [plan for name, _, plan in swarm.plans if name == "1.1"]
     names = [place.node for place in begin.members]
@@ -429,8 +427,7 @@ def test_a_new_plan_that_passes_over_the_stand_in_is_refused() -> None:
 
 
 def test_a_new_plan_of_other_microbatches_is_refused() -> None:
-    swarm = Swarm(2, random.Random(0))
-    swarm.starts()
+    swarm = started()
     begin = swarm.begin()
     del begin.plan[0]
     with pytest.raises(ValueError, match="has other microbatches"):
@@ -451,8 +448,7 @@ def test_who_lacks_a_microbatch_says_so_in_time() -> None:
 
 
 def test_a_source_tells_of_its_losses_before_the_last_gradient_is_back() -> None:
-    swarm = Swarm(2, random.Random(0))
-    swarm.starts()
+    swarm = started()
     swarm.ends()
     for name in ("0.0", "0.1"):
         source = swarm.nodes[name]
@@ -464,8 +460,7 @@ def test_a_source_tells_of_its_losses_before_the_last_gradient_is_back() -> None
 
 
 def test_a_source_has_so_many_microbatches_out_and_the_next_when_one_is_home() -> None:
-    swarm = Swarm(1, random.Random(0))
-    swarm.starts()
+    swarm = started(1)
     source = swarm.nodes["0.0"]
     while swarm.moves():
         out = source.work.done["activation"] - len(source.homes)
@@ -586,14 +581,11 @@ def test_what_an_older_attempt_has_left_in_the_compute_thread_has_no_effect(
             node.attempt.end()
     for node in swarm.nodes.values():
         node.starts(again, swarm.begin())
-    swarm.ends()
-    swarm.check_everything_is_there_once()
-    assert same_gradients(swarm, undisturbed())
+    check_it_ends_well(swarm)
 
 
 def test_what_is_dropped_leaves_no_trace() -> None:
-    swarm = Swarm(2, random.Random(1), "spare")
-    swarm.starts()
+    swarm = started(2, "spare", seed=1)
     for _ in range(100):
         swarm.moves()
     for node in swarm.nodes.values():
