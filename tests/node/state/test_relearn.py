@@ -176,6 +176,12 @@ def alone(
     return network.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
 
 
+def block(*lost: int, swapped: bool = False) -> tuple[dict[int, Student], dict[int, Fetched]]:
+    """Joiners of these stages, and what they have fetched."""
+    pairs = crossed(lost, swapped)
+    return {s: student(s) for s in lost}, {s: fetched_by(s, pairs) for s in lost}
+
+
 def chain_of(pair: BoundaryPair, learners: Mapping[int, Learner]) -> list[Learner]:
     return [learners[stage] for stage in pair.stages]
 
@@ -231,11 +237,9 @@ def test_joiners_do_what_one_process_would_do(
 
 
 def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
-    pairs = crossed([2, 3], swapped=False)
-    fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
+    students, fetched = block(2, 3)
     del fetched[2].inputs[BoundaryPair(7, 0, (2, 3))]
     del fetched[3].outputs[BoundaryPair(6, 2, (2, 3))]
-    students = {stage: student(stage) for stage in (2, 3)}
     results = relearn_all(students, fetched)
     assert [(result.pairs, result.left_out) for result in results] == [(6, 2), (6, 2)]
     assert all(len(one.updates) == 6 * SHAPE[0] * TERMS.passes for one in students.values())
@@ -299,8 +303,7 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between two looks at the clock it falls as the passes have it."""
-    pairs = crossed(lost, swapped=False)
-    fetched = {stage: fetched_by(stage, pairs) for stage in lost}
+    students, fetched = block(*lost)
     rates: dict[int, list[float]] = {}
     backward = Learner.backward
 
@@ -310,7 +313,7 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
 
     monkeypatch.setattr(Learner, "backward", noted)
     pieces = PAIRS * SHAPE[0]
-    relearn_all({stage: student(stage) for stage in lost}, fetched)
+    relearn_all(students, fetched)
     updates = TERMS.passes * pieces
     expected = [TERMS.lr * (1 - done / updates) for done in range(updates)]
     assert [*rates.values()] == [pytest.approx(expected)] * len(lost)
@@ -337,11 +340,9 @@ def test_no_time_is_no_training() -> None:
 @pytest.mark.parametrize("lr", [100.0, math.inf])
 @pytest.mark.parametrize("lost", [(2,), (2, 3)])
 def test_what_makes_it_worse_is_undone(lost: tuple[int, ...], lr: float) -> None:
-    students = {stage: student(stage) for stage in lost}
+    students, fetched = block(*lost)
     before = [one.optimizer.digest() for one in students.values()]
-    pairs = crossed(lost, swapped=False)
-    terms = replace(TERMS, passes=2, lr=lr)
-    results = relearn_all(students, {stage: fetched_by(stage, pairs) for stage in lost}, terms)
+    results = relearn_all(students, fetched, replace(TERMS, passes=2, lr=lr))
     assert all(result.undone for result in results)
     assert not results[0].residual_after <= results[0].residual_before
     assert [one.optimizer.digest() for one in students.values()] == before
@@ -359,35 +360,21 @@ def test_bf16_relearns_too() -> None:
 # When it can't go on
 
 
-def error_of(one: Exchange[pb.Relearned]) -> Exception | None:
-    try:
-        if one.done:
-            one.result()
-    except ComplaintError as error:
-        return error
-    return None
-
-
 def failures(network: Network, running: Sequence[Exchange[pb.Relearned]]) -> list[Exception]:
     """The first ones; those who still wait are given up, as by a newer ballot."""
-    while not any(map(error_of, running)):
+    while not any(one.done for one in running):
         assert network.step()
-    found = [error for error in map(error_of, running) if error is not None]
+    found = [error for one in running if one.done and (error := network.error(one))]
+    assert found, "nobody noticed"
     for one in running:
         one.cancel()
     return found
 
 
-def trio() -> tuple[dict[int, Student], dict[int, Fetched]]:
-    lost = (2, 3, 4)
-    pairs = crossed(lost, swapped=False)
-    return {s: student(s) for s in lost}, {s: fetched_by(s, pairs) for s in lost}
-
-
 @pytest.mark.parametrize("dead", [2, 3, 4])
 @pytest.mark.parametrize("after", [0, 1, 7, 16])
 def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
     name, sent = f"joiner-{dead}", 0
 
@@ -406,7 +393,7 @@ def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
 
 
 def test_who_is_late_is_named() -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
     network.passes = lambda sender, to, item: not (sender == "joiner-3" and to == "joiner-2")
     leader, *_ = together(network, students, fetched, replace(TERMS, passes=1))
@@ -420,7 +407,7 @@ def test_who_is_late_is_named() -> None:
 
 
 def test_without_a_link_it_fails_at_once() -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network([2, 3])
     joiners = {stage: f"joiner-{stage}" for stage in (1, 3, 4)}
     one = network.begin(joiners, 3, students[3], fetched[3])
@@ -431,7 +418,7 @@ def test_without_a_link_it_fails_at_once() -> None:
 
 @pytest.mark.parametrize("fault", ["bit", "shape", "fields", "flood"])
 def test_a_bad_frame_fails_it(fault: str) -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
 
     def passes(sender: str, to: str, item: pb.Message | Frame) -> bool:
@@ -460,7 +447,7 @@ def test_a_bad_frame_fails_it(fault: str) -> None:
 
 @pytest.mark.parametrize("stages", [[], [2, 3], [3], [3, 4]])
 def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
-    students, _ = trio()
+    students, _ = block(2, 3, 4)
     network = Network([2, 3, 4])
     joiners = {2: "joiner-2", 3: "joiner-3"}
     one = network.begin(joiners, 3, students[3], Fetched(SHAPE))
@@ -477,7 +464,7 @@ def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None
 @pytest.mark.parametrize(("first", "updates"), [(0, 1), (1, 1), (0, 1000)])
 def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> None:
     """Before it has said of what, after some that were never made, or more than all passes."""
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network([2, 3, 4])
     one = network.begin({2: "joiner-2", 4: "joiner-4"}, 4, students[4], fetched[4])
     order = pb.Relearn(round=1, work=pb.Relearn.TRAIN, first=first, count=updates)
@@ -490,7 +477,7 @@ def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> No
 
 def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
     """The followers' reports are there before the leader begins; so is one of an older ballot."""
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
     joiners = {stage: f"joiner-{stage}" for stage in students}
     begin = {
