@@ -767,17 +767,14 @@ def test_who_comes_to_a_stage_that_relearns_copies_it_when_the_lesson_is_over():
     assert joining(sent(told.trains(), "step")["c"]) == ["new"]
 
 
-def test_nobody_waits_for_a_lesson_longer_than_all_would_have():
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_leaves_or_takes_too_long_is_copied_though_it_relearns(leaves: bool):
     told = Relearning()
-    told.now += RULES.relearn_seconds
+    if leaves:
+        told.views(leaving="c")
+    else:
+        told.now += RULES.relearn_seconds
     assert not sent(told.trains_with(1, 8), "step")["b"].step.HasField("begin")
-    assert sent(told.gathered(), "sync").keys() == {"new"}
-
-
-def test_who_leaves_or_hangs_is_copied_though_it_relearns():
-    told = Relearning()
-    told.views(leaving="c")
-    told.trains_with(1, 8)
     assert sent(told.gathered(), "sync").keys() == {"new"}
 
 
@@ -859,22 +856,20 @@ def test_a_joiner_with_other_weights_does_not_enter():
     assert sent(told.gathered(committed=2), "step")["c"].step.begin.step == 3
 
 
-def test_a_joiner_that_is_lost_costs_no_attempt():
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_a_joiner_that_is_lost_costs_no_attempt(is_waited_for: bool):
     told = Joined()
     told.catches_up()
-    effects = told.driver.link_lost("new", "reset", told.now)
-    assert [type(effect) for effect in effects] == [NodeLost]
+    assert not is_waited_for or told.trains() == []
+    lost, *effects = told.driver.link_lost("new", "reset", told.now)
+    assert isinstance(lost, NodeLost)
+    if is_waited_for:
+        assert sent(effects, "step")["c"].step.commit.step == 2
+        return
+    assert effects == []
     assert told.views(SWARM) == []
     assert sent(told.trains(), "query").keys() == SWARM.keys()
     assert sent(told.statuses(2), "step")["c"].step.begin.step == 3
-
-
-def test_the_loss_of_a_joiner_whose_vote_is_waited_for_ends_the_wait():
-    told = Joined()
-    told.catches_up()
-    assert told.trains() == []
-    effects = told.driver.link_lost("new", "reset", told.now)
-    assert sent(effects, "step")["c"].step.commit.step == 2
 
 
 def test_a_gather_does_not_disturb_who_follows_and_tells_it_the_commit_it_doubts():
@@ -2312,27 +2307,19 @@ def test_what_changes_again_is_told_again():
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "by", "policy", "method"),
-    [
-        ("save", 2, "c", "checkfree", "save"),
-        ("redundant", 2, "b", "redundant", "redundant"),
-    ],
+    ("kind", "by", "policy"), [("save", "c", "checkfree"), ("redundant", "b", "redundant")]
 )
-def test_it_takes_its_weights_back_from_who_has_them_as_they_were(kind, stage, by, policy, method):
+def test_it_takes_its_weights_back_from_who_has_them_as_they_were(kind, by, policy):
     told = Alone(policy=policy)
-    lone = next(node for node, of in ALONE.items() if of == stage)
-    told.ready_with(**{lone: (b"same", b"flipped")})
-    effects = told.statuses(**{by: told.keeps(kind, stage)})
+    told.ready_with(c=(b"same", b"flipped"))
+    effects = told.statuses(**{by: told.keeps(kind, 2)})
     (changed,) = events(effects, WeightsChanged)
     assert changed.restored
-    syncs = sent(effects, "sync")
-    assert syncs.keys() == {lone}
-    assert (syncs[lone].sync.method, syncs[lone].sync.follow) == (method, False)
-    assert [source.node for source in syncs[lone].sync.sources] == [by]
-    told.hears(lone, synced=pb.Synced(step=1, method=method))
-    told.driver.rules = replace(
-        told.driver.rules, policy=POLICIES["checkfree"]
-    )  # twins are another matter
+    ((lone, sync),) = sent(effects, "sync").items()
+    assert (lone, sync.sync.method, sync.sync.follow) == ("c", kind, False)
+    assert [source.node for source in sync.sync.sources] == [by]
+    told.hears("c", synced=pb.Synced(step=1, method=kind))
+    told.driver.rules = replace(told.driver.rules, policy=POLICIES["checkfree"])  # without twins
     told.statuses()
     assert "by themselves" not in told.driver.explain()
     told.ready_with()
