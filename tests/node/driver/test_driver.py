@@ -395,15 +395,6 @@ def test_what_is_not_finite_is_the_same_when_it_is_told_twice():
     assert 0 in told.attempt.homes
 
 
-def test_who_had_voted_does_so_anew_once_others_do_what_a_slow_node_has_given_up():
-    told = late()
-    mine = [m.id for m in told.attempt.begin.plan if m.source == "z"]
-    told.ready("b")
-    told.hears("z", account=pb.Account(given_up=mine[1:], computing=True))
-    asked = sent(told.comes_home(), "reduce")
-    assert asked.keys() == PAIRED.keys()
-
-
 def test_a_commit_needs_ready_from_every_member_each_counted_once():
     told = begun()
     told.comes_home()
@@ -776,14 +767,6 @@ def test_who_leaves_or_takes_too_long_is_copied_though_it_relearns(leaves: bool)
         told.now += RULES.relearn_seconds
     assert not sent(told.trains_with(1, 8), "step")["b"].step.HasField("begin")
     assert sent(told.gathered(), "sync").keys() == {"new"}
-
-
-def test_another_driver_knows_which_stage_relearns():
-    told = asked(members={**SWARM, "new": 2})
-    has = at(5, relearning=2)
-    effects = told.statuses(5, c=has, new=pb.Status())
-    assert sent(effects, "sync") == {}
-    assert sent(effects, "step").keys() == SWARM.keys()
 
 
 def test_who_has_caught_up_votes_and_enters_with_the_commit():
@@ -1231,9 +1214,10 @@ def test_who_goes_on_is_not_replaced():
     assert sent(told.statuses(1), "step").keys() == {"a", "b", "c"}
 
 
-def test_what_a_slow_node_has_given_up_goes_to_its_replicas():
+def test_what_a_slow_node_has_given_up_goes_to_its_replicas_and_who_had_voted_does_so_anew():
     told = late()
     mine = [m.id for m in told.attempt.begin.plan if m.source == "z"]
+    told.ready("b")
     effects = told.hears("z", account=pb.Account(given_up=mine[1:], computing=True))
     (relieved,) = events(effects, Relieved)
     assert (relieved.node, relieved.microbatches) == ("z", len(mine) - 1)
@@ -1241,6 +1225,7 @@ def test_what_a_slow_node_has_given_up_goes_to_its_replicas():
     begins = sent(effects, "step")
     assert begins.keys() == PAIRED.keys(), "it stays a member"
     assert begins["z"].step.begin.HasField("since")
+    assert sent(told.comes_home(), "reduce").keys() == PAIRED.keys()
 
 
 def share(attempt: AttemptState, node: str) -> list[int]:
@@ -1838,15 +1823,6 @@ def says_again(told: Told, peer: str, node: str) -> list[Effect]:
     return effects
 
 
-def test_by_whose_word_alone_nothing_is_ever_committed_is_wrong():
-    told = begun()
-    for _ in range(HELD_UP - 1):
-        assert charges(says_again(told, "b", "c")) == []
-    effects = says_again(told, "b", "c")
-    assert charges(effects) == [("b", NUMBERS)]
-    assert [event.by for event in events(effects, Accused)] == ["a"]
-
-
 def closes_its_link(told: Told, *nodes: str) -> list[Effect]:
     """To the driver, each of them once."""
     effects: list[Effect] = []
@@ -1928,7 +1904,7 @@ def test_by_one_members_word_no_driver_goes():
     assert charges(told.hears("b", failed=failed)) == []
 
 
-def test_what_a_node_that_is_gone_has_said_makes_up_for_nothing():
+def test_by_whose_word_alone_nothing_is_ever_committed_is_wrong_whatever_others_had_said():
     told = begun()
     for _ in range(HELD_UP):
         says_again(told, "b", "c")
@@ -1936,7 +1912,9 @@ def test_what_a_node_that_is_gone_has_said_makes_up_for_nothing():
     told.statuses()
     for _ in range(HELD_UP - 1):
         assert charges(says_again(told, "new", "c")) == []
-    assert charges(says_again(told, "new", "c")) == [("new", NUMBERS)]
+    effects = says_again(told, "new", "c")
+    assert charges(effects) == [("new", NUMBERS)]
+    assert [event.by for event in events(effects, Accused)] == ["a"]
 
 
 def test_of_two_that_say_so_of_each_other_nobody_is_wrong():
@@ -2089,7 +2067,7 @@ def test_nobodys_word_alone_takes_a_second_replica_its_work():
     assert charges(refuses(told, "b2", "c2", CHECKSUM)) == [("c2", CHECKSUM)]
 
 
-def test_the_last_node_of_a_stage_goes_when_two_say_so():
+def test_the_last_node_of_a_stage_goes_when_two_say_so_and_so_does_the_next_one():
     told = begun()
     effects = refuses(told, "b", "c")
     assert charges(effects) == []
@@ -2097,14 +2075,6 @@ def test_the_last_node_of_a_stage_goes_when_two_say_so():
     assert sent(told.statuses(), "step")["c"].step.begin.step == 1
     assert "c" in served_by(told), "there is nobody else"
     assert charges(refuses(told, "d", "c")) == [("c", SHAPE)]
-
-
-def test_who_says_so_of_one_that_others_accused_too_may_accuse_the_next_one_of_its_stage():
-    told = begun()
-    for by in "b", "d":
-        effects = refuses(told, by, "c")
-        told.statuses()
-    assert charges(effects) == [("c", SHAPE)]
     told.views({"a": 0, "b": 1, "again": 2, "d": 3, "e": 4})
     tries_again(told)
     assert charges(refuses(told, "b", "again")) == [], "not its own"
@@ -2578,16 +2548,6 @@ def audits(told: Told) -> tuple[list[Audit], pb.Commit]:
     return [effect for effect in effects if isinstance(effect, Audit)], commit
 
 
-def test_a_commit_names_blocks_of_stages_with_three_replicas_but_not_of_the_owners() -> None:
-    told = begun(AUDITED, THREES)
-    (audit,), commit = audits(told)
-    assert len(commit.audited) == 4 and audit.numbers == [*commit.audited]
-    assert (audit.ballot, audit.step) == (Ballot.of(commit.ballot), 1)
-    assert audit.stages.keys() == {1}
-    assert audit.stages[1].keys() == {"b", "b2", "b3"}
-    assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch is at one of them
-
-
 def test_a_step_with_a_gradient_far_too_long_is_skipped_and_audited_by_the_next_driver_too() -> (
     None
 ):
@@ -2608,9 +2568,14 @@ def test_a_step_with_a_gradient_far_too_long_is_skipped_and_audited_by_the_next_
         assert event.reason == "the gradient of stage 1 was 1000 times as long as usual"
 
 
-def test_there_is_one_audit_at_a_time() -> None:
+def test_a_commit_names_blocks_of_stages_with_three_replicas_for_one_audit_at_a_time() -> None:
     told = begun(AUDITED, THREES)
-    audits(told)
+    (audit,), commit = audits(told)
+    assert len(commit.audited) == 4 and audit.numbers == [*commit.audited]
+    assert (audit.ballot, audit.step) == (Ballot.of(commit.ballot), 1)
+    assert audit.stages.keys() == {1}, "the owners' is not audited"
+    assert audit.stages[1].keys() == {"b", "b2", "b3"}
+    assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch is at one of them
     assert audits(told)[0] == []
     told.driver.audited(AuditResult(1, {}, {}))
     (audit,), _ = audits(told)
