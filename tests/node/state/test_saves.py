@@ -197,16 +197,6 @@ def test_whatever_is_saved_comes_back_and_is_safetensors(
     assert all(torch.equal(read[f"{name}.flat"], values) for name, values in tensors.items())
 
 
-def test_tensors_longer_than_a_chunk_are_checked_in_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHUNK", 64)
-    given = state(1, values=41)  # 164 bytes
-    saves = written(tmp_path, given)
-    assert saves.sound() == [given.id.age]
-    assert same(saves.load(given.id.age), given)
-
-
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [

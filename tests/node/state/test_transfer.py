@@ -305,14 +305,6 @@ def test_a_source_that_dies_half_way(after: int) -> None:
     assert found.served["b"] <= after * SHARD_SIZE
 
 
-def test_when_all_die_the_error_names_them() -> None:
-    network = Network()
-    for source in SOURCES:
-        network.faults[source] = frames_from(1, lambda _, s=source: network.lose(s))  # type: ignore[misc]
-    with pytest.raises(ComplaintError, match=f"a: {GONE}"):
-        network.fetch()
-
-
 def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
     network = Network()
     network.states |= {"b": state(step=8), "c": None}

@@ -250,18 +250,6 @@ def test_an_evaluation_brings_every_microbatch_home_and_leaves_no_gradient(
     assert {node.workplace.computed for node in swarm.nodes.values()} == {0}
 
 
-def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again() -> None:
-    swarm = started()
-    swarm.ends()
-    left = swarm.nodes["1.0"]
-    own = left.gradient.copy()
-    assert left.reducing.done
-    swarm.loses({"1.1"}, mute=True)  # it is spoilt then
-    swarm.ends()
-    assert same_gradients(swarm, undisturbed())
-    assert not np.array_equal(left.gradient, own)
-
-
 def test_what_was_done_ahead_is_not_done_again() -> None:
     swarm = started(2, "spare")
     swarm.ends()
