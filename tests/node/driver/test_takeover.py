@@ -16,6 +16,7 @@ from planaria.node.transaction.routing import routes
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.policy import POLICIES
 from tests.node.driver.test_driver import RULES, Told, begun, events, sent
+from tests.node.transaction.test_member import view
 
 TWINS = replace(RULES, stages=3, policy=POLICIES["redundant"])
 ONE_EACH = {"a": 0, "b/1": 1, "c/2": 2, "d/3": 3}
@@ -199,8 +200,7 @@ def new_member() -> MemberSide:
 
 
 def driven_by(driver: str, number: int) -> registry.View:
-    members = [registry.Member(node=node) for node in (driver, "b/2.3")]
-    return registry.View(number=number, members=members, driver=driver)
+    return view(number, {driver: 0, "b/2.3": 2}, driver)
 
 
 def member(committed: int) -> MemberSide:

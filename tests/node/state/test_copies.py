@@ -5,7 +5,7 @@ import math
 import random
 from collections import Counter
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from planaria.recovery.snapshot import Layout
 from tests.harness.at_rest import check_at_rest
 from tests.harness.network import Item, Network, Thread, damaged, with_fields
 
-T = TypeVar("T")
 LAYOUT = Layout([(9, 40), (40,), (11, 17)])
 NAMES = ("weights", "first_moment", "second_moment")
 STAGE = 2

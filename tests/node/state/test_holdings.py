@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from planaria.recovery.snapshot import Layout
 from tests.harness.network import Nodes, VirtualNet
 from tests.node.state.small_saves import flat
 
-T = TypeVar("T")
 STAGE = 1
 RUN = loads(
     """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ from planaria.recovery.relearning import parts, pull, rate, shuffled
 from tests.harness import network
 from tests.harness.network import AtOnce, Nodes, Thread
 
-T = TypeVar("T")
 BALLOT = Ballot(3, 5)
 CONFIG = model_config(
     ModelSection(dim=8, heads=2, stages=5, layers=5, context=4, hidden=16), vocabulary=16
@@ -499,9 +498,7 @@ class ByHand:
     def __init__(self) -> None:
         self.posted: list[Callable[[], None]] = []
 
-    def post(
-        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
-    ) -> None:
+    def post(self, work: Any, then: Any, priority: Priority) -> None:
         self.posted.append(partial(AtOnce().post, work, then, priority))
 
 

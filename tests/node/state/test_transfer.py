@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import pytest
@@ -34,7 +34,6 @@ from planaria.node.wire.tensors import decode, encode
 from tests.harness import network
 from tests.harness.network import AtOnce, Item, Nodes, damaged
 
-T = TypeVar("T")
 SOURCES = ["a", "b", "c"]
 STAGE, STEP = 4, 7
 AGE = Age(1, STEP)
@@ -149,28 +148,18 @@ def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool)
     assert offsets == [shard.offset for shard in shards_of(found.state)], "weights come first"
 
 
-def many() -> tuple[Network, list[str]]:
-    """Thirty sources; the joiner has a link to the last five."""
+def test_of_many_sources_a_few_are_asked_and_others_in_the_place_of_those_that_fail() -> None:
+    """Those first to which there is a link."""
     names = [f"s{number:02}" for number in range(30)]
     network = Network(sources=names)
     network.client.linked = lambda source: source >= "s25"
-    return network, names
-
-
-def test_of_many_sources_a_few_are_asked_those_first_that_are_linked() -> None:
-    network, names = many()
-    found = network.fetch(names)
-    assert_equal(found, state())
+    assert_equal(network.fetch(names), state())
     asked = {source for source, _ in network.asked}
     assert asked <= {*names[:3], *names[25:]} and len(asked) == 8
-
-
-def test_of_many_sources_others_take_the_place_of_those_that_fail() -> None:
-    network, names = many()
+    network.sent.clear()
     for name in names[2:]:
         network.states[name] = None
-    found = network.fetch(names)
-    assert_equal(found, state())
+    assert_equal(network.fetch(names), state())
     assert {source for source, _ in network.asked} == {"s00", "s01"}
 
 
@@ -429,10 +418,6 @@ def told_of(**changes: Any) -> StageState:
     return replace(state(), digest=DIGEST, **changes)
 
 
-def offsets(network: Network, after: int = 0) -> list[int]:
-    return [offset for _, offset in network.asked[after:]]
-
-
 def broken_off(come: int) -> Network:
     """All sources have gone when so many shards had come."""
     network = Network()
@@ -440,13 +425,12 @@ def broken_off(come: int) -> Network:
     nodes = dict(network.nodes)
 
     def count(size: int) -> None:
-        if len(network.asked) and size >= SHARD_SIZE * come - 60:
+        if size >= SHARD_SIZE * come - 60:
             for source in network.sources:
                 network.lose(source)
 
-    if come:
-        with pytest.raises(ComplaintError, match=GONE):
-            network.fetch(on_progress=count)
+    with pytest.raises(ComplaintError, match=GONE):
+        network.fetch(on_progress=count)
     network.nodes = nodes
     return network
 
