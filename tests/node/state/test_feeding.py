@@ -21,8 +21,8 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.frames import Frame, WireError
-from tests.harness.network import copied, damaged
+from planaria.node.wire.frames import Frame, WireError, buffers_of
+from tests.harness.network import damaged
 
 GRADIENT = torch.arange(4.0)
 BALLOT = Ballot(2, 3)
@@ -31,6 +31,11 @@ BALLOT = Ballot(2, 3)
 def state(step: int, weights: torch.Tensor) -> StageState:
     made = StateId(stage=1, lineage=0, step=step, made=NEVER)
     return StageState(made, {"weights": weights}, 0.0, 0, pb.Commit(step=step), step - 1)
+
+
+def received(frame: Frame) -> Frame:
+    """As it is on the other side of a link."""
+    return replace(frame, payload=bytearray().join(buffers_of(frame.payload)))
 
 
 def test_a_pin_is_the_state_before_it_changed() -> None:
@@ -65,7 +70,7 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
     frame = gradient_frame(BALLOT, gradient, tensors)
     gradient.zero_()
     assert (frame.kind, frame.ballot) == ("follow", BALLOT)
-    there = ReducedGradients(GRADIENT, tensors).parse(copied(frame))
+    there = ReducedGradients(GRADIENT, tensors).parse(received(frame))
     assert torch.equal(there, GRADIENT)
 
 
@@ -89,7 +94,7 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
 )
 def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame, complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
-        ReducedGradients(GRADIENT, tensors).parse(copied(frame))
+        ReducedGradients(GRADIENT, tensors).parse(received(frame))
 
 
 @pytest.mark.parametrize(
