@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.driver.divergence import (
-    ReplicaDigest,
-    changed,
-    differing,
-    undecided,
-)
+from planaria.node.driver.divergence import ReplicaDigest, changed, differing, undecided
 from planaria.node.wire import stage_pb2 as pb
 
 RIGHT = ReplicaDigest(b"x", b"x", 4.0)

@@ -27,14 +27,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.ports import Priority
-from planaria.node.transaction.attempt import (
-    FORGIVEN,
-    Attempt,
-    Done,
-    NoRoomError,
-    Visit,
-    Workplace,
-)
+from planaria.node.transaction.attempt import FORGIVEN, Attempt, Done, NoRoomError, Visit, Workplace
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
