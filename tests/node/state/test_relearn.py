@@ -444,33 +444,27 @@ def test_a_bad_frame_fails_it(fault: str) -> None:
         assert error.accused == ["joiner-3"]
 
 
-@pytest.mark.parametrize("stages", [[], [2, 3], [3], [3, 4]])
-def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
-    students, _ = block(2, 3, 4)
-    network = Network([2, 3, 4])
-    joiners = {2: "joiner-2", 3: "joiner-3"}
-    one = network.begin(joiners, 3, students[3], Fetched(SHAPE))
-    order = pb.Relearn(
-        round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=stages)]
-    )
-    network.nodes["joiner-3"].on_message(
-        "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
-    )
-    with pytest.raises(ComplaintError, match="joiner-2 requested"):
-        network.outcome(one)
-
-
-@pytest.mark.parametrize(("first", "updates"), [(0, 1), (1, 1), (0, 1000)])
-def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> None:
+@pytest.mark.parametrize(
+    ("work", "asked", "complaint"),
+    [
+        (pb.Relearn.MEASURE, {"pairs": [pb.BoundaryPair(stages=stages)]}, "joiner-2 requested")
+        for stages in ([], [2, 3], [3], [3, 4])
+    ]
+    + [
+        (pb.Relearn.TRAIN, {"first": first, "count": count}, f"{count} updates after {first}")
+        for first, count in [(0, 1), (1, 1), (0, 1000)]
+    ],
+)
+def test_a_leader_is_refused_pairs_that_are_not_here_and_updates_out_of_turn(
+    work: pb.Relearn.Work, asked: dict[str, Any], complaint: str
+) -> None:
     """Before it has said of what, after some that were never made, or more than all passes."""
     students, fetched = block(2, 3, 4)
     network = Network([2, 3, 4])
-    one = network.begin({2: "joiner-2", 4: "joiner-4"}, 4, students[4], fetched[4])
-    order = pb.Relearn(round=1, work=pb.Relearn.TRAIN, first=first, count=updates)
-    network.nodes["joiner-4"].on_message(
-        "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
-    )
-    with pytest.raises(ComplaintError, match=f"joiner-2 requested {updates} updates after {first}"):
+    one = network.begin({2: "joiner-2", 3: "joiner-3"}, 3, students[3], fetched[3])
+    message = pb.Message(ballot=BALLOT.message(), relearn=pb.Relearn(round=1, work=work, **asked))
+    network.nodes["joiner-3"].on_message("joiner-2", message)
+    with pytest.raises(ComplaintError, match=complaint):
         network.outcome(one)
 
 

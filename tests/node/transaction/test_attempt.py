@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.ports import Priority
-from planaria.node.transaction.attempt import FORGIVEN, Attempt, Done, NoRoomError, Visit, Workplace
+from planaria.node.transaction.attempt import FORGIVEN, Attempt, Done, NoRoomError, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
@@ -497,8 +497,10 @@ def test_the_head_goes_before_the_embedding() -> None:
 def test_what_comes_before_what_it_needs_waits_for_that() -> None:
     swarm = Swarm(2, random.Random(0))
     node, compute = working(swarm, "1.0")
-    comes(node, "2.0", "gradient", 0, 1)
+    for _ in range(100):
+        comes(node, "2.0", "gradient", 0, 1)
     assert compute.posted == []
+    assert [len(early) for early in node.attempt._early.values()] == [1]
     comes(node, "0.0", "activation", 0, 1)
     comes(node, "0.0", "activation", 0, 1)  # once more
     assert compute.posted == [Priority.FORWARD]
@@ -506,13 +508,6 @@ def test_what_comes_before_what_it_needs_waits_for_that() -> None:
     assert node.attempt.applied == {0}
     sent = [(to, frame.kind) for peer, to, frame in swarm.under_way if peer == "1.0"]
     assert sent == [("2.0", "activation"), ("0.0", "gradient")]
-
-
-def test_what_comes_early_again_and_again_waits_once() -> None:
-    node, _ = working(Swarm(2, random.Random(0)), "1.0")
-    for _ in range(100):
-        comes(node, "2.0", "gradient", 0, 1)
-    assert [len(early) for early in node.attempt._early.values()] == [1]
 
 
 # --- attempts, one after the other
@@ -523,8 +518,7 @@ def test_what_comes_early_again_and_again_waits_once() -> None:
 def test_what_an_older_attempt_has_left_in_the_compute_thread_has_no_effect(
     seed: int, after: int, drops: bool
 ) -> None:
-    swarm = Swarm(2, random.Random(seed), "spare")
-    swarm.starts()
+    swarm = started(2, "spare", seed)
     for _ in range(after):
         swarm.moves()
     again = Ballot(2, 1)
@@ -554,12 +548,8 @@ def test_what_is_dropped_leaves_no_trace() -> None:
     assert not any(gradient.any() for gradient in swarm.gradients())
 
 
-def workplace() -> Workplace:
-    return Swarm(1, random.Random(0)).nodes["1.0"].workplace
-
-
 def test_seconds_per_microbatch_are_the_median_of_the_last() -> None:
-    place = workplace()
+    place = Swarm(1, random.Random(0)).nodes["1.0"].workplace
     assert place.seconds_per_microbatch == 0.0
     for seconds in (50.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 90.0):
         place.count(seconds)
