@@ -440,6 +440,8 @@ def test_late_and_foreign_messages_have_no_effect():
     assert told.hears("b", old, failed=pb.Failed(reason="old")) == []
     assert told.hears("stranger", failed=pb.Failed(reason="foreign")) == []
     assert told.hears("b", ready=pb.Ready(step=1, finite=True)) == [], "nobody has asked yet"
+    assert told.hears("b", home=pb.Home(microbatch=0, loss=1.0, tokens=1)) == []
+    assert told.attempt.homes == {}, "b isn't its source"
     assert told.driver.phase is DriverPhase.RUNNING
 
 
@@ -978,6 +980,15 @@ def test_who_fails_to_follow_twice_is_waited_for():
     assert not sent(effects, "sync")["new"].sync.follow
     assert sent(effects, "step") == {}
     assert told.driver.phase is DriverPhase.SYNCING
+
+
+def test_a_joiner_whose_figures_cannot_be_follows_no_longer():
+    told = Joined()
+    effects = told.hears("new", ready=pb.Ready(step=2, squared_norm=-1.0, finite=True))
+    (failed,) = events(effects, RebuildFailed)
+    assert failed.node == "new"
+    assert "it sent an invalid message" in failed.reason
+    assert told.driver.phase is DriverPhase.RUNNING, "the others train on"
 
 
 def test_who_never_catches_up_is_given_up():
