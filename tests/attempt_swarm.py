@@ -8,7 +8,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -471,7 +471,7 @@ class Swarm:
             assert self.nodes[self.served[microbatch, 0]].homes[microbatch] == home
 
 
-@cache
+@lru_cache(maxsize=4)
 def undisturbed(
     make_work: Callable[[str, int], StageWork] = VirtualWork, swapped: bool = True
 ) -> Swarm:
