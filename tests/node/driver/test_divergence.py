@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.driver.divergence import (
-    ReplicaDigest,
-    changed,
-    differing,
-    undecided,
-)
+from planaria.node.driver.divergence import ReplicaDigest, changed, differing, undecided
 from planaria.node.wire import stage_pb2 as pb
 
 RIGHT = ReplicaDigest(b"x", b"x", 4.0)
@@ -62,14 +57,6 @@ def test_of_two_the_one_whose_weights_changed_since_its_update_is_wrong() -> Non
     for names in ("ab", "ba"):
         told = {names[0]: RIGHT, names[1]: flipped}
         assert differing(told, 4.0, {names[0]: 2}).keys() == {names[1]}
-
-
-def test_two_whose_updates_came_out_differently_are_both_named_and_one_is_believed() -> None:
-    told = {"a": RIGHT, "b": ReplicaDigest(b"y", b"y", 4.0)}
-    wrong = differing(told, 4.0, {})
-    said = "the weights or moments of a, b differ, there is no majority, and a is believed"
-    assert wrong == {"b": f"{said}, a guess: no node has a twin of them"}
-    assert differing(told, 4.0, {"a": 1}).keys() == {"a"}, "it has been wrong before"
 
 
 def test_of_two_gradients_the_one_more_like_the_last_is_believed() -> None:

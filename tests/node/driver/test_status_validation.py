@@ -54,6 +54,7 @@ def counted(*statuses: pb.Status, registered: int = 0) -> StatusVerdict:
 def test_a_driver_knows_what_was_committed_while_it_drove() -> None:
     assert lies(at(7), at(7), at(10**6), at(8, trained=False), decided=7) == {"c/2", "d/3"}
     assert lies(at(7), at(5), at(7), decided=7) == set()
+    assert lies(at(7), at(10**6), at(10**5), at(7)) == {"b/1", "c/2"}, "one hides no other"
 
 
 def test_a_commit_that_some_have_heard_of_is_believed_since_all_have_voted_for_it() -> None:
@@ -80,13 +81,12 @@ def test_without_a_vote_of_its_own_it_believes_the_majority() -> None:
     assert counted(NEW, at(9), at(1), registered=8).lies == {}, "whoever says less isn't better"
 
 
-def test_who_has_only_copied_may_be_behind() -> None:
+def test_nobody_is_doubted_who_may_be_right() -> None:
     behind = at(3, trained=False)
-    assert judged(behind, at(8), behind, behind).doubted == set()
-
-
-def test_the_only_one_that_is_left_is_believed() -> None:
-    assert judged(NEW, at(900), NEW).doubted == set()
+    assert judged(behind, at(8), behind, behind).doubted == set(), "they have only copied"
+    assert judged(NEW, at(900), NEW).doubted == set(), "only one is left"
+    other = at(7, made=Ballot(3, 2))  # its stage went back to a file of another step
+    assert judged(at(7), other, at(7)).doubted == set(), "the last thing in common"
 
 
 def test_a_lineage_that_nobody_knows_of_is_not_gone_on_from_and_may_have_been() -> None:
@@ -165,15 +165,6 @@ def test_where_nobody_knows_who_drove_the_run_goes_on_from_one_record_and_nobody
     other.last.clip_scale.append(1e30)
     assert (judged(ours, other).doubted, lies(ours, other)) == ({"b/1"}, set())
     assert judged(NEW, other, ours, ours).doubted == {"b/1"}
-
-
-def test_one_lie_does_not_hide_another() -> None:
-    assert lies(at(7), at(10**6), at(10**5), at(7)) == {"b/1", "c/2"}
-
-
-def test_it_may_be_the_last_thing_that_a_mixed_state_has_in_common() -> None:
-    """Stages that went back to files of several steps."""
-    assert judged(at(7), at(7, made=Ballot(3, 2)), at(7)).doubted == set()
 
 
 def test_what_a_run_went_back_to_may_be_by_another_commit_at_each_stage() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +41,6 @@ from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import adjoining, order, runs
 from tests.harness.network import AtOnce, Item, Network, Nodes, damaged, with_fields
 
-T = TypeVar("T")
 BALLOT = Ballot(3, 5)
 STEP = 8
 STEPS = 2
@@ -196,9 +195,7 @@ class Beforehand(AtOnce):
     def __init__(self, first: Callable[[Priority], object]) -> None:
         self._first = first
 
-    def post(
-        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
-    ) -> None:
+    def post(self, work: Any, then: Any, priority: Priority) -> None:
         self._first(priority)
         super().post(work, then, priority)
 

@@ -5,7 +5,7 @@ import math
 import random
 from collections import Counter
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +16,14 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
 from planaria.node.state.copies import Allowance, Holder, Outgoing, Sender
-from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import StateClient, StateServer, WantedState
+from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import RECENT
 from planaria.recovery.snapshot import Layout
 from tests.harness.at_rest import check_at_rest
-from tests.harness.network import Item, Network, Thread, copied, damaged
+from tests.harness.network import Item, Network, Thread, damaged, with_fields
 
-T = TypeVar("T")
 LAYOUT = Layout([(9, 40), (40,), (11, 17)])
 NAMES = ("weights", "first_moment", "second_moment")
 STAGE = 2
@@ -181,7 +178,25 @@ class World(Network):
         for holder in self.holders.values():
             holder.committed(having(step, attempt))
 
+    def commits(self, *steps: int) -> None:
+        """Everybody commits each of them, and everything that follows from it happens."""
+        for step in steps:
+            self.commit(step)
+            self.settle()
+
+    def resume(self) -> None:
+        """What was held arrives, and everything that follows from it happens."""
+        self.release()
+        self.settle()
+
     # --- what is held
+
+    @property
+    def state(self) -> StageState:
+        """What `h` holds."""
+        state = self.holder.state("snapshot", STAGE)
+        assert state is not None
+        return state
 
     def step_held(self, holder: str = "h") -> int | None:
         state = self.holders[holder].state("snapshot", STAGE)
@@ -232,8 +247,7 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            world.commit(world.training.step + 1)
-            world.settle()
+            world.commits(world.training.step + 1)
 
     def slow(steps: int) -> None:
         """An update takes so many steps."""
@@ -241,8 +255,7 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
         for _ in range(steps):
             world.commit(world.training.step + 1)
         world.moment()
-        world.release()
-        world.settle()
+        world.resume()
 
     train(10)
     assert world.paces == []
@@ -262,10 +275,8 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
 
 def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
-    state = world.holder.state("snapshot", 2)
-    assert state is not None
+    world.commits(1)
+    state = world.state
     own = world.training.state()
     assert list(state.tensors) == list(NAMES)
     assert torch.equal(state.tensors["weights"], own.tensors["weights"])
@@ -283,8 +294,7 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
 def test_copies_go_to_one_holder_at_a_time() -> None:
     world = World(fraction=1.0, period=1, holders=("h", "i"))
     for step in (1, 2):
-        world.commit(step)
-        world.settle()
+        world.commits(step)
         assert (world.step_held("h"), world.step_held("i")) == (step, step)
     runs = [
         to for to, _ in itertools.groupby(sent.target for sent in world.sent if sent.source == "s")
@@ -299,38 +309,27 @@ def test_a_slow_transfer_is_followed_by_that_of_the_newest_step() -> None:
         world.commit(step)
     world.moment()
     assert len(world.frames) == copies.OUTSTANDING
-    world.release()
-    world.settle()
+    world.resume()
     steps = [frame.fields["step"] for frame in world.frames]
     assert [step for step, _ in itertools.groupby(steps)] == [1, 5]
     assert world.step_held() == 5
     world.assert_true()
 
 
-def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one() -> None:
+@pytest.mark.parametrize(("attempt", "held"), [(2, 2), (9, 1)])
+def test_a_holder_has_the_copy_before_until_its_node_has_made_the_same_commit(
+    attempt: int, held: int
+) -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.training.commit(2)
     world.moment()
     assert world.step_held() == 1
     assert not [k for k in world.kept if k.step == 2 and not k.received]
-    world.holder.committed(having(2))
+    world.holder.committed(having(2, attempt))
     world.settle()
-    assert world.step_held() == 2
-    world.assert_true()
-
-
-def test_what_was_committed_by_nobody_who_is_left_is_forgotten() -> None:
-    world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
-    world.training.commit(2)
-    world.moment()
-    world.holder.committed(having(2, attempt=9))
-    world.settle()
-    assert world.step_held() == 1
-    assert "made by another commit" in world.kept[-1].error
+    assert world.step_held() == held
+    assert ("made by another commit" in world.kept[-1].error) == (held == 1)
     world.assert_true()
 
 
@@ -361,8 +360,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
     world.sender.committed(world.training.state().id)
     world.settle()
     assert world.sent == []
-    world.commit(3)
-    world.settle()
+    world.commits(3)
     assert world.step_held() == 3
 
 
@@ -373,8 +371,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
 def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> None:
     world = World(fraction=0.25, period=8, codec=codec, moments=True)
     for step in range(1, 9):
-        world.commit(step)
-        world.settle()
+        world.commits(step)
         assert world.step_held() == step - (step + 1) % 2
         world.assert_true(exact=codec == "none")
         world.assert_agreed(world.sender)
@@ -382,8 +379,7 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
     assert fidelity is not None
     assert fidelity.staleness.oldest in (1, 3)  # those that changed most went first
     assert fidelity.staleness.newest == 7
-    state = world.holder.state("snapshot", 2)
-    assert state is not None
+    state = world.state
     assert (state.optimizer_step, state.last) == (7, commit_of(7))
     distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
     assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
@@ -391,8 +387,7 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
     world = World(fraction=0.25, period=4)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.held = True
     idle = world.sender.memory_bytes
     world.commit(2)
@@ -408,8 +403,7 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
     sent: Any = world.sender._recipients["h"].sent
     lost = sent.taken == -1
     assert set(sent.taken[~lost].tolist()) == {1} and lost.sum() == -(-LAYOUT.blocks // 4)
-    world.commit(3)
-    world.settle()
+    world.commits(3)
     world.assert_true()
     world.assert_agreed(world.sender)
     assert world.step_held() == 3
@@ -418,9 +412,7 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
 
 def test_a_new_holder_starts_with_nothing() -> None:
     world = World(fraction=0.5, period=2)
-    for step in (1, 2):
-        world.commit(step)
-        world.settle()
+    world.commits(1, 2)
     assert world.step_held("h") == 2
     world.sender.set_holders(["i"])
     assert world.step_held("i") is None
@@ -432,9 +424,7 @@ def test_a_new_holder_starts_with_nothing() -> None:
 
 def test_another_sender_overlays_what_the_first_had_sent() -> None:
     world = World(fraction=0.25, period=4)
-    for step in range(1, 5):
-        world.commit(step)
-        world.settle()
+    world.commits(*range(1, 5))
     assert world.step_held() == 4
     world.sender.set_holders([])
     second = world.train("t")
@@ -452,27 +442,21 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:
     world = World(fraction=0.5, period=4)  # every 2 steps
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.held = True
     for step in range(2, 7):
         world.commit(step)
         world.moment()
     assert {frame.fields["step"] for frame in world.frames} == {1, 3}
-    world.release()
-    world.settle()
+    world.resume()
     assert {frame.fields["step"] for frame in world.frames} == {1, 3, 6}
-    for step in (7, 8):
-        world.commit(step)
-        world.settle()
+    world.commits(7, 8)
     assert {frame.fields["step"] for frame in world.frames} == {1, 3, 6, 8}
 
 
 def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
     world = World(fraction=0.5, period=2)
-    for step in (1, 2, 3):
-        world.commit(step)
-        world.settle()
+    world.commits(1, 2, 3)
     assert world.step_held() == 3
     world.training.lineage = 1
     for step in (2, 3):
@@ -493,42 +477,23 @@ def test_a_silent_holder_is_named_and_queues_nothing_more(
 ) -> None:
     world = World(fraction=1.0, period=1)
     world.held = True
-    for step in range(1, 5):
-        world.commit(step)
-        world.settle()
+    world.commits(*range(1, 5))
     assert len(world.frames) == copies.OUTSTANDING
     world.release()
-    world.commit(5)
-    world.settle()
+    world.commits(5)
     assert world.step_held() == 5
 
     messages = [record.getMessage() for record in caplog.records]
     assert any("did not reach h: no answer for 10 s" in text for text in messages)
 
 
-def test_an_answer_makes_room_for_one_frame() -> None:
-    world = World(fraction=1.0, period=1)
-    world.held = True
-    world.commit(1)
-    world.moment()
-    world.deliver("s", "h")
-    world.deliver("h", "s")
-    world.moment()
-    assert len(world.frames) == copies.OUTSTANDING + 1
-    world.release()
-    world.settle()
-    assert world.step_held() == 1
-
-
 def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     world = World(fraction=1.0, period=1)
     del world.nodes["h"]
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     assert world.sent == []
     world.nodes["h"] = world.holder
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert world.step_held() == 2
 
     assert "did not reach h: there is no link to it" in caplog.text
@@ -540,30 +505,25 @@ def test_a_holder_that_holds_no_longer_is_left_alone() -> None:
     world.commit(1)
     world.moment()
     world.sender.set_holders([])
-    world.release()
-    world.settle()
-    world.commit(2)
-    world.settle()
+    world.resume()
+    world.commits(2)
     assert {frame.fields["step"] for frame in world.frames} == {1}
     assert world.step_held() is None
 
 
 def test_a_damaged_update_changes_nothing() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.faults["s"] = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
     before = world.holder.memory_bytes
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert world.step_held() == 1
     assert world.holder.memory_bytes == before
     assert any("arrived damaged" in kept.error for kept in world.kept)
     assert world.accused == [("s", CHECKSUM)]
     world.assert_true()
     world.faults.clear()
-    world.commit(3)
-    world.settle()
+    world.commits(3)
     assert world.step_held() == 3
     world.assert_true()
 
@@ -597,9 +557,7 @@ def test_a_damaged_update_changes_nothing() -> None:
 )
 def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:
     world = World(fraction=1.0, period=1)
-    world.faults["s"] = lambda frame: Frame(
-        frame.kind, frame.ballot, frame.fields | changes, frame.descriptors, frame.payload
-    )
+    world.faults["s"] = with_fields(**changes)
     world.commit(1)
     world.moment()
     assert any(why in kept.error for kept in world.kept), [k.error for k in world.kept]
@@ -609,19 +567,16 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
     assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
     world.faults.clear()
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert world.step_held() == 2
     world.assert_true()
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.training.apply = lambda step: world.training.flats[0].fill_(math.inf)  # type: ignore[method-assign]
-    world.commit(2)
-    world.settle()
+    world.commits(2)
     assert "aren't finite" in world.kept[-1].error
     assert world.accused == [], "its replicas have the same"
     assert world.step_held() == 1
@@ -638,8 +593,7 @@ def test_a_stranger_cannot_spoil_an_update() -> None:
         return frame
 
     world.faults["s"] = meddle
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     assert world.step_held() == 1
     world.assert_true()
     errors = [kept.error for kept in world.kept if kept.error]
@@ -748,48 +702,9 @@ def live_through_it(seed: int, codec: str) -> None:
         world.assert_agreed(training.sender, holder)
 
 
-def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
-    world = World(fraction=0.5, period=2, codec="int8")
-    for step in (1, 2):
-        world.commit(step)
-        world.settle()
-    holder = world.holder
-
-    def to_joiner(peer: str, item: pb.Message | Frame) -> bool:
-        if isinstance(item, Frame):
-            world.after(0.0, partial(client.on_frame, "h", copied(item)))
-        else:
-            world.after(0.0, partial(client.on_message, "h", item))
-        return True
-
-    def ask(peer: str, message: pb.Message | Frame) -> bool:
-        assert isinstance(message, pb.Message)
-        server.on_message("joiner", message)
-        return True
-
-    exchanges = world.new(Thread(world))
-    server = StateServer(
-        world.exchanges["h"], tensors, to_joiner, lambda *_: holder.state("snapshot", 2)
-    )
-    accused: list[Any] = []
-    client = StateClient(
-        exchanges, tensors, ask, lambda *said: accused.append(said), shard_size=400
-    )
-    state = holder.state("snapshot", 2)
-    assert state is not None
-    due = {name: len(tensor) for name, tensor in state.tensors.items()}
-    fetch = client.fetch(WantedState(2, Age(0, 2), due, True, "snapshot"), ["h"], 60.0)
-    fetched = world.run(exchanges, fetch)
-    assert accused == []
-    for name, tensor in state.tensors.items():
-        assert torch.equal(fetched.state.tensors[name], tensor)
-    assert (fetched.state.optimizer_step, fetched.state.last) == (2, commit_of(2))
-
-
 def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     world = World(fraction=1.0, period=1)
-    world.commit(1)
-    world.settle()
+    world.commits(1)
     world.computes["h"].held = True
     world.commit(2)
     world.moment()
@@ -797,8 +712,7 @@ def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     world.computes["h"].work()
     world.moment()
     assert world.step_held() == 2
-    state = world.holder.state("snapshot", 2)
-    assert state is not None
+    state = world.state
     weights = state.tensors["weights"]
     assert torch.equal(weights, values_at(1, 0)[0])
     source = world.exchanges["h"]
@@ -842,9 +756,7 @@ def test_a_budget_does_not_hold_back_more_than_it_must() -> None:
 
 def test_a_snapshot_leaves_no_faster_than_its_budget() -> None:
     world = World(fraction=1.0, period=1, mbps=0.008)  # 1 kB/s
-    for step in (1, 2, 3):
-        world.commit(step)
-        world.settle()
+    world.commits(1, 2, 3)
     times = [(sent.time, sent.item.size) for sent in world.sent if isinstance(sent.item, Frame)]
     assert all(size <= 200 for _, size in times)
     for first in range(len(times)):

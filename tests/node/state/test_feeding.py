@@ -22,6 +22,7 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame, WireError, buffers_of
+from tests.harness.network import damaged
 
 GRADIENT = torch.arange(4.0)
 BALLOT = Ballot(2, 3)
@@ -29,7 +30,7 @@ BALLOT = Ballot(2, 3)
 
 def state(step: int, weights: torch.Tensor) -> StageState:
     made = StateId(stage=1, lineage=0, step=step, made=NEVER)
-    return StageState(made, {"weights": weights}, 0.0, 0, pb.Commit(), 0)
+    return StageState(made, {"weights": weights}, 0.0, 0, pb.Commit(step=step), step - 1)
 
 
 def received(frame: Frame) -> Frame:
@@ -44,7 +45,7 @@ def test_a_pin_is_the_state_before_it_changed() -> None:
     weights.zero_()
     pinned = pins.get(5)
     assert pinned is not None
-    assert pinned.id.step == 5
+    assert (pinned.id.step, pinned.optimizer_step, pinned.last.step) == (5, 4, 5)
     assert pinned.tensors["weights"].tolist() == [1.0, 1.0, 1.0]
 
 
@@ -82,23 +83,31 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
             Frame("follow", BALLOT, {}, *tensors.encode([torch.ones(4).to(torch.int64)], "none")),
             r"int64 \[4\]",
         ),
+        (
+            Frame("follow", BALLOT, {}, *tensors.encode([GRADIENT.half()], "none")),
+            r"float16 \[4\] in codec none, where float32 \[4\]",
+        ),
         (replace(gradient_frame(BALLOT, GRADIENT, tensors), payload=b"short"), "16 bytes"),
+        (damaged(gradient_frame(BALLOT, GRADIENT, tensors)), "damaged"),
     ],
-    ids=["none", "of another length", "of whole numbers", "damaged"],
+    ids=["none", "of another length", "of whole numbers", "of halves", "short", "damaged"],
 )
 def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame, complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
         ReducedGradients(GRADIENT, tensors).parse(received(frame))
 
 
-def test_gradients_wait_in_bounds_until_they_are_applied() -> None:
+@pytest.mark.parametrize(
+    ("backlog", "most"), [(0, FEWEST), (2 * FEWEST * GRADIENT.nbytes, 2 * FEWEST)]
+)
+def test_gradients_wait_in_bounds_until_they_are_applied(backlog: int, most: int) -> None:
     waiting = ReducedGradients(GRADIENT, tensors)
-    with patch.object(feeding, "BACKLOG", 0):
-        took = [waiting.put(Ballot(1, n), GRADIENT + n) for n in range(FEWEST + 1)]
-        assert took == [True] * FEWEST + [False]
+    with patch.object(feeding, "BACKLOG", backlog):
+        took = [waiting.put(Ballot(1, n), GRADIENT + n) for n in range(most + 1)]
+        assert took == [True] * most + [False]
         assert torch.equal(waiting.get(Ballot(1, 2)), GRADIENT + 2)
         waiting.forget(Ballot(1, 1))
-        assert waiting.put(Ballot(1, 9), GRADIENT)
+        assert waiting.put(Ballot(1, 99), GRADIENT)
     with pytest.raises(KeyError):
         waiting.get(Ballot(1, 1))
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +21,11 @@ from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.recovery.snapshot import Layout
-from tests.harness.network import Nodes
+from tests.harness.network import Nodes, VirtualNet
 from tests.node.state.small_saves import flat
 
-T = TypeVar("T")
 STAGE = 1
 RUN = loads(
     """
@@ -44,29 +43,13 @@ every = 2
 )
 
 
-class NoNet:
-    """No link is up."""
-
-    def send(self, *_: object) -> bool:
-        return False
-
-    def linked(self, peer: str) -> bool:
-        return False
-
-    def demand(self, peer: str) -> None:
-        raise AssertionError("nothing is sent")
-
-    def unacknowledged_by(self, peer: str) -> int:
-        return 0
-
-
 class Host:
     """A seat of which nothing is sent."""
 
     node = "1.0"
     stage = STAGE
     tensors = tensors
-    net = NoNet()
+    net = VirtualNet(up=set())
 
     def __init__(self, run: RunFile) -> None:
         self.run, self.config = run, model_config(run.model, vocabulary=16)
@@ -129,6 +112,10 @@ def save(keeps: Holdings, *states: StageState) -> None:
     for each in states:
         keeps.save(each, first=True)
     keeps.finish_saves()
+
+
+def load(keeps: Holdings, step: int, kind: str) -> Exchange[StageState]:
+    return keeps.host.exchanges.start(keeps.load(pb.Source(stage=STAGE, step=step), kind))
 
 
 def made(keeps: Holdings) -> list[tuple[str, int, int, int, Ballot]]:
@@ -285,8 +272,7 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
     for step in (2, 4, 6):
         keeps.save(state_of(step), first=True)
     assert [one.step for one in keeps.listed()] == [4, 2]
-    exchanges = keeps.host.exchanges
-    loading = exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "save"))
+    loading = load(keeps, 4, "save")
     ((save, then),) = shelves.by_folder["own"].asked
     assert save == Age(0, 4)
     then(SaveError("step 4 is damaged"))
@@ -299,8 +285,7 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
 def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
     shelves = Shelves()
     keeps = holdings(tmp_path, "checkpoint", shelves)
-    exchanges = keeps.host.exchanges
-    loading = exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "checkpoint"))
+    loading = load(keeps, 4, "checkpoint")
     assert not shelves.by_folder["own"].asked
     ((_, then),) = shelves.by_folder["shared"].asked
     then(state_of(4))
@@ -310,16 +295,15 @@ def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
 
 def test_without_a_folder_there_is_nothing_to_load(tmp_path: Path) -> None:
     keeps = holdings(tmp_path, open_disk=Shelves())
-    exchanges = keeps.host.exchanges
     with pytest.raises(ComplaintError, match="this node has no folder for a checkpoint"):
-        exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "checkpoint")).result()
+        load(keeps, 4, "checkpoint").result()
 
 
 def test_a_file_comes_back_as_an_exchange(tmp_path: Path) -> None:
     keeps = holdings(tmp_path)
     two = state(2, commit_of(2, Ballot(3, 5)))
     save(keeps, two)
-    loading = keeps.host.exchanges.start(keeps.load(pb.Source(stage=STAGE, step=2), "save"))
+    loading = load(keeps, 2, "save")
     for thread in threading.enumerate():
         if thread.name == "load":
             thread.join(60)

@@ -232,14 +232,11 @@ def test_adapters_begin_anew_beside_weights_of_the_checkpoint() -> None:
     assert world.asked == [("put", [STAGE])], "what is there isn't fetched again"
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [("snapshot", "snapshot"), ("redundant", "redundant")],
-)
-def test_what_a_holder_keeps_is_asked_for_by_its_kind(method: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["snapshot", "redundant"])
+def test_what_a_holder_keeps_is_asked_for_by_its_kind(kind: str) -> None:
     world = World()
     world.given[STAGE] = state(STAGE)
-    world.rebuilds(sync(method, ("h", STAGE)))
+    world.rebuilds(sync(kind, ("h", STAGE)))
     assert world.asked[0] == (STAGE, Age(0, STEP), ["h"], True, kind)
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
+from planaria.node.model.modules import BodyStage, build_stage
 from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection
@@ -24,14 +24,12 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame
-from planaria.recovery.checkfree import average
 from planaria.recovery.learner import Learner, Muon, learn, residual_error
 from planaria.recovery.orders import order, runs
 from planaria.recovery.relearning import parts, pull, rate, shuffled
 from tests.harness import network
 from tests.harness.network import AtOnce, Nodes, Thread
 
-T = TypeVar("T")
 BALLOT = Ballot(3, 5)
 CONFIG = model_config(
     ModelSection(dim=8, heads=2, stages=5, layers=5, context=4, hidden=16), vocabulary=16
@@ -177,6 +175,12 @@ def alone(
     return network.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
 
 
+def block(*lost: int, swapped: bool = False) -> tuple[dict[int, Student], dict[int, Fetched]]:
+    """Joiners of these stages, and what they have fetched."""
+    pairs = crossed(lost, swapped)
+    return {s: student(s) for s in lost}, {s: fetched_by(s, pairs) for s in lost}
+
+
 def chain_of(pair: BoundaryPair, learners: Mapping[int, Learner]) -> list[Learner]:
     return [learners[stage] for stage in pair.stages]
 
@@ -231,22 +235,10 @@ def test_joiners_do_what_one_process_would_do(
         assert results[0].residual_after == pytest.approx(residual_error(chain, newest))
 
 
-def test_the_same_passes_give_the_same_bits() -> None:
-    pairs = crossed([2, 3], swapped=True)
-    digests = []
-    for _ in range(2):
-        students = {stage: student(stage) for stage in (2, 3)}
-        relearn_all(students, {stage: fetched_by(stage, pairs) for stage in (2, 3)})
-        digests.append([one.optimizer.digest() for one in students.values()])
-    assert digests[0] == digests[1]
-
-
 def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
-    pairs = crossed([2, 3], swapped=False)
-    fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
+    students, fetched = block(2, 3)
     del fetched[2].inputs[BoundaryPair(7, 0, (2, 3))]
     del fetched[3].outputs[BoundaryPair(6, 2, (2, 3))]
-    students = {stage: student(stage) for stage in (2, 3)}
     results = relearn_all(students, fetched)
     assert [(result.pairs, result.left_out) for result in results] == [(6, 2), (6, 2)]
     assert all(len(one.updates) == 6 * SHAPE[0] * TERMS.passes for one in students.values())
@@ -310,8 +302,7 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between two looks at the clock it falls as the passes have it."""
-    pairs = crossed(lost, swapped=False)
-    fetched = {stage: fetched_by(stage, pairs) for stage in lost}
+    students, fetched = block(*lost)
     rates: dict[int, list[float]] = {}
     backward = Learner.backward
 
@@ -321,7 +312,7 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
 
     monkeypatch.setattr(Learner, "backward", noted)
     pieces = PAIRS * SHAPE[0]
-    relearn_all({stage: student(stage) for stage in lost}, fetched)
+    relearn_all(students, fetched)
     updates = TERMS.passes * pieces
     expected = [TERMS.lr * (1 - done / updates) for done in range(updates)]
     assert [*rates.values()] == [pytest.approx(expected)] * len(lost)
@@ -333,19 +324,6 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
     first, *others = rates.values()
     assert first[::at_a_time] == pytest.approx([TERMS.lr * (1 - look / 10) for look in range(10)])
     assert all(other == first for other in others)
-
-
-def test_several_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relearn, "TOGETHER", 3)
-    students = {stage: student(stage) for stage in (2, 3)}
-    pairs = crossed([2, 3], swapped=False)
-    terms = replace(TERMS, passes=1000, seconds=500.0)
-    fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
-    results = relearn_all(students, fetched, terms, slow=True)
-    updates = {len(one.updates) for one in students.values()}
-    assert len(updates) == 1
-    assert 0 < updates.pop() < 90
-    assert results[0].passes == results[1].passes > 0
 
 
 def test_no_time_is_no_training() -> None:
@@ -361,11 +339,9 @@ def test_no_time_is_no_training() -> None:
 @pytest.mark.parametrize("lr", [100.0, math.inf])
 @pytest.mark.parametrize("lost", [(2,), (2, 3)])
 def test_what_makes_it_worse_is_undone(lost: tuple[int, ...], lr: float) -> None:
-    students = {stage: student(stage) for stage in lost}
+    students, fetched = block(*lost)
     before = [one.optimizer.digest() for one in students.values()]
-    pairs = crossed(lost, swapped=False)
-    terms = replace(TERMS, passes=2, lr=lr)
-    results = relearn_all(students, {stage: fetched_by(stage, pairs) for stage in lost}, terms)
+    results = relearn_all(students, fetched, replace(TERMS, passes=2, lr=lr))
     assert all(result.undone for result in results)
     assert not results[0].residual_after <= results[0].residual_before
     assert [one.optimizer.digest() for one in students.values()] == before
@@ -383,35 +359,21 @@ def test_bf16_relearns_too() -> None:
 # When it can't go on
 
 
-def error_of(one: Exchange[pb.Relearned]) -> Exception | None:
-    try:
-        if one.done:
-            one.result()
-    except ComplaintError as error:
-        return error
-    return None
-
-
 def failures(network: Network, running: Sequence[Exchange[pb.Relearned]]) -> list[Exception]:
     """The first ones; those who still wait are given up, as by a newer ballot."""
-    while not any(map(error_of, running)):
+    while not any(one.done for one in running):
         assert network.step()
-    found = [error for error in map(error_of, running) if error is not None]
+    found = [error for one in running if one.done and (error := network.error(one))]
+    assert found, "nobody noticed"
     for one in running:
         one.cancel()
     return found
 
 
-def trio() -> tuple[dict[int, Student], dict[int, Fetched]]:
-    lost = (2, 3, 4)
-    pairs = crossed(lost, swapped=False)
-    return {s: student(s) for s in lost}, {s: fetched_by(s, pairs) for s in lost}
-
-
 @pytest.mark.parametrize("dead", [2, 3, 4])
 @pytest.mark.parametrize("after", [0, 1, 7, 16])
 def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
     name, sent = f"joiner-{dead}", 0
 
@@ -430,7 +392,7 @@ def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
 
 
 def test_who_is_late_is_named() -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
     network.passes = lambda sender, to, item: not (sender == "joiner-3" and to == "joiner-2")
     leader, *_ = together(network, students, fetched, replace(TERMS, passes=1))
@@ -444,7 +406,7 @@ def test_who_is_late_is_named() -> None:
 
 
 def test_without_a_link_it_fails_at_once() -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network([2, 3])
     joiners = {stage: f"joiner-{stage}" for stage in (1, 3, 4)}
     one = network.begin(joiners, 3, students[3], fetched[3])
@@ -455,7 +417,7 @@ def test_without_a_link_it_fails_at_once() -> None:
 
 @pytest.mark.parametrize("fault", ["bit", "shape", "fields", "flood"])
 def test_a_bad_frame_fails_it(fault: str) -> None:
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
 
     def passes(sender: str, to: str, item: pb.Message | Frame) -> bool:
@@ -482,39 +444,33 @@ def test_a_bad_frame_fails_it(fault: str) -> None:
         assert error.accused == ["joiner-3"]
 
 
-@pytest.mark.parametrize("stages", [[], [2, 3], [3], [3, 4]])
-def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
-    students, _ = trio()
-    network = Network([2, 3, 4])
-    joiners = {2: "joiner-2", 3: "joiner-3"}
-    one = network.begin(joiners, 3, students[3], Fetched(SHAPE))
-    order = pb.Relearn(
-        round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=stages)]
-    )
-    network.nodes["joiner-3"].on_message(
-        "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
-    )
-    with pytest.raises(ComplaintError, match="joiner-2 requested"):
-        network.outcome(one)
-
-
-@pytest.mark.parametrize(("first", "updates"), [(0, 1), (1, 1), (0, 1000)])
-def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> None:
+@pytest.mark.parametrize(
+    ("work", "asked", "complaint"),
+    [
+        (pb.Relearn.MEASURE, {"pairs": [pb.BoundaryPair(stages=stages)]}, "joiner-2 requested")
+        for stages in ([], [2, 3], [3], [3, 4])
+    ]
+    + [
+        (pb.Relearn.TRAIN, {"first": first, "count": count}, f"{count} updates after {first}")
+        for first, count in [(0, 1), (1, 1), (0, 1000)]
+    ],
+)
+def test_a_leader_is_refused_pairs_that_are_not_here_and_updates_out_of_turn(
+    work: pb.Relearn.Work, asked: dict[str, Any], complaint: str
+) -> None:
     """Before it has said of what, after some that were never made, or more than all passes."""
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network([2, 3, 4])
-    one = network.begin({2: "joiner-2", 4: "joiner-4"}, 4, students[4], fetched[4])
-    order = pb.Relearn(round=1, work=pb.Relearn.TRAIN, first=first, count=updates)
-    network.nodes["joiner-4"].on_message(
-        "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
-    )
-    with pytest.raises(ComplaintError, match=f"joiner-2 requested {updates} updates after {first}"):
+    one = network.begin({2: "joiner-2", 3: "joiner-3"}, 3, students[3], fetched[3])
+    message = pb.Message(ballot=BALLOT.message(), relearn=pb.Relearn(round=1, work=work, **asked))
+    network.nodes["joiner-3"].on_message("joiner-2", message)
+    with pytest.raises(ComplaintError, match=complaint):
         network.outcome(one)
 
 
 def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
     """The followers' reports are there before the leader begins; so is one of an older ballot."""
-    students, fetched = trio()
+    students, fetched = block(2, 3, 4)
     network = Network(list(students))
     joiners = {stage: f"joiner-{stage}" for stage in students}
     begin = {
@@ -536,9 +492,7 @@ class ByHand:
     def __init__(self) -> None:
         self.posted: list[Callable[[], None]] = []
 
-    def post(
-        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
-    ) -> None:
+    def post(self, work: Any, then: Any, priority: Priority) -> None:
         self.posted.append(partial(AtOnce().post, work, then, priority))
 
 
@@ -565,98 +519,3 @@ def test_who_is_given_up_goes_no_further() -> None:
     assert one.optimizer.digest() == digest
     assert len(one.updates) == 6
     assert not thread.posted
-
-
-# Whether it helps
-
-
-class Trained(NamedTuple):
-    """A whole model in one process, as it is after some steps."""
-
-    ends: EmbeddingStage
-    bodies: dict[int, Student]
-    crossings: list[torch.Tensor]  # of the last step, from stage to stage, before its update
-    omegas: list[float]  # of the last step, by stage
-    held_out: torch.Tensor
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        x = self.ends.embed(self.held_out[:, :-1])
-        for body in self.bodies.values():
-            x = body.module(x)
-        targets = self.held_out[:, 1:]
-        return float(self.ends.loss(x, targets)) / targets.numel()
-
-
-def text(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 [count, length]: each token depends on the two before it, in ways of a fixed seed."""
-    logits = 3 * torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))
-    likely = torch.softmax(logits, dim=-1)
-    found = list(torch.randint(8, (2, count), generator=generator))
-    for _ in range(length - 2):
-        drawn = torch.multinomial(likely[found[-2], found[-1]], 1, generator=generator)
-        found.append(drawn[:, 0])
-    return torch.stack(found, dim=1)
-
-
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    section = ModelSection(dim=32, heads=2, stages=4, layers=4, context=16, hidden=64)
-    config = model_config(section, vocabulary=8)
-    generator = torch.Generator().manual_seed(1)
-    ends = build_stage(config, 0, seed=0)
-    assert isinstance(ends, EmbeddingStage)
-    bodies = {stage: student(stage, 0, config) for stage in range(1, 5)}
-    optimizers = [
-        StageOptimizer(ends, torch.device("cpu")),
-        *(one.optimizer for one in bodies.values()),
-    ]
-    for _ in range(150):
-        tokens = text(16, 17, generator)
-        crossings = [ends.embed(tokens[:, :-1])]
-        for body in bodies.values():
-            crossings.append(body.module(crossings[-1]))
-        loss = ends.loss(crossings[-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-        loss.backward()  # type: ignore[no-untyped-call]
-        omegas = [optimizer.squared_norm() for optimizer in optimizers]
-        for optimizer in optimizers:
-            optimizer.step(3e-3)
-            optimizer.zero_gradient()
-    kept = [x.detach().to(torch.bfloat16) for x in crossings]
-    return Trained(ends, bodies, kept, omegas, text(64, 17, generator))
-
-
-def rebuilt(trained: Trained, lost: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    """CheckFree's average, a copy for an end stage, two in a row interpolated by depth."""
-    weights = {stage: body.optimizer.weights for stage, body in trained.bodies.items()}
-    if len(lost) == 2:
-        return {s: average(weights[1], weights[4], 4 - s, s - 1) for s in lost}
-    (stage,) = lost
-    if stage == 1:
-        return {1: weights[2].clone()}
-    shares = trained.omegas[stage - 1], trained.omegas[stage + 1]
-    return {stage: average(weights[stage - 1], weights[stage + 1], *shares)}
-
-
-@pytest.mark.parametrize("lost", [(1,), (3,), (2, 3)])
-def test_relearning_takes_most_of_the_damage_away(trained: Trained, lost: tuple[int, ...]) -> None:
-    """Loss on held-out text, right after the rebuild."""
-    undamaged = trained.loss()
-    students = {stage: trained.bodies[stage] for stage in lost}
-    before = {stage: one.optimizer.weights.clone() for stage, one in students.items()}
-    for stage, weights in rebuilt(trained, lost).items():
-        students[stage].optimizer.load([("weights", weights)], 0)
-    averaged = trained.loss()
-    size = 4  # samples in a microbatch
-    ends = [x.split(size) for x in (trained.crossings[lost[0] - 1], trained.crossings[lost[-1]])]
-    pairs = {
-        BoundaryPair(7, number, lost): pair for number, pair in enumerate(zip(*ends, strict=True))
-    }
-    fetched = {stage: fetched_by(stage, pairs, (size, 16, 32)) for stage in lost}
-    terms = replace(TERMS, passes=20)
-    relearn_all(students, fetched, terms)
-    relearned = trained.loss()
-    for stage, one in students.items():
-        one.optimizer.load([("weights", before[stage])], 0)
-    assert averaged > undamaged + 0.05
-    assert relearned - undamaged < (averaged - undamaged) / 2

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -76,10 +76,6 @@ def same(a: StageOptimizer, b: StageOptimizer) -> bool:
 
 
 # Who serves whom
-
-
-def test_the_stage_behind_the_last_is_the_embedding_stage() -> None:
-    assert [next_stage(stage, 3) for stage in range(4)] == [1, 2, 3, 0]
 
 
 @given(
@@ -246,7 +242,10 @@ class Holder:
         self.exchanges = self.time.new(compute)
         self.twin = twin_of("1.0", 1, config_of(3), self.exchanges, send)
         self.optimizer = self.twin.optimizer
-        self.on_frame = self.twin.on_frame
+
+    def hears(self, frames: Iterable[Frame], peer: str = "2.0") -> None:
+        for frame in frames:
+            self.twin.on_frame(peer, frame)
 
     def exchange(self, *arguments: Any) -> None:
         self.twin.hurry(arguments[0])
@@ -281,8 +280,7 @@ def test_the_deadline_names_who_did_not_send(lost: int) -> None:
     twin = Holder()
     frames = frames_of(1.0)
     frames.pop(lost)
-    for frame in frames:
-        twin.on_frame("2.0", frame)
+    twin.hears(frames)
     complaint = f"1 of {len(frames) + 1} pieces of stage 2's gradient .* did not arrive from 2.0"
     with pytest.raises(ComplaintError, match=complaint) as caught:
         twin.gather()
@@ -316,8 +314,7 @@ def test_a_frame_that_cannot_be_right_accuses_its_sender(
     change: Callable[[Frame], Frame], complaint: str
 ) -> None:
     twin = Holder()
-    for frame in frames_of(1.0):
-        twin.on_frame("2.0", change(frame))
+    twin.hears(change(frame) for frame in frames_of(1.0))
     with pytest.raises(ComplaintError, match=complaint) as caught:
         twin.gather()
     assert caught.value.accused == ["2.0"]
@@ -325,13 +322,11 @@ def test_a_frame_that_cannot_be_right_accuses_its_sender(
 
 def test_after_a_failure_the_next_attempt_is_whole() -> None:
     twin = Holder()
-    for frame in frames_of(1.0):
-        twin.on_frame("2.0", damaged(frame))
+    twin.hears(damaged(frame) for frame in frames_of(1.0))
     with pytest.raises(ComplaintError):
         twin.gather()
     again = Ballot(3, 2)
-    for frame in frames_of(2.0, ballot=again):
-        twin.on_frame("2.0", frame)
+    twin.hears(frames_of(2.0, ballot=again))
     twin.gather(again)
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
 
@@ -339,8 +334,7 @@ def test_after_a_failure_the_next_attempt_is_whole() -> None:
 def test_a_piece_may_come_twice() -> None:
     twin = Holder()
     first, *others = frames_of(3.0)
-    for frame in (first, first, *others):
-        twin.on_frame("2.0", frame)
+    twin.hears([first, first, *others])
     twin.gather()
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 3.0))
 
@@ -349,9 +343,8 @@ def test_only_the_replica_that_serves_this_node_is_heard(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     twin = Holder()
-    for frame in frames_of(1.0):
-        for peer in ("2.1", "3.0", "stranger"):
-            twin.on_frame(peer, frame)
+    for peer in ("2.1", "3.0", "stranger"):
+        twin.hears(frames_of(1.0), peer)
     with pytest.raises(ComplaintError, match=r"did not arrive from 2\.0") as caught:
         twin.gather(replicas=2)
     assert caught.value.accused == ["2.0"]
@@ -361,8 +354,7 @@ def test_only_the_replica_that_serves_this_node_is_heard(
 
 def test_a_holder_without_a_link_is_accused() -> None:
     twin = Holder(send=lambda peer, frame: False)
-    for frame in frames_of(1.0):
-        twin.on_frame("2.0", frame)
+    twin.hears(frames_of(1.0))
     with pytest.raises(PeerLostError, match=r"no link to 0\.0") as caught:
         twin.gather()
     assert caught.value.accused == ["0.0"]
@@ -371,8 +363,7 @@ def test_a_holder_without_a_link_is_accused() -> None:
 def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
     sent: list[Frame] = []
     twin = Holder(send=lambda peer, frame: not sent.append(frame))
-    for frame in frames_of(1.0):
-        twin.on_frame("2.0", frame)
+    twin.hears(frames_of(1.0))
     gradient = torch.ones(200)
     twin.exchange(BALLOT, MEMBERS, gradient, 200.0, 0)
     gradient.zero_()
@@ -387,16 +378,12 @@ def test_frames_of_a_coming_exchange_are_kept_and_old_ones_dropped() -> None:
     twin = Holder()
     older, newer = Ballot(3, 0), Ballot(3, 2)
     for value, ballot in ((9.0, older), (1.0, BALLOT)):
-        for frame in frames_of(value, ballot=ballot):
-            twin.on_frame("2.0", frame)
-    for frame in frames_of(9.0, ballot=older):
-        twin.on_frame("2.0", frame)
+        twin.hears(frames_of(value, ballot=ballot))
+    twin.hears(frames_of(9.0, ballot=older))
     twin.gather()
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 1.0))
-    for frame in frames_of(9.0):  # over
-        twin.on_frame("2.0", frame)
-    for frame in frames_of(2.0, ballot=newer):
-        twin.on_frame("2.0", frame)
+    twin.hears(frames_of(9.0))  # over
+    twin.hears(frames_of(2.0, ballot=newer))
     twin.gather(newer)
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
 
@@ -404,8 +391,7 @@ def test_frames_of_a_coming_exchange_are_kept_and_old_ones_dropped() -> None:
 def test_frames_of_the_next_exchange_outlive_this_one() -> None:
     twin = Holder()
     for peer, ballot in (("2.0", BALLOT), ("2.1", Ballot(3, 2))):
-        for frame in frames_of(1.0, ballot=ballot):
-            twin.on_frame(peer, frame)
+        twin.hears(frames_of(1.0, ballot=ballot), peer)
     twin.gather()
     members = [place for place in places(2, 2, 2, 2) if place.node != "2.0"]
     twin.exchange(Ballot(3, 2), members, torch.zeros(8), 0.0, 0)
@@ -413,13 +399,11 @@ def test_frames_of_the_next_exchange_outlive_this_one() -> None:
 
 def test_what_comes_for_an_exchange_that_is_over_or_void_has_no_effect() -> None:
     twin = Holder()
-    for frame in frames_of(1.0):
-        twin.on_frame("2.0", frame)
+    twin.hears(frames_of(1.0))
     twin.gather()
     twin.twin.forget(Ballot(4, 1))
     for ballot in (BALLOT, Ballot(4, 0)):
-        for frame in frames_of(2.0, ballot=ballot):
-            twin.on_frame("2.0", frame)
+        twin.hears(frames_of(2.0, ballot=ballot))
         with pytest.raises(ComplaintError, match="did not arrive"):
             twin.gather(ballot)
 
@@ -440,20 +424,17 @@ def test_a_peer_far_ahead_cannot_fill_the_memory(caplog: pytest.LogCaptureFixtur
     twin = Holder()
     frames = frames_of(1.0)
     for _ in range(5):
-        for frame in frames:
-            twin.on_frame("2.0", frame)
+        twin.hears(frames)
     assert caplog.text.count("bytes from 2.0: too many wait") >= 3 * len(frames)
     newest = frames_of(2.0, ballot=Ballot(3, 7))  # in the place of the older ones
-    for frame in (*newest, *frames):
-        twin.on_frame("2.0", frame)
+    twin.hears([*newest, *frames])
     twin.gather(Ballot(3, 7))
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
 
 
 def test_a_commit_of_another_attempt_than_the_gradients_is_refused() -> None:
     twin = Holder()
-    for frame in frames_of(1.0):
-        twin.on_frame("2.0", frame)
+    twin.hears(frames_of(1.0))
     twin.gather()
     before = state_of(twin.optimizer)
     commit = pb.Commit(step=1, ballot=Ballot(3, 0).message(), clip_scale=[1] * 4, lr_scale=[1] * 4)

@@ -13,14 +13,14 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.driver.attempting import EVICTED
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.transaction.effects import Ballot, Effect, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from tests.node.driver.test_driver import RULES, Told, charges, sent
+from tests.node.driver.test_driver import RULES, Told, charges, sent, without
+from tests.node.transaction.test_member import view
 
 TWINS = {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2}
 PAIRED = replace(RULES, stages=2, tokens=2)
@@ -113,8 +113,7 @@ def joining() -> Told:
     told.views({**TWINS, "c3": 2})
     told.hears("c3", Ballot(2, 0), status=pb.Status())
     told.commits()
-    has = pb.Status(committed=1, last=told.driver.standing.last)
-    told.statuses(**dict.fromkeys(TWINS, has), c3=pb.Status())
+    told.statuses(c3=pb.Status())
     return told
 
 
@@ -134,7 +133,7 @@ def test_no_message_of_any_content_is_too_much_for_a_driver(
         told.waits(0.3)
         told.driver.explain()
     told.waits(EVICTED + 1)
-    told.views({node: stage for node, stage in told.members.items() if node not in ("c", "c3")})
+    told.views(without(told.members, "c", "c3"))
     told.waits(RULES.progress)
 
 
@@ -144,11 +143,7 @@ def test_no_message_of_any_content_is_too_much_for_a_member(
     says: Sequence[pb.Message], begun: bool
 ) -> None:
     member = MemberSide("c", 2)
-    members = [
-        registry.Member(node=node, seats=[registry.Seat(stage=stage)])
-        for node, stage in TWINS.items()
-    ]
-    member.viewed(registry.View(number=1, members=members, driver="a"))
+    member.viewed(view(1, TWINS, "a"))
     if begun:
         ballot = Ballot(1, 1)
         step = pb.Step(begin=pb.Begin(step=1))
@@ -171,16 +166,10 @@ def test_nonsense_changes_nothing_but_its_senders_fate(message: pb.Message) -> N
         return
     effects = told.driver.received("c", message, told.now)
     assert charges(effects) == [("c", NUMBERS)]
-    left = {node: stage for node, stage in TWINS.items() if node != "c"}
     for one in (told, other):
-        one.views(left)
-        one.comes_home()
-        for node in left:
-            effects = one.ready(node)
-        commit = sent(effects, "step")["a"].step.commit
-        one.commit = commit  # type: ignore[attr-defined]
-    assert told.commit.clip_scale == other.commit.clip_scale  # type: ignore[attr-defined]
-    assert told.commit.loss == other.commit.loss  # type: ignore[attr-defined]
+        one.views(without(TWINS, "c"))
+    commit, expected = (one.commits()["a"].step.commit for one in (told, other))
+    assert (commit.clip_scale, commit.loss) == (expected.clip_scale, expected.loss)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +212,13 @@ def test_what_is_usual_is_no_nonsense() -> None:
 def test_a_wild_norm_is_its_senders_failure_and_sets_nobodys_clip_scale() -> None:
     told = running()
     told.comes_home()
-    for node in ("a", "b", "a2", "b2", "c2"):
-        told.ready(node, 4.0)
+    usual = {node: {"squared_norm": 4.0} for node in TWINS}
+    told.votes(but="c", **usual)
     effects = told.ready("c", 1e300)
     assert charges(effects) == [("c", NUMBERS)]
-    told.views({node: stage for node, stage in TWINS.items() if node != "c"})
+    told.views(without(TWINS, "c"))
     told.comes_home()
-    for node in ("a", "b", "a2", "b2", "c2"):
-        effects = told.ready(node, 4.0)
+    effects = told.votes(**usual)
     assert sent(effects, "step")["a"].step.commit.gradient_norm == pytest.approx(math.sqrt(12))
 
 
@@ -245,8 +233,7 @@ def test_who_cannot_say_what_it_has_has_not_answered() -> None:
 
 def test_a_driver_whose_commit_cannot_be_applied_is_accused_by_its_members() -> None:
     member = MemberSide("c", 2)
-    members = [registry.Member(node=node) for node in ("a", "c")]
-    member.viewed(registry.View(number=1, members=members, driver="a"))
+    member.viewed(view(1, TWINS, "a"))
     commit = pb.Commit(step=1, clip_scale=[1.0], lr_scale=[1.0, 1.1])
     message = pb.Message(ballot=pb.Ballot(view=1, attempt=1), step=pb.Step(commit=commit))
     assert fault_to_member(message, 0) == ""

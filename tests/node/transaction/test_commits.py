@@ -16,6 +16,7 @@ from planaria.node.transaction.effects import Apply, Ballot, Effect, StartAttemp
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import head, seal
+from tests.node.transaction import test_member
 
 RUN = "run"
 DRIVER = Identity.generate()
@@ -23,13 +24,11 @@ SWARM = {"driver": 0, "self": 1, "other": 1}
 ATTEMPT, NEXT = Ballot(1, 1), Ballot(1, 2)
 
 
-def view(number: int) -> registry.View:
-    members = [
-        registry.Member(node=node, seats=[registry.Seat(stage=stage)])
-        for node, stage in SWARM.items()
-    ]
-    members[0].key = DRIVER.public
-    return registry.View(run=RUN, number=number, members=members, driver="driver")
+def view() -> registry.View:
+    """With the driver's key."""
+    found = test_member.view(1, SWARM)
+    found.run, found.members[0].key = RUN, DRIVER.public
+    return found
 
 
 def commit(step: int = 1, after: pb.Commit | None = None, loss: float = 2.0) -> pb.Commit:
@@ -51,7 +50,7 @@ class Replica:
 
     def __init__(self, keeps: Sequence[pb.Home] = ()) -> None:
         self.member = MemberSide("self", 1)
-        self.member.viewed(view(1))
+        self.member.viewed(view())
         places = [pb.Place(node=node, stage=stage) for node, stage in SWARM.items()]
         begin = pb.Begin(step=1, members=places, keeps=bool(keeps))
         self.hears(ATTEMPT, step=pb.Step(begin=begin))

@@ -1,17 +1,9 @@
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.state import feeding
-from planaria.node.state.feeding import ReducedGradients, StatePins, gradient_frame, no_gradient
-from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.following import FollowingJoiner, feeders
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire import tensors
-from planaria.node.wire.frames import DamagedError, Frame, WireError
-from planaria.node.wire.tensors import encode
 
 names = st.text("abcdef", min_size=1, max_size=3)
 placed = st.lists(st.tuples(names, st.integers(0, 3)), max_size=12, unique_by=lambda p: p[0])
@@ -81,94 +73,3 @@ def test_what_was_doubted_can_be_heard_again_or_replaced() -> None:
     assert following.due() is None
     following.came(Ballot(1, 6), "a")
     assert following.due() == commit(5, 6)
-
-
-# --- states of the past
-
-
-def state(step: int, values: torch.Tensor) -> StageState:
-    last = pb.Commit(step=step)
-    return StageState(StateId.after(last, 1, 0, step), {"weights": values}, 1.0, 0, last, step)
-
-
-def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
-    weights, pins = torch.arange(4.0), StatePins(tensors)
-    pins.keep({3}, state(3, weights))()
-    weights.add_(1)
-    pins.keep({3}, state(4, weights))()
-    pinned = pins.get(3)
-    assert pinned is not None
-    assert pinned.tensors["weights"].tolist() == [0, 1, 2, 3]
-    assert (pinned.id.step, pinned.optimizer_step, pinned.last.step) == (3, 3, 3)
-    assert pins.get(4) is None
-
-
-def test_a_pin_is_given_up_when_no_joiner_needs_it() -> None:
-    weights, pins = torch.arange(4.0), StatePins(tensors)
-    pins.keep({3}, state(3, weights))()
-    pins.keep({4}, state(4, weights))()
-    assert pins.get(3) is None
-    assert pins.get(4) is not None
-    pins.keep(set(), state(5, weights))()
-    assert pins.get(4) is None
-
-
-# --- gradients
-
-
-def sent(frame: Frame) -> Frame:
-    """As it comes out of a link."""
-    payload = frame.payload if isinstance(frame.payload, tuple) else (frame.payload,)
-    return Frame.parse(frame.head(), bytearray().join(payload))
-
-
-def test_a_gradient_arrives_as_it_was_when_it_was_sent() -> None:
-    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    before = gradient.clone()
-    frame = gradient_frame(Ballot(2, 3), gradient, tensors)
-    gradient.zero_()
-    gradients = ReducedGradients(gradient, tensors)
-    parsed = gradients.parse(sent(frame))
-    assert gradients.put(Ballot(*frame.ballot), parsed)
-    assert torch.equal(gradients.get(Ballot(2, 3)), before)
-    gradients.forget(Ballot(2, 3))
-    with pytest.raises(KeyError):
-        gradients.get(Ballot(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("frame", "complaint"),
-    [
-        (no_gradient(Ballot(1, 2)), "no tensor, where"),
-        (gradient_frame(Ballot(1, 2), torch.ones(9), tensors), r"float32 \[9\] in codec none"),
-        (
-            Frame("follow", Ballot(1, 2), {}, *encode([torch.zeros(8).half()], "none")),
-            r"float16 \[8\] in codec none, where float32 \[8\]",
-        ),
-    ],
-)
-def test_what_is_no_gradient_of_this_stage_is_refused(frame: Frame, complaint: str) -> None:
-    with pytest.raises(WireError, match=complaint):
-        ReducedGradients(torch.zeros(8), tensors).parse(frame)
-
-
-def test_a_damaged_gradient_is_refused() -> None:
-    frame = sent(gradient_frame(Ballot(1, 2), torch.ones(8), tensors))
-    assert isinstance(frame.payload, bytearray)
-    frame.payload[5] ^= 1
-    with pytest.raises(DamagedError):
-        ReducedGradients(torch.zeros(8), tensors).parse(frame)
-
-
-def test_only_so_many_bytes_wait_but_a_few_gradients_may_always(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gradient = torch.zeros(8)
-    monkeypatch.setattr(feeding, "BACKLOG", 6 * gradient.nbytes)
-    gradients = ReducedGradients(gradient, tensors)
-    assert [gradients.put(Ballot(1, i), gradient) for i in range(8)] == 6 * [True] + 2 * [False]
-    gradients.forget(Ballot(1, 2))
-    assert gradients.put(Ballot(1, 9), gradient)
-    monkeypatch.setattr(feeding, "BACKLOG", 1)
-    few = ReducedGradients(gradient, tensors)
-    assert [few.put(Ballot(1, i), gradient) for i in range(5)] == 4 * [True] + [False]

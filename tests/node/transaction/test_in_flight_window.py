@@ -39,19 +39,13 @@ def settled(filling: InFlightWindow, trip: float, between: float) -> InFlightWin
     return filling
 
 
-def test_it_begins_with_one_for_each_stage() -> None:
-    filling = InFlightWindow(0, STAGES)
-    assert filling.out == LEAST
-    filling.begin()  # nothing is known yet
-    assert filling.out == LEAST
-
-
 def test_it_ends_with_what_fills_the_pipe_and_one_more_for_each_stage() -> None:
     assert settled(InFlightWindow(0, STAGES), trip=0.6, between=0.1).out == 6 + LEAST
 
 
 def test_while_nothing_is_busy_there_are_more_by_each_attempt() -> None:
     filling, outs = InFlightWindow(0, STAGES), []
+    assert filling.out == LEAST
     for _ in range(5):
         step(filling, trip=100.0, between=0.1, microbatches=2000)
         outs.append(filling.out)

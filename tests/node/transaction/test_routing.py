@@ -27,16 +27,6 @@ from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as copied
 
 
-def test_a_node_half_as_fast_is_given_half_as_many():
-    sources = share_out(range(30), ["a", "b"], {"a": 1.0, "b": 2.0})
-    assert (sources.count("a"), sources.count("b")) == (20, 10)
-
-
-def test_without_measurements_the_shares_are_equal():
-    sources = share_out(range(12), ["a", "b", "c"], paces("abc", {}))
-    assert [sources.count(node) for node in "abc"] == [4, 4, 4]
-
-
 def test_a_new_node_counts_as_average():
     assert earliest_finish(["a", "b"], {"a": 1}, paces("ab", {"a": 3.0})) == "b"
 
