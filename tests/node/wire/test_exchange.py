@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from planaria.node.wire.budget import ITEM, PEERS
-from planaria.node.wire.exchange import ExchangeInbox, Exchanges, Inboxes, Letter, Lost, Outcome
+from planaria.node.wire.exchange import (
+    Exchange,
+    ExchangeInbox,
+    Exchanges,
+    Inboxes,
+    Letter,
+    Lost,
+    Outcome,
+)
 from tests.harness.network import Nodes
 
 
@@ -174,23 +182,26 @@ def test_the_first_that_fails_ends_the_others(nodes: Nodes, exchanges: Exchanges
 # Inboxes
 
 
-def taking(exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any, found: list[Any]) -> Any:
+def taking(
+    exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any
+) -> tuple[list[Letter[str]], Exchange[None]]:
+    """All letters that come, and the exchange that takes them."""
+    found: list[Letter[str]] = []
+
     async def work() -> None:
         with inboxes.open(key) as inbox:
             while True:
                 found.append(await inbox.take())
 
-    return exchanges.start(work())
+    return found, exchanges.start(work())
 
 
 def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost(
     nodes: Nodes, exchanges: Exchanges
 ) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0)
-    first: list[Letter[str]] = []
-    second: list[Letter[str]] = []
-    exchange = taking(exchanges, inboxes, 1, first)
-    taking(exchanges, inboxes, 2, second)
+    first, exchange = taking(exchanges, inboxes, 1)
+    second, _ = taking(exchanges, inboxes, 2)
     inboxes.put(1, "a", "one")
     inboxes.put(2, "a", "two")
     inboxes.put(3, "a", "three")
@@ -211,8 +222,7 @@ def test_what_comes_early_waits_within_its_bytes(nodes: Nodes, exchanges: Exchan
     inboxes.put((1, 2), "a", "too much", 5)
     inboxes.put((1, 2), "b", "of another", 10)
     inboxes.put((1, 1), "b", "older than what it has begun", 1)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, (1, 2), found)
+    found, _ = taking(exchanges, inboxes, (1, 2))
     nodes.catch_up()
     assert found == [("a", "kept"), ("b", "of another")]
 
@@ -221,8 +231,7 @@ def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing(
     nodes: Nodes, exchanges: Exchanges
 ) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=10 * ITEM)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, found)
+    found, _ = taking(exchanges, inboxes, 1)
     inboxes.put(1, "b", "of another", ITEM)
     for _ in range(100):
         inboxes.put(1, "a", "much", ITEM)
@@ -239,8 +248,7 @@ def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing(
 
 def test_what_is_read_makes_room(nodes: Nodes, exchanges: Exchanges) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=4 * ITEM)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, found)
+    found, _ = taking(exchanges, inboxes, 1)
     for _ in range(100):
         inboxes.put(1, "a", "some", 3 * ITEM)
         nodes.catch_up()
@@ -253,8 +261,7 @@ def test_peers_that_are_ahead_fill_only_so_much_together(
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
     for number in range(20):
         inboxes.put(1, f"n{number}", "early", 10)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, found)
+    found, _ = taking(exchanges, inboxes, 1)
     nodes.catch_up()
     assert len(found) == PEERS
 
@@ -265,10 +272,8 @@ def test_what_is_forgotten_does_not_come_back(nodes: Nodes, exchanges: Exchanges
     inboxes.put(3, "b", "new", 1)
     inboxes.forget(before=2)
     inboxes.put(1, "c", "older than all", 1)
-    old: list[Letter[str]] = []
-    new: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, old)
-    taking(exchanges, inboxes, 3, new)
+    old, _ = taking(exchanges, inboxes, 1)
+    new, _ = taking(exchanges, inboxes, 3)
     nodes.catch_up()
     assert (old, new) == ([], [("b", "new")])
 

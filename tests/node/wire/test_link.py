@@ -134,6 +134,21 @@ async def relayed(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Node, N
         yield a, b, wire
 
 
+async def received(node: Node, peer: Node, count: int, size: int) -> None:
+    """So many messages and frames of `size` bytes, each kind in its order."""
+    steps, numbers = [], []
+    while len(steps) < count or len(numbers) < count:
+        async with asyncio.timeout(DEADLINE):
+            kind, sender, item = await node.events.queue.get()
+        assert sender == peer.name
+        if kind == "message":
+            steps.append(item.ready.step)
+        else:
+            assert (kind, item.size) == ("frame", size)
+            numbers.append(item.fields["number"])
+    assert steps == numbers == list(range(count))
+
+
 async def nine_frames(a: Node, b: Node) -> None:
     """They arrive in order."""
     for number in range(9):
@@ -753,16 +768,7 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int
             assert a.links.linked("b")
             assert b.links.linked("a")
         for one, other in ((a, b), (b, a)):
-            steps, numbers = [], []
-            while len(steps) < 4 * times or len(numbers) < 4 * times:
-                async with asyncio.timeout(DEADLINE):
-                    kind, peer, item = await one.events.queue.get()
-                assert peer == other.name
-                (steps if kind == "message" else numbers).append(
-                    item.ready.step if kind == "message" else item.fields["number"]
-                )
-                assert kind == "message" or item.size == 7000
-            assert steps == numbers == list(range(4 * times))
+            await received(one, other, 4 * times, 7000)
             assert one.events.queue.empty()
 
 
@@ -846,14 +852,10 @@ async def test_a_link_that_neither_side_needs_rests_until_one_has_something_to_s
 ) -> None:
     async with on_demand() as ends:
         one, other = ends if sender == "a" else ends[::-1]
-        for number in range(2):
-            one.links.send(other.name, message(number))
-            one.links.send(other.name, frame(5000, number=number))
-            for _ in range(2):
-                async with asyncio.timeout(DEADLINE):
-                    came = await other.events.queue.get()
-                found = came[2].ready.step if came[0] == "message" else came[2].fields["number"]
-                assert found == number
+        for _ in range(2):
+            one.links.send(other.name, message(0))
+            one.links.send(other.name, frame(5000, number=0))
+            await received(other, one, 1, 5000)
             await until(lambda: rest(one, other.name) and rest(other, one.name))
             await until(lambda: not any(end.links._dialling for end in ends))
 
@@ -929,6 +931,18 @@ async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
         assert (peer, reason) == ("b", f"b has not taken the last {27_000 + 3 * ITEM} bytes")
         assert len(lost) == 3
         assert not a.links.send("b", frame())
+
+
+async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None:
+    """It listens, and its heartbeats come."""
+    b = Node("b", settings=replace(QUICK, held=20_000))
+    async with started(b):
+        b.links.set_peers(1, [peer_at("c", ""), b.peer()], [])
+        async with dialled(b, "c"):
+            await b.events.next("up")
+            for number in range(9):
+                b.links.send("c", frame(9000, number=number))
+            assert (await b.events.next("lost"))[1].startswith("c has not taken the last 2")
 
 
 @pytest.mark.parametrize("leaver", ["a", "b"])

@@ -18,7 +18,17 @@ from planaria.node.wire.relays import Call, Relay, Relays
 from planaria.node.wire.session import Hello, Refused
 from tests.bootstrap.conftest import identity
 from tests.harness.at_rest import check_at_rest
-from tests.node.wire.test_link import DEADLINE, Node, frame, message, peer_at, started, until, up
+from tests.node.wire.test_link import (
+    DEADLINE,
+    Node,
+    frame,
+    message,
+    peer_at,
+    received,
+    started,
+    until,
+    up,
+)
 
 NOBODY = "127.0.0.1:1"  # nothing listens there
 
@@ -55,17 +65,7 @@ async def exchange(a: Node, b: Node, count: int = 3) -> None:
             assert one.links.send(other.name, message(number))
             assert one.links.send(other.name, frame(9000, number=number))
     for one, other in ((a, b), (b, a)):
-        steps, numbers = [], []
-        while len(steps) < count or len(numbers) < count:
-            async with asyncio.timeout(DEADLINE):
-                kind, peer, item = await one.events.queue.get()
-            assert peer == other.name
-            if kind == "message":
-                steps.append(item.ready.step)
-            else:
-                assert (kind, item.size) == ("frame", 9000)
-                numbers.append(item.fields["number"])
-        assert steps == numbers == list(range(count))
+        await received(one, other, count, 9000)
 
 
 async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
