@@ -34,6 +34,10 @@ def event(kind: str, node: str | None = "up", time: float = 0.0, **fields: Any) 
     return {"time": time, "node": node, "kind": kind, **fields}
 
 
+def killed(slot: str, node: str = OLD, left: int = 0, time: float = 0.0) -> dict[str, Any]:
+    return event("killed", node, time, slot=slot, stage=int(slot[0]), step=15, left=left)
+
+
 def news(story: Story, line: dict[str, Any]) -> News | None:
     return story.hear(entry_of(line))
 
@@ -82,14 +86,8 @@ def coloured(description: Description) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (
-            event("killed", OLD, slot="2.0", stage=2, step=15, left=0),
-            "node-2.0 killed during step 15; stage 2 is lost",
-        ),
-        (
-            event("killed", OLD, slot="3.1", stage=3, step=25, left=1),
-            "node-3.1 killed during step 25; 1 node of stage 3 left",
-        ),
+        (killed("2.0"), "node-2.0 killed during step 15; stage 2 is lost"),
+        (killed("3.1", left=1), "node-3.1 killed during step 15; 1 node of stage 3 left"),
         (
             event("exited", OLD, slot="0.0", stage=0, left=2, how="ended with status 1"),
             "node-0.0 ended with status 1; 2 nodes of stage 0 left",
@@ -204,7 +202,7 @@ def swarm_that_lost_stage_2() -> Story:
         at(0.0, "started", slot="2.0", pid=2),
         at(1.0, "joined", OLD, pid=2),
         at(99.0, "committed", step=14, loss=2.0),
-        at(100.0, "killed", OLD, slot="2.0", stage=2, step=15, left=0),
+        killed("2.0", time=100.0),
         at(100.5, "started", slot="2.0", pid=3),
         at(100.3, "link lost", "aaa1", peer=OLD, reason="reset"),  # from another file
         at(103.0, "joined", NEW, pid=3),
@@ -270,7 +268,7 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     "line",
     [
         at(104.0, "lost", NEW, stage=2, reason="reset"),
-        at(104.0, "killed", NEW, slot="2.0", stage=2, step=15, left=0),
+        killed("2.0", NEW, time=104.0),
         at(104.0, "rebuild failed", NEW, reason="no answer"),
         at(104.0, "rolled back", **{"from": 14}, step=10, reason="x"),
     ],
@@ -325,8 +323,8 @@ def test_a_single_stages_save_is_a_rebuild_like_others():
     [
         (event("rebuilding", NEW, stage=1, fallback=True), "yellow"),
         (event("rebuilding", NEW, stage=1, fallback=False), ""),
-        (event("killed", OLD, slot="2.0", stage=2, left=0), "yellow"),
-        (event("killed", OLD, slot="2.0", stage=2, left=1), ""),
+        (killed("2.0"), "yellow"),
+        (killed("2.0", left=1), ""),
         (event("exited", None, slot="registry"), ""),
         (event("save failed", OLD, reason="No space left"), "bold red"),
         (event("stopped", OLD, step=5, reason="stage 1 is lost"), "bold red"),
