@@ -66,17 +66,23 @@ def audited(
     network = Network(nodes, codec, signed=True)
     assert set(reduce_all(network, values_of(nodes))) == {None}
     answers = {}
-    for node in nodes:
-        kept = network.nodes[node].take_evidence(BALLOT)
-        assert kept is not None
-        answer = pb.AuditAnswer.FromString(bytes(kept.answer(ALL).payload))
+    for node, packed in answers_in(network).items():
+        answer = pb.AuditAnswer.FromString(packed)
         alter(node, answer)
         answers[node] = answer.SerializeToString()
     answers.pop(away, None)
-    audit = Audit(BALLOT, 7, ALL, {1: dict.fromkeys(nodes, 100)})
-    silent = {away} - {""}
     signing = Network([node for node in nodes if node != left]).signing("driver")
-    return examine(audit, answers, silent, Coding(tensors, codec), SIZE, signing)
+    coding = Coding(tensors, codec)
+    return examine(audit_of(nodes), answers, {away} - {""}, coding, SIZE, signing)
+
+
+def answers_in(network: Network) -> dict[str, bytes]:
+    kept = {name: node.take_evidence(BALLOT) for name, node in network.nodes.items()}
+    return {name: bytes(one.answer(ALL).payload) for name, one in kept.items() if one}
+
+
+def audit_of(nodes: list[str]) -> Audit:
+    return Audit(BALLOT, 7, ALL, {1: dict.fromkeys(nodes, 100)})
 
 
 def standing_out(result: AuditResult) -> dict[str, list[str]]:
@@ -270,13 +276,8 @@ def test_who_sends_unlike_sums_to_two_replicas_has_signed_both() -> None:
 
     network.passes = passes
     assert set(reduce_all(network, values_of(nodes))) == {None}
-    answers = {
-        node: bytes(kept.answer(ALL).payload)
-        for node in nodes
-        if (kept := network.nodes[node].take_evidence(BALLOT))
-    }
-    audit = Audit(BALLOT, 7, ALL, {1: dict.fromkeys(nodes, 100)})
-    result = examine(audit, answers, (), Coding(tensors), SIZE, network.signing("driver"))
+    answers, signing = answers_in(network), network.signing("driver")
+    result = examine(audit_of(nodes), answers, (), Coding(tensors), SIZE, signing)
     assert result.wrong == {"n00": "it has signed two digests for one block"}
 
 

@@ -22,7 +22,7 @@ from planaria.node.run_file import WireSection
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
-from planaria.node.wire.frames import Codec, Frame, buffers_of
+from planaria.node.wire.frames import Codec, Frame
 from planaria.node.wire.tensors import decode
 from tests.harness.network import Nodes, Thread, copied, damaged, with_fields, without_tensors
 from tests.harness.reducing import (
@@ -41,52 +41,15 @@ NODES = ["a", "b", "c", "d", "e"]
 CODECS: tuple[Averaged, ...] = (*get_args(Codec), "lowrank")
 
 
+def many(count: int) -> list[str]:
+    return [f"n{number:02}" for number in range(count)]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coding, "PIECE", 7)
         yield
-
-
-def averaged(
-    nodes: Sequence[str], length: int, codec: Averaged = "none", seed: int = 0
-) -> list[torch.Tensor]:
-    values = gradients(nodes, length)
-    assert reduce_all(Network(nodes, codec, seed), values) == [None] * len(nodes)
-    return values
-
-
-@given(st.integers(1, 5), st.integers(0, 120), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_the_sum_in_the_order_of_the_nodes(replicas: int, length: int, seed: int) -> None:
-    nodes = NODES[:replicas]
-    expected = reduce(torch.add, gradients(nodes, length))
-    for found in averaged(nodes, length, seed=seed):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("replicas", range(1, 6))
-def test_replicas_are_bit_identical(replicas: int, codec: Averaged) -> None:
-    nodes = NODES[:replicas]
-    expected = reduce(torch.add, gradients(nodes, 101))
-    found = averaged(nodes, 101, codec)
-    for other in found[1:]:
-        assert torch.equal(other, found[0])
-    if codec == "lowrank":
-        left = torch.linalg.vector_norm(found[0] - expected)
-        assert left <= 0.7 * torch.linalg.vector_norm(expected)
-        assert (left > 0) == (replicas > 1)
-        return
-    tolerance = {"none": 0.0, "bf16": 2**-7, "fp16": 2**-9, "int8": 2**-5, "int4": 1.0}[codec]
-    assert (found[0] - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_order_of_arrival_changes_no_bit(codec: Averaged) -> None:
-    first = averaged(NODES, 64, codec, seed=1)[0]
-    for seed in range(2, 12):
-        assert torch.equal(averaged(NODES, 64, codec, seed)[0], first)
 
 
 @pytest.mark.parametrize(
@@ -140,26 +103,6 @@ def test_pieces_are_the_gradient_and_cut_no_row_in_two(replicas: int, size: int)
         if matrices:
             firsts = {0, 1, 2, *range(3, 63, 2), 63, *range(64, 145, 2), *range(144, size)}
             assert all(start in firsts for start, stop in pieces if start < stop)
-
-
-@pytest.mark.parametrize("codec", ["none", "bf16", "lowrank"])
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_as_many_bytes_travel_as_are_planned_with(
-    replicas: int, codec: Literal["none", "bf16", "lowrank"]
-) -> None:
-    nodes, sent = NODES[:replicas], 0
-    network = Network(nodes, codec)
-
-    def passes(source: str, target: str, frame: Frame) -> bool:
-        nonlocal sent
-        sent += sum(part.nbytes for part in buffers_of(frame.payload))
-        return True
-
-    network.passes = passes
-    size = sum(map(math.prod, SHAPES))
-    assert reduce_all(network, gradients(nodes, size)) == [None] * replicas
-    wire = WireSection(averaging=codec, rank=1)
-    assert sent == 2 * (replicas - 1) * gradient_bytes(wire, SHAPES, replicas)
 
 
 # What is held back
@@ -243,27 +186,30 @@ def test_of_one_ballot_only_that_commit_counts() -> None:
         assert torch.equal(node.feedback.row, row)
 
 
-@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize(
+    ("codec", "first", "left", "joined"),
+    [
+        *((codec, ["a", "b", "c"], ["a", "c"], ["a", "c", "d"]) for codec in LOSSY),
+        ("lowrank", many(9), many(8), many(10)),
+    ],
+    ids=[*LOSSY, "rows"],
+)
 def test_a_joiner_begins_with_nothing_and_whoever_is_left_keeps_what_it_holds(
-    codec: Averaged,
+    codec: Averaged, first: list[str], left: list[str], joined: list[str]
 ) -> None:
     """Parts change owners then, and nothing of what those hold who are there is lost."""
-    network = Network(NODES[:3], codec)
-    for step in (1, 2):
-        one_step(network, gradients("abc", 50, seed=step), step)
-        commit(network, step)
-    gone = network.nodes.pop("b").feedback.row
-    assert gone is not None
-    before = held_by(network)
-    for step, replicas in ((3, "ac"), (4, "acd")):
-        if replicas not in ("ac",):
-            network.add("d", codec)
-        values = gradients(replicas, 50, seed=step)
+    network = Network(first, codec)
+    for step, nodes in enumerate((first, first, left, joined), start=1):
+        for gone in network.nodes.keys() - set(nodes):
+            assert network.nodes.pop(gone).feedback.row is not None
+        for node in nodes:
+            if node not in network.nodes:
+                network.add(node, codec)
+        before, values = held_by(network), of_many(nodes, 150, seed=step)
         whole = reduce(torch.add, [one.double() for one in values])
         found = one_step(network, values, step)
         commit(network, step)
-        assert torch.allclose(found + held_by(network), before + whole, atol=0.05)
-        before = held_by(network)
+        assert torch.allclose(found + held_by(network), before + whole, atol=0.1)
 
 
 def test_who_is_alone_sends_nothing_and_drops_what_it_held_back() -> None:
@@ -294,29 +240,6 @@ def test_a_peer_without_a_link_is_accused() -> None:
     with pytest.raises(ComplaintError, match="no link to c") as caught:
         network.reduce("a", BALLOT, ["a", "b", "c"], torch.ones(9), [0], 3, 60.0)
     assert caught.value.accused == ["c"]
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("through", range(6))  # of the six frames that c sends to a
-def test_a_peer_lost_before_or_while_sending(through: int, seed: int) -> None:
-    network = Network(["a", "b", "c"], seed=seed)
-    sent = 0
-
-    def passes(source: str, target: str, frame: Frame) -> bool:
-        nonlocal sent
-        if (source, target) != ("c", "a"):
-            return True
-        sent += 1
-        if sent == through + 1:
-            network.nodes["a"].on_peer_lost("c", "connection reset")
-        return sent <= through
-
-    network.passes = passes
-    error = first_failure(network, start_all(network, gradients("abc", 63)))
-    assert isinstance(error, PeerLostError)
-    assert "lost c" in str(error)
-    assert "connection reset" in str(error)
-    assert error.accused == ["c"]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -368,6 +291,15 @@ class Alone:
         self.averaging.hurry(arguments[0])
         self.time.outcome(self.start(*arguments))
 
+    def of_two(self, patience: float = 60.0, ballot: Ballot = BALLOT) -> None:
+        """Sums with b."""
+        self.reduce(ballot, ["a", "b"], torch.ones(8), [0, 1], 4, patience)
+
+
+def of_b(size: int = 8) -> Frame:
+    """The first part of its contribution."""
+    return replica("b", ["a", "b"], torch.ones(size), [2, 3]).contribute(0)[0][1]
+
 
 def test_others_are_waited_for_as_long_as_they_may_be_at_their_microbatches() -> None:
     member = Alone()
@@ -390,16 +322,6 @@ def test_the_deadline_names_who_did_not_contribute() -> None:
     assert caught.value.accused == ["b", "c"]
 
 
-def test_the_deadline_names_who_did_not_send_its_sum() -> None:
-    b = replica("b", ["a", "b"], torch.ones(8), [2, 3])
-    member = Alone()
-    for _, frame in b.contribute(0):
-        member.on_frame("b", copied(frame))
-    with pytest.raises(ComplaintError, match="waited 0 s in vain for the sum of b") as caught:
-        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
-    assert caught.value.accused == ["b"]
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -417,27 +339,12 @@ def test_the_deadline_names_who_did_not_send_its_sum() -> None:
 def test_a_frame_that_cannot_be_right_accuses_its_sender(
     change: Callable[[Frame], Frame], complaint: str
 ) -> None:
-    ((_, frame),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
+    frame = of_b()
     member = Alone()
     member.on_frame("b", change(frame))
     with pytest.raises(ComplaintError, match=complaint) as caught:
-        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
+        member.of_two()
     assert caught.value.accused == ["b"]
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("at", [0, 50, 100])
-def test_who_contributes_what_is_not_finite_is_named(at: int, codec: Averaged, bad: float) -> None:
-    """To whomever owns that part; if that is itself, to all who get the sum."""
-    nodes = NODES[:3]
-    values = gradients(nodes, 101)
-    values[1][at] = bad
-    network = Network(nodes, codec)
-    error = first_failure(network, start_all(network, values))
-    assert isinstance(error, ComplaintError)
-    assert (error.accused, error.cause) == (["b"], NONFINITE)
-    assert str(error) == "b sent a bad gradient: it is not finite"
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
@@ -452,29 +359,20 @@ def test_where_it_is_the_models_doing_it_is_summed_all_the_same(codec: Averaged)
 
 
 def test_replicas_of_different_length_notice() -> None:
-    ((_, frame),) = replica("b", ["a", "b"], torch.ones(10), [2, 3]).contribute(0)
+    frame = of_b(10)
     member = Alone()
     member.on_frame("b", frame)
     with pytest.raises(ComplaintError, match=r"\[5\] in codec none, where float32 \[4\]"):
-        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
-
-
-def test_a_contribution_counts_once() -> None:
-    ((_, frame),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
-    member = Alone()
-    member.on_frame("b", copied(frame))
-    member.on_frame("b", copied(frame))
-    with pytest.raises(ComplaintError, match="not expected"):
-        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
+        member.of_two()
 
 
 def test_others_than_replicas_are_not_heard() -> None:
-    ((_, frame),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
+    frame = of_b()
     member = Alone()
     member.on_frame("stranger", frame)
     member.averaging.on_peer_lost("stranger", "gone")
     with pytest.raises(ComplaintError, match="the contribution of b"):
-        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
+        member.of_two(0)
 
 
 @pytest.mark.parametrize(
@@ -521,11 +419,10 @@ def test_frames_of_a_coming_reduction_are_kept_and_old_ones_dropped() -> None:
 def test_a_reduction_that_is_over_leaves_no_frames_behind() -> None:
     member = Alone()
     member.reduce(BALLOT, ["a"], torch.ones(8), [0], 1, 60.0)
-    late = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)[0][1]
-    member.on_frame("b", late)
+    member.on_frame("b", of_b())
     for ballot in (BALLOT, Ballot(3, 2)):
         with pytest.raises(ComplaintError, match="the contribution of b"):
-            member.reduce(ballot, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
+            member.of_two(0, ballot)
 
 
 def test_a_peer_far_ahead_cannot_fill_the_memory(
@@ -535,7 +432,7 @@ def test_a_peer_far_ahead_cannot_fill_the_memory(
     member = Alone()
     member.averaging.forget(Ballot(4, 1))
     for view, attempt in [*[(3, 1)] * 5, *[(4, 1), (4, 2)] * 5]:
-        frame = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)[0][1]  # 16 bytes
+        frame = of_b()  # 16 bytes
         frame.ballot = Ballot(view, attempt)
         member.on_frame("b", frame)
     assert caplog.text.count("dropped 16 bytes from b") == 3
@@ -578,8 +475,7 @@ def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
     gradient = torch.ones(8)
     reduction = replica("a", ["a", "b"], gradient, [0, 1])
     ((_, contribution),) = reduction.contribute(0)
-    ((_, theirs),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
-    ((_, total),) = reduction.absorb("b", copied(theirs))
+    ((_, total),) = reduction.absorb("b", copied(of_b()))
     gradient.zero_()
     for frame, value in ((contribution, 1.0), (total, 2.0)):
         (values,) = decode(copied(frame).descriptors, copied(frame).payload)
@@ -587,12 +483,6 @@ def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
 
 
 # More than eight: rows
-
-MANY = st.one_of(st.integers(9, 20), st.sampled_from([30, 31, 42]))
-
-
-def many(count: int) -> list[str]:
-    return [f"n{number:02}" for number in range(count)]
 
 
 def of_many(nodes: Sequence[str], length: int, seed: int = 0) -> list[torch.Tensor]:
@@ -607,9 +497,13 @@ def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tenso
     return reduce(torch.add, [reduce(torch.add, [by_node[n] for n in row]) for row in rows(nodes)])
 
 
-@given(MANY, st.integers(0, 400), st.integers(0, 2**32))
-@settings(max_examples=8, deadline=None)
-def test_the_sum_of_rows_in_their_order(count: int, length: int, seed: int) -> None:
+@given(
+    st.one_of(st.integers(1, 8), st.integers(9, 20), st.sampled_from([30, 31, 42])),
+    st.integers(0, 400),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=24, deadline=None)
+def test_the_sum_in_the_order_of_nodes_and_rows(count: int, length: int, seed: int) -> None:
     """With partners only."""
     nodes = many(count)
     network, talks = Network(nodes, seed=seed), {node: partners(node, nodes) for node in nodes}
@@ -626,46 +520,31 @@ def test_the_sum_of_rows_in_their_order(count: int, length: int, seed: int) -> N
         assert torch.equal(found, expected)
 
 
-@given(st.integers(9, 17), st.sampled_from(CODECS), st.integers(0, 2**32))
-@settings(max_examples=8, deadline=None)
-def test_replicas_in_rows_are_bit_identical_whatever_comes_when(
-    count: int, codec: Averaged, seed: int
-) -> None:
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_replicas_are_bit_identical_whatever_comes_when(count: int, codec: Averaged) -> None:
     nodes = many(count)
-    first, again = of_many(nodes, 144), of_many(nodes, 144)
-    expected = in_rows(nodes, first)
-    assert reduce_all(Network(nodes, codec, 0), first) == [None] * count
-    assert reduce_all(Network(nodes, codec, seed), again) == [None] * count
-    for found in (*first, *again):
-        assert torch.equal(found, first[0])
-    left = torch.linalg.vector_norm(first[0] - expected)
+    expected = in_rows(nodes, of_many(nodes, 144))
+    first: torch.Tensor | None = None
+    for seed in range(2 if count > 8 else 4):
+        values = of_many(nodes, 144)
+        assert reduce_all(Network(nodes, codec, seed), values) == [None] * count
+        first = values[0] if first is None else first
+        for found in values:
+            assert torch.equal(found, first)
+    assert first is not None
+    left = torch.linalg.vector_norm(first - expected)
     rounded = {"none": 0.0, "bf16": 0.01, "fp16": 0.003, "int8": 0.03, "int4": 0.5}
     assert left <= rounded.get(codec, 1.0) * torch.linalg.vector_norm(expected)
-
-
-def test_who_is_left_of_nine_goes_on_with_what_it_holds() -> None:
-    """In one row then; and in rows again with a joiner."""
-    network = Network(many(9), "lowrank")
-    for step, count in enumerate((9, 9, 8, 10), start=1):
-        nodes = many(count)
-        for gone in network.nodes.keys() - set(nodes):
-            del network.nodes[gone]
-        for node in nodes:
-            if node not in network.nodes:
-                network.add(node, "lowrank")
-        before, values = held_by(network), of_many(nodes, 150, seed=step)
-        whole = reduce(torch.add, [one.double() for one in values])
-        found = one_step(network, values, step)
-        commit(network, step)
-        assert torch.allclose(found + held_by(network), before + whole, atol=0.1)
+    assert (left > 0) == (codec != "none")
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "lowrank"])
-@pytest.mark.parametrize("count", [9, 10, 16])
-def test_in_rows_as_many_bytes_travel_in_all(
+@pytest.mark.parametrize("count", [2, 3, 9, 10, 16])
+def test_as_many_bytes_travel_as_are_planned_with(
     count: int, codec: Literal["none", "bf16", "lowrank"]
 ) -> None:
-    """And of a node not many more than the mean."""
+    """And of a node in rows not many more than the mean."""
     nodes, sent, came = many(count), Counter[str](), Counter[str]()
     network = Network(nodes, codec)
 
@@ -680,7 +559,8 @@ def test_in_rows_as_many_bytes_travel_in_all(
     wire = WireSection(averaging=codec, rank=1)
     whole = gradient_bytes(wire, SHAPES, count)
     assert sent.total() == 2 * (count - 1) * whole
-    assert max((sent | came).values()) <= (2.3 if codec != "lowrank" else 2.6) * whole
+    if count > 8:
+        assert max((sent | came).values()) <= (2.3 if codec != "lowrank" else 2.6) * whole
 
 
 def ids_of(nodes: Sequence[str], other: dict[str, list[int]]) -> list[list[int]]:
@@ -779,13 +659,19 @@ def test_in_rows_a_frame_that_cannot_be_right_accuses_its_sender(phase: str, cha
     assert (error.accused, error.cause) == (liars, CHECKSUM if change == "damaged" else NUMBERS)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("who", [0, 3, 9])
-def test_in_rows_who_contributes_what_is_not_finite_is_named(
-    who: int, codec: Averaged, bad: float
+@pytest.mark.parametrize(
+    ("count", "who", "bad"),
+    [
+        *((3, 1, torch.nan), (3, 1, torch.inf)),
+        *((10, 0, torch.nan), (10, 3, torch.inf), (10, 9, torch.nan)),
+    ],
+)
+def test_who_contributes_what_is_not_finite_is_named(
+    count: int, who: int, codec: Averaged, bad: float
 ) -> None:
-    nodes = many(10)
+    """To whomever owns that part; if that is itself, to all who get the sum."""
+    nodes = many(count)
     for at in (0, 70, 143):
         values = of_many(nodes, 144)
         values[who][at] = bad
@@ -793,6 +679,7 @@ def test_in_rows_who_contributes_what_is_not_finite_is_named(
         error = first_failure(network, start_all(network, values))
         assert isinstance(error, ComplaintError)
         assert (error.accused, error.cause) == ([nodes[who]], NONFINITE)
+        assert str(error) == f"{nodes[who]} sent a bad gradient: it is not finite"
 
 
 @pytest.mark.parametrize("phase", ["contribution", "row sum", "sum"])
@@ -813,17 +700,24 @@ def test_in_rows_who_is_stuck_is_named_first_and_who_waits_behind_it_later(phase
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("peer", ["n01", "n03"])  # of its column, of its row
-def test_in_rows_a_lost_partner_is_missed_while_something_of_it_is(peer: str, seed: int) -> None:
-    nodes = many(9)
+@pytest.mark.parametrize(
+    ("count", "peer", "node"),
+    [(3, "n02", "n00"), (9, "n01", "n04"), (9, "n03", "n04")],
+    ids=["one row", "column", "row"],
+)
+def test_a_lost_peer_is_missed_while_something_of_it_is(
+    count: int, peer: str, node: str, seed: int
+) -> None:
+    nodes = many(count)
     for through in range(100):
         network, came = Network(nodes, seed=seed), list[Frame]()
-        network.passes = partial(_passes_until, network, (peer, "n04"), through, came)
+        network.passes = partial(_passes_until, network, (peer, node), through, came)
         error = first_failure(network, start_all(network, of_many(nodes, 200)))
         if len(came) <= through:
             break
         assert isinstance(error, PeerLostError)
         assert error.accused == [peer]
+        assert f"lost {peer}" in str(error) and "connection reset" in str(error)
     assert error is None
     assert through > 2
 

@@ -6,11 +6,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.data.batches import Batches
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
-from planaria.node.report.ledger import Ledger, LedgerHeader, line
-from planaria.node.wire import stage_pb2
 
 PERSUASION = Path(__file__).parents[3] / "corpus" / "austen" / "persuasion.txt"
 
@@ -111,26 +107,3 @@ def test_errors_are_sentences(tmp_path: Path, arguments: tuple[str, ...], messag
     assert last.startswith("error: ")
     assert message in last
     assert "Traceback" not in result.output
-
-
-def test_audit_passes_only_what_is_exact(tmp_path: Path) -> None:
-    header = LedgerHeader(
-        ledger=1, run="r", seed=0, samples=100, batch=4, microbatch=2, context=8, content=""
-    )
-    windows = Windows(0, 100, Batches(4))
-    with Ledger(tmp_path / "ledger-n.jsonl", header) as ledger:
-        for step, homes in ((1, (0, 1)), (2, (0, 1)), (3, (0,))):
-            parts = {i: microbatch_ids(windows.ids(step), i, 2) for i in homes}
-            commit = stage_pb2.Commit(
-                step=step,
-                microbatches=[
-                    stage_pb2.Home(microbatch=i, samples=2, samples_hash=samples_hash(part))
-                    for i, part in parts.items()
-                ],
-            )
-            ledger.append(line(commit, 0, 0.0))
-            result = planaria("audit", tmp_path)
-            assert result.exit_code == (0 if step < 3 else 1)
-    assert re.search(r"expected +│ +12 │", result.output)
-    assert re.search(r"missing +│ +2 │", result.output)
-    assert re.search(r"extra +│ +0 │", result.output)

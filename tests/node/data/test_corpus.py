@@ -70,12 +70,9 @@ def make(
 
 def stream(corpus: Corpus, split: str) -> np.ndarray:
     shards = corpus.index.splits[split].shards
-    parts = [np.fromfile(corpus.path / s.name, f"<u{dtype_size(corpus)}") for s in shards]
+    kind = np.dtype(corpus.index.dtype).newbyteorder("<")
+    parts = [np.fromfile(corpus.path / shard.name, kind) for shard in shards]
     return np.concatenate(parts).astype(np.int64)
-
-
-def dtype_size(corpus: Corpus) -> int:
-    return np.dtype(corpus.index.dtype).itemsize
 
 
 def decoded(corpus: Corpus, split: str) -> list[str]:
@@ -194,11 +191,8 @@ def test_the_shipped_novels_are_cut_into_their_chapters() -> None:
             b"a\ncaf\xe9",
             r"a\.txt, line 2 is not UTF-8 \(byte 0xe9\): convert .*: iconv -f WIN.* > NEW",
         ),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b'\n{"body": "a", "id": 1}', r"line 2 has no field 'text' but body, id: .*--t"),
         ("a.jsonl", b"[1]", r"line 1 has no field 'text' but list"),
         ("a.jsonl", b'{"text": 3}', r"line 1: 'text' is no text but int"),
-        ("a.jsonl", b'{"text": "\\ud800"}', r"line 1: 'text' is not valid Unicode"),
         ("a.parquet", b"PAR", r"can't read .*a\.parquet"),
         ("a.pdf", b"", r"a\.pdf does not end in \.txt"),
     ],
@@ -242,10 +236,8 @@ def test_every_document_is_in_one_split_and_decodes(corpus: Corpus) -> None:
     assert sorted(train + validation) == sorted(TEXTS)
     assert train == [text for text in TEXTS if text in set(train)]
     splits = corpus.index.splits
-    assert (splits["train"].documents, splits["validation"].documents) == (
-        len(train),
-        len(validation),
-    )
+    assert splits["train"].documents == len(train)
+    assert splits["validation"].documents == len(validation)
     assert splits["train"].text_bytes == sum(len(text.encode()) for text in train)
     assert 2 <= len(validation) <= 16
 
@@ -298,9 +290,8 @@ def test_large_vocabularies_take_four_bytes(corpus: Corpus, tmp_path: Path) -> N
     wide_corpus, _ = prepare(recipe, tmp_path / "data")
     assert (wide_corpus.index.dtype, wide_corpus.vocabulary) == ("uint32", 70_001)
     assert stream(wide_corpus, "train").max() == 70_000
-    assert sorted(decoded(wide_corpus, "train") + decoded(wide_corpus, "validation")) == sorted(
-        TEXTS
-    )
+    found = decoded(wide_corpus, "train") + decoded(wide_corpus, "validation")
+    assert sorted(found) == sorted(TEXTS)
 
 
 def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path: Path) -> None:
@@ -628,9 +619,12 @@ def test_shards_close_though_the_interpreter_has_forgotten_its_modules(
 
 @settings(deadline=None)
 @given(st.data())
-def test_samples_tile_the_split_whatever_its_shards(sharded: Corpus, data: st.DataObject) -> None:
+def test_samples_tile_the_split_whatever_its_shards(
+    sharded: Corpus, corpus: Corpus, data: st.DataObject
+) -> None:
     split = data.draw(st.sampled_from(["train", "validation"]))
     tokens = stream(sharded, split)
+    np.testing.assert_array_equal(tokens, stream(corpus, split))
     assert len(sharded.index.splits[split].shards) == -(-len(tokens) // 23) > 3
     context = data.draw(st.integers(1, len(tokens) - 1))
     number = sharded.count(split, context)
@@ -643,11 +637,6 @@ def test_samples_tile_the_split_whatever_its_shards(sharded: Corpus, data: st.Da
     assert batch.shape == (3, context + 1)
     np.testing.assert_array_equal(batch[0], sample)
     np.testing.assert_array_equal(batch[1], sharded.sample(split, context, number - 1))
-
-
-def test_shards_do_not_change_the_tokens(sharded: Corpus, corpus: Corpus) -> None:
-    for split in ("train", "validation"):
-        np.testing.assert_array_equal(stream(sharded, split), stream(corpus, split))
 
 
 def test_samples_that_are_not_there(corpus: Corpus) -> None:

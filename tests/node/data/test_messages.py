@@ -66,21 +66,15 @@ def test_arguments_of_a_call_are_an_object(arguments: Any, wrapped: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    "tools",
+    ("tools", "expected"),
     [
-        [TOOL],
-        json.dumps([TOOL]),
-        [json.dumps(TOOL)],
-        [{**TOOL, "strict": None}],
+        *(([TOOL], [TOOL]), (json.dumps([TOOL]), [TOOL]), ([json.dumps(TOOL)], [TOOL])),
+        ([{**TOOL, "strict": None}], [TOOL]),
+        *((None, None), ([], None), ("", None)),
     ],
 )
-def test_tools_are_a_list_of_objects(tools: Any) -> None:
-    assert read(ASKED, tools=tools).tools == [TOOL]
-
-
-@pytest.mark.parametrize("tools", [None, [], ""])
-def test_there_may_be_no_tools(tools: Any) -> None:
-    assert read(ASKED, tools=tools).tools is None
+def test_tools_are_a_list_of_objects_or_none(tools: Any, expected: Any) -> None:
+    assert read(ASKED, tools=tools).tools == expected
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.stage.initial import Beginning
-from tests.node.hugging_face.test_folders import exported, some_tokens
+from tests.node.hugging_face.test_folders import exported, logits_of, some_tokens
 from tests.node.stage.shapes import GROUPED, QWEN2
 
 TARGETS = ["q_proj", "k_proj", "down_proj"]
@@ -98,11 +98,9 @@ def test_peft_takes_them_and_has_the_logits_of_the_merged_model(tmp_path, config
     write(tmp_path / "merged", run, True)
     tokens = some_tokens(config, 20)
     ours = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(tokens)
-    with torch.inference_mode():
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
-        apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart")(tokens).logits
-    torch.testing.assert_close(merged, ours, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(apart, ours, rtol=1e-4, atol=1e-4)
+    for folder in ("merged", "apart"):
+        found = logits_of(tmp_path / folder, tokens)
+        torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-4)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "theirs")
@@ -153,11 +151,7 @@ def test_a_run_without_adapters_has_none_to_merge() -> None:
 @pytest.mark.parametrize(
     ("folder", "given", "name"),
     [
-        (
-            "hub/models--org--SmolLM2-135M/snapshots/93efa2f",
-            "",
-            "org/SmolLM2-135M",
-        ),
+        ("hub/models--org--SmolLM2-135M/snapshots/93efa2f", "", "org/SmolLM2-135M"),
         ("smollm", "", "smollm"),
         ("smollm", "org/SmolLM2-135M", "org/SmolLM2-135M"),
     ],

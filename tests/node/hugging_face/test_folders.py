@@ -60,6 +60,16 @@ def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
     return torch.randint(config.vocabulary, (2, length), generator=generator)
 
 
+def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """In transformers."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        logits: torch.Tensor = model(tokens).logits
+    return logits
+
+
 def transformers_model(config: ModelConfig) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM  # five seconds, at every worker
 
@@ -118,8 +128,6 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
 
 
 def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
     config = replace(GROUPED, subspace=5)
     flat = exported(tmp_path / "out", config)
     ends, *bodies = (with_weights(config, stage, weights) for stage, weights in flat.items())
@@ -127,9 +135,7 @@ def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
     x = ends.embed(tokens)
     for body in bodies:
         x = body(x)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        wanted = loaded(tokens).logits
+    wanted = logits_of(tmp_path / "out", tokens)
     torch.testing.assert_close(ends.logits(x), wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -103,14 +103,15 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused_by_their_names(
         texts(speaker, "hello <more>", 4, Sampling())
 
 
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt has no tokens"):
-        list(generate(lambda _: LOGITS, [], 1, 4, Sampling()))
-
-
-def test_logits_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(ValueError, match="diverged"):
-        list(generate(lambda _: LOGITS * float("nan"), [1], 1, 4, Sampling()))
+@pytest.mark.parametrize(
+    ("logits", "prompt", "why"),
+    [(LOGITS, [], "prompt has no tokens"), (LOGITS * float("nan"), [1], "diverged")],
+)
+def test_what_no_text_comes_of_is_refused(
+    logits: torch.Tensor, prompt: list[int], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        list(generate(lambda _: logits, prompt, 1, 4, Sampling()))
 
 
 def test_samples_are_due_once_a_step_until_they_are_made_or_have_failed_too_often() -> None:

@@ -18,7 +18,7 @@ from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.shape import RopeScaling
 from planaria.node.run_file import dumps, from_fields, loads
 from planaria.node.stage.initial import Beginning
-from tests.node.hugging_face.test_folders import some_tokens, transformers_model
+from tests.node.hugging_face.test_folders import logits_of, some_tokens, transformers_model
 from tests.node.stage.shapes import GROUPED
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -35,14 +35,6 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # and the longest context
     "yarn, of all positions": ({"rope_type": "yarn", "factor": 2.0}, 48),
     "llama3": ({"rope_type": "llama3", "factor": 8.0, **LLAMA3}, 24),
 }
-
-
-def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad():
-        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
-    return logits
 
 
 @pytest.mark.parametrize("kind", KINDS)

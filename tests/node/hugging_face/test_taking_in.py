@@ -26,14 +26,22 @@ from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from tests.node.hugging_face.test_folders import exported, some_tokens
+from tests.node.hugging_face.test_folders import exported, logits_of, some_tokens
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2
 
+WEIGHTS = "model.safetensors"
 CONFIGS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 
 
 def run_from(folder: Path, **model: Any) -> RunFile:
     return from_fields({"model": {"from": str(folder), **model}})
+
+
+def set_value(folder: Path, name: str, value: float) -> None:
+    """Of the weight in row 3, column 4."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors[name][3, 4] = value
+    save_file(tensors, folder / WEIGHTS)
 
 
 def of(run: RunFile) -> ModelConfig:
@@ -72,7 +80,7 @@ def test_a_config_alone_gives_the_shape_of_a_model_with_new_weights(tmp_path, co
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype) -> None:
     exported(tmp_path, QWEN2)
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / WEIGHTS
     halves = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
     save_file(halves, file)
     checkpoint = Checkpoint.open(tmp_path)
@@ -84,10 +92,7 @@ def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype) -> None:
 def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
     exported(tmp_path, GROUPED)
     run = take_in(run_from(tmp_path, stages=3, context=24))
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] += 1e-3
-    save_file(tensors, file)
+    set_value(tmp_path, "model.layers.2.mlp.up_proj.weight", 1e-3)
     beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
     beginning.stage(1)
     with pytest.raises(NotHereError, match="is not the checkpoint that the run begins"):
@@ -194,7 +199,7 @@ def test_a_tokenizer_is_a_file_or_in_a_folder_or_on_the_hub(tmp_path, monkeypatc
 )
 def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, changed, why) -> None:
     exported(tmp_path, GROUPED)
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / WEIGHTS
     save_file(load_file(file) | changed, file)
     with pytest.raises(UnsupportedModelError, match=why):
         Checkpoint.open(tmp_path)
@@ -202,10 +207,8 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, changed, why) -> N
 
 @pytest.mark.parametrize("form", ["equal", "other head", "head alone", "compiled", "bf16 head"])
 def test_embedding_and_head_are_tied_or_not_as_in_transformers(tmp_path, caplog, form) -> None:
-    from transformers import AutoModelForCausalLM
-
     exported(tmp_path, QWEN2)
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / WEIGHTS
     tensors = load_file(file) | {"model.rotary_emb.inv_freq": torch.ones(4)}
     embedding = tensors["model.embed_tokens.weight"]
     head = -embedding if form == "other head" else embedding.clone()
@@ -215,15 +218,13 @@ def test_embedding_and_head_are_tied_or_not_as_in_transformers(tmp_path, caplog,
     if form == "head alone":
         del tensors["model.embed_tokens.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = some_tokens(QWEN2, 24)
+    wanted = logits_of(tmp_path, tokens)
     if form == "compiled":  # which transformers doesn't read
         save_file({f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}, file)
     model = WholeModel.load(tmp_path, torch.device("cpu"))
     assert model.config.tied == (form != "other head")
     assert ("both are kept, untied" in caplog.text) != model.config.tied
-    tokens = some_tokens(QWEN2, 24)
-    with torch.no_grad():
-        wanted = reference(tokens).logits
     torch.testing.assert_close(model.logits(tokens), wanted, rtol=0, atol=1e-4)
     run = take_in(run_from(tmp_path))
     assert run.model.tied == model.config.tied
@@ -233,7 +234,7 @@ def test_of_two_models_in_a_folder_it_is_the_one_that_transformers_takes(tmp_pat
     exported(tmp_path, GROUPED, most=100_000)
     older = Checkpoint.open(tmp_path).places
     newer = {name: torch.ones(place.shape) for name, place in older.items()}
-    save_file(newer, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(newer, tmp_path / WEIGHTS, metadata={"format": "pt"})
     assert Checkpoint.open(tmp_path).read("model.norm.weight").sum() == 48
     assert "has model.safetensors and model.safetensors.index.json: model.safet" in caplog.text
 
@@ -252,16 +253,9 @@ def tensor(first: int, last: int, *shape: int) -> dict[str, Any]:
     [
         (b"", "is empty"),
         (b"abc", "is cut off after 3 of "),
-        (
-            b"version https://git-lfs.github.com/spec/v1\nsize 9\n",
-            "is a Git LFS pointer, not the w",
-        ),
+        (b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "is a Git LFS pointer, not"),
         (b"<!doctype html><html></html>", "is not a safetensors file"),
         (as_file({"a": tensor(0, 800, 200)}, bytes(100)), "is cut off after 173 of 873 bytes"),
-        (
-            as_file({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)),
-            "offset for tensor `b`",
-        ),
         (as_file({"a": tensor(0, 8, 2), "b": tensor(0, 8, 2)}, bytes(8)), "is damaged: "),
         (as_file({"a": tensor(4, 12, 2)}, bytes(12)), "offset for tensor `a`"),
         (as_file({"a": tensor(0, 8, 2)}, bytes(12)), "is damaged: .* not fully covered"),
@@ -273,7 +267,7 @@ def tensor(first: int, last: int, *shape: int) -> dict[str, Any]:
 )
 def test_a_file_that_is_not_whole_is_refused_and_how_to_mend_it(tmp_path, content, why) -> None:
     exported(tmp_path, GROUPED)
-    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / WEIGHTS).write_bytes(content)
     with pytest.raises(UnsupportedModelError, match=why) as caught:
         Checkpoint.open(tmp_path)
     if "has no readable model" not in str(caught.value):
@@ -296,10 +290,7 @@ def test_a_shard_that_is_missing_or_no_file_is_named(tmp_path) -> None:
     [
         ({"num_hidden_layers": 10**9}, "says 1,000,000,000 layers, and it has 57 tensors"),
         ({"num_attention_heads": 10**30}, "num_attention_heads = 10{30} is more than 1073741824"),
-        (
-            {"num_attention_heads": 10**9 + 7, "num_key_value_heads": 2},
-            "must be a multiple of kv_h",
-        ),
+        ({"num_attention_heads": 10**9 + 7, "num_key_value_heads": 2}, "be a multiple of kv_h"),
         ({"max_position_embeddings": 10**12}, "is more than 1073741824"),
         ({"padding": "x" * (16 << 20)}, "has more than 16777216 bytes"),
     ],
@@ -319,10 +310,7 @@ def test_a_config_of_absurd_size_is_refused_at_once(tmp_path, said, why) -> None
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value) -> None:
     exported(tmp_path, GROUPED)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.4.mlp.up_proj.weight"][3, 4] = value
-    save_file(tensors, file)
+    set_value(tmp_path, "model.layers.4.mlp.up_proj.weight", value)
     why = r"model\.layers\.4\.mlp\.up_proj\.weight has values that aren't finite"
     with pytest.raises(RunFileError, match=why):
         take_in(run_from(tmp_path))
@@ -330,7 +318,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value) -> Non
 
 def test_pickled_weights_are_refused(tmp_path) -> None:
     exported(tmp_path, GROUPED)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match=r"pickled.* save it with save_pretrained"):
         Checkpoint.open(tmp_path)
 

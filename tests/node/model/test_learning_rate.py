@@ -73,24 +73,16 @@ def test_a_warm_up_longer_than_the_run_is_warned_of_with_the_highest_rate() -> N
 
 
 @given(
-    st.integers(1, 400),
-    st.integers(1, 300),
+    st.tuples(st.integers(1, 400), st.integers(1, 300)),
     st.integers(0, 300),
-    st.floats(0, 1),
-    st.floats(0, 9),
-    st.sampled_from(get_args(Schedule)),
-    st.floats(0.001, 1),
+    st.tuples(st.floats(0, 1), st.floats(0, 9)),
+    st.tuples(st.sampled_from(get_args(Schedule)), st.floats(0.001, 1)),
 )
 def test_rate_stays_between_nothing_and_its_peak(
-    step: int,
-    steps: int,
-    warmup: int,
-    floor: float,
-    peak: float,
-    schedule: Schedule,
-    share: float,
+    at: tuple[int, int], warmup: int, rates: tuple[float, float], how: tuple[Schedule, float]
 ) -> None:
-    rate = scheduled(step, steps, peak, warmup, floor, schedule, share)
+    (step, steps), (floor, peak) = at, rates
+    rate = scheduled(step, steps, peak, warmup, floor, *how)
     assert 0 <= rate <= peak * (1 + 1e-12)
     if step > warmup:
         assert rate >= floor * peak * (1 - 1e-12)
@@ -115,9 +107,6 @@ def test_boost_decays_in_a_line() -> None:
     assert [boost(step, 30, 1.1, 100) for step in (131, 500)] == [1.0, 1.0]
     assert boost(31, 30, 1.1, 1) == pytest.approx(1.1)
     assert boost(32, 30, 1.1, 1) == 1.0
-
-
-def test_boost_can_stay_for_ever_or_never_come() -> None:
-    assert [boost(step, 30, 1.1, 0) for step in (31, 10_000)] == [1.1, 1.1]
-    assert [boost(step, 0, 1.1, 100) for step in (1, 31)] == [1.0, 1.0]
+    assert [boost(step, 30, 1.1, 0) for step in (31, 10_000)] == [1.1, 1.1], "for ever"
+    assert [boost(step, 0, 1.1, 100) for step in (1, 31)] == [1.0, 1.0], "never"
     assert boost(30, 30, 1.1, 100) == 1.0

@@ -127,13 +127,6 @@ def test_of_many_nodes_not_each_has_figures(monkeypatch: pytest.MonkeyPatch) -> 
     assert "planaria_link_bytes_per_second" not in samples
 
 
-def test_the_names_are_as_prometheus_has_them() -> None:
-    for name, kind in ALL.items():
-        assert re.fullmatch(r"planaria_[a-z_]+", name)
-        assert name.endswith("_total") == (kind.type is COUNTER), name
-        assert not re.search("milli|_ms|_mb|_kb|minutes|hours", name), name
-
-
 def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", text, re.MULTILINE)

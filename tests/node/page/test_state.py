@@ -4,6 +4,8 @@ import json
 import math
 from typing import Any
 
+import pytest
+
 from planaria.bootstrap.registry_pb2 import (
     PAUSE,
     STOP,
@@ -49,11 +51,7 @@ def described(*members: MemberDescription, **fields: Any) -> Description:
 
 def whole(**reported: Any) -> list[MemberDescription]:
     figures = {"committed": 7, "loss": 6.5, "tokens_per_second": 800.0, **reported}
-    return [
-        member(DRIVER, 0, **figures),
-        member("11bb", 1, **figures),
-        member("22cc", 2, **figures),
-    ]
+    return [member(node, stage, **figures) for stage, node in enumerate((DRIVER, "11bb", "22cc"))]
 
 
 def state(
@@ -76,11 +74,8 @@ def heard(*events: dict[str, Any]) -> History:
 
 def test_stages_have_their_nodes_and_what_these_say() -> None:
     shown = state(described(*whole()))
-    assert [(stage["stage"], stage["state"], stage["count"]) for stage in shown["stages"]] == [
-        (0, "running", 1),
-        (1, "running", 1),
-        (2, "running", 1),
-    ]
+    stages = [(stage["stage"], stage["state"], stage["count"]) for stage in shown["stages"]]
+    assert stages == [(number, "running", 1) for number in range(3)]
     [node] = shown["stages"][0]["nodes"]
     assert node["driver"] and node["step"] == 7 and node["speed"] == 45.2
     assert (node["memory"], node["bytes_in"], node["bytes_out"]) == (8 * 10**9, 10, 20)
@@ -90,15 +85,6 @@ def test_stages_have_their_nodes_and_what_these_say() -> None:
     assert progress["tokens"] == 7 * RUN.training.batch * RUN.model.config.context
     assert progress["learning_rate"] == of_run(7, RUN)
     assert progress["spent"] is None
-
-
-def test_a_stage_that_nobody_serves_is_vacant_and_awaited() -> None:
-    shown = state(described(*whole()[:2]))
-    assert shown["stages"][2]["state"] == "vacant"
-    assert shown["condition"] == {
-        "word": "waiting",
-        "sentence": "no node serves stage 2: somebody joined",
-    }
 
 
 def test_an_order_is_the_condition_of_the_run() -> None:
@@ -114,11 +100,20 @@ def test_an_order_is_the_condition_of_the_run() -> None:
         assert condition["sentence"].startswith(sentence)
 
 
-def test_a_rebuild_is_the_condition_of_the_run() -> None:
-    members = [*whole()[:2], member("33dd", 2, phase="syncing")]
+@pytest.mark.parametrize(
+    ("members", "last", "word", "sentence"),
+    [
+        (whole()[:2], "vacant", "waiting", "no node serves stage 2: somebody joined"),
+        ([*whole()[:2], member("33dd", 2, "syncing")], "rebuilding", "rebuilding", ""),
+        (whole(stopped=True, message="it can't serve"), "running", "stopped", "it can't serve"),
+    ],
+)
+def test_what_a_run_waits_for_is_its_condition(
+    members: list[MemberDescription], last: str, word: str, sentence: str
+) -> None:
     shown = state(described(*members))
-    assert shown["stages"][2]["state"] == "rebuilding"
-    assert shown["condition"]["word"] == "rebuilding"
+    assert (shown["stages"][2]["state"], shown["condition"]["word"]) == (last, word)
+    assert shown["condition"]["sentence"].startswith(sentence)
 
 
 def test_before_anybody_has_joined() -> None:
@@ -127,15 +122,16 @@ def test_before_anybody_has_joined() -> None:
     assert shown["progress"]["loss"] is None and shown["progress"]["step"] == 0
 
 
-def test_before_the_first_commit_there_is_no_loss() -> None:
-    description = described(*whole(committed=0, loss=0.0))
-    description.view.committed = 0
-    assert state(description)["progress"]["loss"] is None
-
-
-def test_a_run_that_cannot_go_on_says_why() -> None:
-    shown = state(described(*whole(stopped=True, message="the policy can't serve")))
-    assert shown["condition"] == {"word": "stopped", "sentence": "the policy can't serve"}
+def test_figures_that_are_none_are_null() -> None:
+    members = whole(loss=math.nan, tokens_per_second=math.inf)
+    members[0].member.speed = math.nan
+    shown = state(described(*members))
+    assert shown["progress"]["loss"] is None
+    assert shown["progress"]["tokens_per_second"] is None
+    assert shown["stages"][0]["nodes"][0]["speed"] is None
+    before_the_first_step = described(*whole(committed=0, loss=0.0))
+    before_the_first_step.view.committed = 0
+    assert state(before_the_first_step)["progress"]["loss"] is None
 
 
 def test_when_all_have_left_a_finished_run_it_still_is_what_it_was() -> None:
@@ -211,12 +207,3 @@ def test_of_many_nodes_some_are_shown_and_all_are_counted() -> None:
     assert len(shown["stages"][1]["nodes"]) == NODES_SHOWN
     assert [node["node"] for node in shown["standbys"]] == ["5555"]
     assert len(json.dumps(shown)) < 50_000
-
-
-def test_figures_that_are_none_are_null() -> None:
-    members = whole(loss=math.nan, tokens_per_second=math.inf)
-    members[0].member.speed = math.nan
-    shown = state(described(*members))
-    assert shown["progress"]["loss"] is None
-    assert shown["progress"]["tokens_per_second"] is None
-    assert shown["stages"][0]["nodes"][0]["speed"] is None

@@ -68,13 +68,14 @@ def test_what_a_node_says_for_another_one_is_left_out() -> None:
     assert not history.loss.points
 
 
-def test_steps_and_stages_that_the_run_has_not_are_left_out() -> None:
+def test_steps_losses_and_stages_that_are_none_are_left_out() -> None:
     history = history_of(
         line("committed", step=101, loss=1.0),
         line("committed", step=-1, loss=1.0),
         line("committed", step=2.5, loss=1.0),
         line("committed", step=True, loss=1.0),
         line("committed", step=1, loss="low"),
+        line("committed", step=1, loss=None),
         line("waiting", stages="all", reason="?"),
     )
     assert not history.loss.points and not history.news
@@ -122,10 +123,6 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
     assert curve.points[-1] == (49_999, 1 / 49_999)
     steps = [point[0] for point in curve.points if point]
     assert steps == sorted(steps)
-
-
-def test_a_loss_that_is_no_number_is_no_point() -> None:
-    assert not history_of(line("committed", step=1, loss=None)).loss.points
 
 
 def test_a_clock_that_is_wrong_does_not_count() -> None:

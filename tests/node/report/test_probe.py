@@ -84,20 +84,18 @@ class Registry:
         return self.descriptions.pop(0) if len(self.descriptions) > 1 else self.descriptions[0]
 
 
-def test_it_waits_until_all_have_measured() -> None:
+@pytest.mark.parametrize(
+    ("last", "links", "said"),
+    [(described(3), 2, []), (described(3, "b"), 1, ["no measurement within 10 s by b"])],
+    ids=["all", "one is late"],
+)
+def test_it_waits_until_all_have_measured_and_names_who_has_not(
+    last: Description, links: int, said: list[str]
+) -> None:
     messages: list[str] = []
-    registry = Registry([described(2), described(3, "b"), described(3)])
+    registry = Registry([described(2), described(3, "b"), last])
     probed = virtual_time.run(probe(registry, 10.0, messages.append))  # type: ignore[arg-type]
-    assert len(probed["links"]) == 2
-    assert messages == []
-
-
-def test_who_is_late_is_named_and_left_out() -> None:
-    messages: list[str] = []
-    registry = Registry([described(3, "b")])
-    probed = virtual_time.run(probe(registry, 10.0, messages.append))  # type: ignore[arg-type]
-    assert messages == ["no measurement within 10 s by b"]
-    assert len(probed["links"]) == 1
+    assert (len(probed["links"]), messages) == (links, said)
 
 
 def test_without_nodes_there_is_nothing_to_measure() -> None:

@@ -119,26 +119,15 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.digest() == pieces.digest()
 
 
-def test_squared_norm_without_gradient_is_zero() -> None:
-    assert StageOptimizer(network(), CPU).squared_norm() == 0.0
-
-
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_makes_the_gradient_not_finite(value: float) -> None:
     stage = StageOptimizer(network(), CPU)
+    assert stage.squared_norm() == 0.0
     stage.gradient.fill_(3e38)  # its square is beyond float32
     assert stage.finite()
     stage.gradient[-1] = value
     assert not stage.finite()
     assert not math.isfinite(stage.squared_norm())
-
-
-def test_digest_tells_one_bit() -> None:
-    a, b = StageOptimizer(network(), CPU), StageOptimizer(network(), CPU)
-    assert a.digest() == b.digest()
-    assert len(a.digest()) == 16
-    a.weights[3] = torch.nextafter(a.weights[3], torch.tensor(9.0))
-    assert a.digest() != b.digest()
 
 
 @given(
@@ -177,6 +166,8 @@ def test_in_eight_updates_the_digest_tells_any_bit_of_any_moment(
 
 def test_digest_tells_how_many_updates_there_were() -> None:
     a, b = StageOptimizer(network(), CPU), StageOptimizer(network(), CPU)
+    assert a.digest() == b.digest()
+    assert len(a.digest()) == 16
     b.steps = optimizer.TURNS
     assert a.digest() != b.digest()
 

@@ -20,7 +20,7 @@ from planaria.node.launch.resolve import resolve
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import weights
 from planaria.node.model.modules import build_stage, with_weights
-from planaria.node.model.shape import named_shapes
+from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.run_file import RunFile, RunFileError, dumps, loads, override
 from planaria.node.serve import find_own_code
 from planaria.node.stage.optimizer import StageOptimizer
@@ -50,6 +50,12 @@ def written(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> RunFile
     return override(RUN, model__module=f"{name}:build")
 
 
+def built(run: RunFile) -> tuple[ModelConfig, Any]:
+    """Its config and its code."""
+    run = fill_in(run)
+    return run.model.config, load_as_said(run, run.model.config)
+
+
 def test_the_run_file_says_what_the_code_builds():
     run = fill_in(RUN)
     config = run.model.config
@@ -67,8 +73,7 @@ def test_the_run_file_says_what_the_code_builds():
 
 
 def test_initial_weights_are_the_same_at_every_replica_and_of_each_layer_others():
-    run = fill_in(RUN)
-    config, own = run.model.config, load_as_said(run, run.model.config)
+    config, own = built(RUN)
     torch.manual_seed(1)
     one = build_stage(config, 1, 7, own)
     expected = torch.rand(1)
@@ -86,8 +91,7 @@ def test_initial_weights_are_the_same_at_every_replica_and_of_each_layer_others(
 
 
 def test_blocks_see_no_later_tokens_and_the_head_is_the_embedding():
-    run = fill_in(RUN)
-    config, own = run.model.config, load_as_said(run, run.model.config)
+    config, own = built(RUN)
     ends, *body = (build_stage(config, stage, 0, own) for stage in range(3))
     tokens = torch.arange(8).view(1, 8)
 
@@ -113,17 +117,15 @@ def test_its_own_loss_is_taken(tmp_path, monkeypatch):
         "    def logits",
         "    def loss(self, x, targets):\n        return x.sum()\n\n    def logits",
     )
-    run = fill_in(written(tmp_path, code, monkeypatch))
-    config = run.model.config
-    ends = build_stage(config, 0, 0, load_as_said(run, config))
+    config, own = built(written(tmp_path, code, monkeypatch))
+    ends = build_stage(config, 0, 0, own)
     assert ends.loss(torch.ones(1, 2, 16), torch.zeros(1, 2, dtype=torch.int64)) == 32
 
 
 def test_between_stages_it_is_float32_whatever_autocast_makes_of_a_block(tmp_path, monkeypatch):
     code = GPT2.replace("return Block(self.config)", "return nn.Linear(16, 16)")
-    run = fill_in(written(tmp_path, code, monkeypatch))
-    config = run.model.config
-    body = build_stage(config, 1, 0, load_as_said(run, config))
+    config, own = built(written(tmp_path, code, monkeypatch))
+    body = build_stage(config, 1, 0, own)
     x = torch.ones(1, 2, 16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert body.layers[0](x).dtype == torch.bfloat16
@@ -138,11 +140,7 @@ def test_between_stages_it_is_float32_whatever_autocast_makes_of_a_block(tmp_pat
         ("import torch\n", "1 / 0\n", "can't be loaded: ZeroDivisionError: division by zero"),
         ("return GPT2(config)", "return config", "returns ModelConfig, which has no method ends"),
         ("return GPT2(config)", "return GPT2(None)", "build fails: AttributeError"),
-        (
-            "return Block(self.config)",
-            "return 3",
-            r"block 0 of own\d+:build: int is not a torch.nn.Mod",
-        ),
+        ("return Block(self.config)", "return 3", r"block 0 of own\d+:build: int is not a torch"),
         (
             "nn.Linear(config.dim, 4 * config.dim)",
             "nn.Linear(config.dim, 4 * config.dim, dtype=torch.float16)",
@@ -257,9 +255,7 @@ def test_what_is_wrong_with_the_code_is_wrong_with_the_run_file(data, tmp_path, 
 
 def test_it_is_exported_as_named_tensors_which_its_code_reads(tmp_path, monkeypatch):
     """By the lines in docs/own-architecture.md."""
-    run = fill_in(RUN)
-    config = run.model.config
-    own = load_as_said(run, config)
+    config, own = built(RUN)
     stages = [build_stage(config, stage, 0, own) for stage in range(3)]
     flat = [StageOptimizer(module, torch.device("cpu")).weights for module in stages]
     monkeypatch.chdir(tmp_path)

@@ -62,6 +62,9 @@ def make_work(corpus: Corpus, node: str, stage: int, kind: type[TorchWork] = Tor
     return kind(node, module, optimizer, RUN, config, None if stage else corpus)
 
 
+ROUTE = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
+
+
 def check_gradients(swarm: Swarm, other: Swarm) -> None:
     for found, wanted in zip(swarm.gradients(), other.gradients(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
@@ -169,26 +172,25 @@ def test_where_documents_begin_is_said_and_checked(conversations):
         works.append(TorchWork("n", module, StageOptimizer(module, CPU), run, config, corpus=data))
         works[-1].begin(BEGAN, pb.Begin(step=step))
     first, second = works
-    route = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
     said = []
     for microbatch in range(RUN.training.microbatches):
-        frame = first.embed(BEGAN, Visit(microbatch, 0, route)).frame
+        frame = first.embed(BEGAN, Visit(microbatch, 0, ROUTE)).frame
         x, begins = decode(frame.descriptors, frame.payload)
         assert x.shape == (2, 4, section.dim)
         said.append(begins[..., 0])
     assert torch.equal(torch.cat(said), torch.from_numpy(begin[step]).byte())
-    onward = second.forward(BEGAN, Visit(4, 1, route), "0.0", frame).frame
+    onward = second.forward(BEGAN, Visit(4, 1, ROUTE), "0.0", frame).frame
     _, passed_on = decode(onward.descriptors, onward.payload)
     assert torch.equal(passed_on, begins)
     back = Frame("gradient", BEGAN, {}, *encode([torch.ones_like(x)], "int4"))
-    done = second.backward(BEGAN, Visit(4, 1, route), "0.0", back)
+    done = second.backward(BEGAN, Visit(4, 1, ROUTE), "0.0", back)
     assert [one.form.shape for one in done.frame.descriptors] == [x.shape]
     begins[0, 2] = 2
     wrong = Frame("activation", BEGAN, frame.fields, *encode([x, begins], "int4"))
     assert second.difference(wrong, wrong) == 0
     assert second.difference(frame, wrong) == UNLIKE
     with pytest.raises(ComplaintError, match="neither 0 nor 1") as failure:
-        second.forward(BEGAN, Visit(4, 1, route), "0.0", wrong)
+        second.forward(BEGAN, Visit(4, 1, ROUTE), "0.0", wrong)
     assert failure.value.accused == ["0.0"]
 
 
@@ -244,7 +246,7 @@ def test_a_device_that_runs_out_of_memory_does_the_rest_when_it_has_some(corpus)
 
 def test_a_backward_pass_that_runs_out_of_memory_leaves_less_for_the_next_attempt(corpus):
     work = make_work(corpus, "1.0", 1)
-    blocks, route = work._blocks, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
+    blocks = work._blocks
 
     def runs_out_later(x: torch.Tensor) -> torch.Tensor:
         y = blocks(x)
@@ -257,10 +259,10 @@ def test_a_backward_pass_that_runs_out_of_memory_leaves_less_for_the_next_attemp
     for microbatch in range(4):
         fields = {"microbatch": microbatch, "position": 1}
         frame = Frame("activation", BEGAN, fields, descriptors, payload)
-        work.forward(BEGAN, Visit(microbatch, 1, route), "0.0", frame)
+        work.forward(BEGAN, Visit(microbatch, 1, ROUTE), "0.0", frame)
     frame = Frame("gradient", BEGAN, {"microbatch": 3, "position": 1}, descriptors, payload)
     with pytest.raises(NoRoomError, match="out of memory") as failure:
-        work.backward(BEGAN, Visit(3, 1, route), "2.0", frame)
+        work.backward(BEGAN, Visit(3, 1, ROUTE), "2.0", frame)
     assert not (failure.value.waits or failure.value.ends)
     assert work._room.most == 2
 
@@ -279,7 +281,7 @@ def test_bytes_that_are_kept_are_those_of_gradients(corpus):
 def test_a_frame_that_cannot_be_decoded_is_a_complaint_about_its_sender(corpus):
     work = make_work(corpus, "1.0", 1)
     work.begin(BEGAN, pb.Begin(step=1))
-    visit = Visit(3, 1, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    visit = Visit(3, 1, ROUTE)
     descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
     damaged = bytearray().join(payload)
     damaged[5] ^= 1
@@ -296,7 +298,7 @@ def test_a_frame_that_cannot_be_decoded_is_a_complaint_about_its_sender(corpus):
 
 def test_a_pass_of_an_older_attempt_is_not_done(corpus):
     work = make_work(corpus, "0.0", 0)
-    visit = Visit(0, 0, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    visit = Visit(0, 0, ROUTE)
     assert work.embed(BEGAN, visit) is None
     work.begin(BEGAN, pb.Begin(step=1))
     assert work.embed(BEGAN, visit) is not None
@@ -317,7 +319,7 @@ async def test_a_disk_that_is_slow_to_give_samples_is_no_hanging_device(corpus, 
     monkeypatch.setattr(Corpus, "samples", slowly)
     work = make_work(corpus, "0.0", 0)
     work.begin(BEGAN, pb.Begin(step=1))
-    visit = Visit(0, 0, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    visit = Visit(0, 0, ROUTE)
     assert await compute.run(partial(work.embed, BEGAN, visit)) is not None
     assert waits == [True]
     assert not compute.watch.waits
@@ -400,7 +402,7 @@ def make_guarded(corpus: Corpus, threads: dict[str, Any], node: str, stage: int)
 
 
 def test_what_is_not_finite_is_its_senders_unless_it_is_to_be_let_through(corpus):
-    visit = Visit(3, 1, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    visit = Visit(3, 1, ROUTE)
     x = torch.ones(2, 4, 8)
     x[1, 2, 3] = torch.inf
     frame = Frame("activation", BEGAN, {"microbatch": 3, "position": 1}, *encode([x], "none"))

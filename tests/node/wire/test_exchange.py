@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from planaria.node.wire.budget import ITEM, PEERS
-from planaria.node.wire.exchange import ExchangeInbox, Exchanges, Inboxes, Letter, Lost, Outcome
+from planaria.node.wire.exchange import (
+    Exchange,
+    ExchangeInbox,
+    Exchanges,
+    Inboxes,
+    Letter,
+    Lost,
+    Outcome,
+)
 from tests.harness.network import Nodes
 
 
@@ -24,6 +32,16 @@ class Later:
     def work(self) -> None:
         work, then = self.posted.popleft()
         then(work())
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes()
+
+
+@pytest.fixture
+def exchanges(nodes: Nodes) -> Exchanges:
+    return nodes.new()
 
 
 def test_it_runs_at_once_up_to_its_first_wait() -> None:
@@ -43,9 +61,9 @@ def test_it_runs_at_once_up_to_its_first_wait() -> None:
     assert done == ["worked"]
 
 
-def test_what_work_raises_is_raised_where_it_is_waited_for() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_what_work_raises_is_raised_where_it_is_waited_for(
+    nodes: Nodes, exchanges: Exchanges
+) -> None:
 
     async def work() -> str:
         try:
@@ -69,9 +87,7 @@ def test_what_nobody_catches_is_told_to_the_owner() -> None:
     assert [str(error) for error in crashed] == ["broken"]
 
 
-def test_a_deadline_is_met_at_its_time_and_not_before() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_a_deadline_is_met_at_its_time_and_not_before(nodes: Nodes, exchanges: Exchanges) -> None:
     told = []
 
     async def work() -> None:
@@ -89,9 +105,7 @@ def test_a_deadline_is_met_at_its_time_and_not_before() -> None:
     assert nodes.next == math.inf
 
 
-def test_what_comes_in_time_beats_the_deadline() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_what_comes_in_time_beats_the_deadline(nodes: Nodes, exchanges: Exchanges) -> None:
     outcome: Outcome[str] = Outcome(exchanges)
     nodes.after(5.0, lambda: outcome.fulfil("here"))
 
@@ -103,9 +117,7 @@ def test_what_comes_in_time_beats_the_deadline() -> None:
     assert exchange.result() == "here"
 
 
-def test_who_is_given_up_goes_no_further_and_cleans_up() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_who_is_given_up_goes_no_further_and_cleans_up(nodes: Nodes, exchanges: Exchanges) -> None:
     outcome: Outcome[None] = Outcome(exchanges)
     trace = []
 
@@ -123,9 +135,7 @@ def test_who_is_given_up_goes_no_further_and_cleans_up() -> None:
     assert trace == ["cleaned up"]
 
 
-def test_one_that_gives_itself_up_ends_at_its_next_wait() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_one_that_gives_itself_up_ends_at_its_next_wait(nodes: Nodes, exchanges: Exchanges) -> None:
     trace = []
 
     async def work() -> None:
@@ -140,9 +150,7 @@ def test_one_that_gives_itself_up_ends_at_its_next_wait() -> None:
     assert trace == ["not closed while it runs"]
 
 
-def test_together_gives_results_in_order() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_together_gives_results_in_order(nodes: Nodes, exchanges: Exchanges) -> None:
 
     async def part(seconds: float) -> float:
         await exchanges.sleep(seconds)
@@ -153,9 +161,7 @@ def test_together_gives_results_in_order() -> None:
     assert nodes.run(exchanges, exchanges.together([])) == []
 
 
-def test_the_first_that_fails_ends_the_others() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_the_first_that_fails_ends_the_others(nodes: Nodes, exchanges: Exchanges) -> None:
     trace = []
 
     async def fails() -> None:
@@ -176,23 +182,26 @@ def test_the_first_that_fails_ends_the_others() -> None:
 # Inboxes
 
 
-def taking(exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any, found: list[Any]) -> Any:
+def taking(
+    exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any
+) -> tuple[list[Letter[str]], Exchange[None]]:
+    """All letters that come, and the exchange that takes them."""
+    found: list[Letter[str]] = []
+
     async def work() -> None:
         with inboxes.open(key) as inbox:
             while True:
                 found.append(await inbox.take())
 
-    return exchanges.start(work())
+    return found, exchanges.start(work())
 
 
-def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost(
+    nodes: Nodes, exchanges: Exchanges
+) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0)
-    first: list[Letter[str]] = []
-    second: list[Letter[str]] = []
-    exchange = taking(exchanges, inboxes, 1, first)
-    taking(exchanges, inboxes, 2, second)
+    first, exchange = taking(exchanges, inboxes, 1)
+    second, _ = taking(exchanges, inboxes, 2)
     inboxes.put(1, "a", "one")
     inboxes.put(2, "a", "two")
     inboxes.put(3, "a", "three")
@@ -206,27 +215,23 @@ def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost() -> None:
     assert len(first) == 2
 
 
-def test_what_comes_early_waits_within_its_bytes() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_what_comes_early_waits_within_its_bytes(nodes: Nodes, exchanges: Exchanges) -> None:
     inboxes: Inboxes[tuple[int, int], str] = Inboxes(exchanges, (0, 0), early_limit=10)
     inboxes.put((1, 1), "a", "given up with what is newer", 4)
     inboxes.put((1, 2), "a", "kept", 6)
     inboxes.put((1, 2), "a", "too much", 5)
     inboxes.put((1, 2), "b", "of another", 10)
     inboxes.put((1, 1), "b", "older than what it has begun", 1)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, (1, 2), found)
+    found, _ = taking(exchanges, inboxes, (1, 2))
     nodes.catch_up()
     assert found == [("a", "kept"), ("b", "of another")]
 
 
-def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing(
+    nodes: Nodes, exchanges: Exchanges
+) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=10 * ITEM)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, found)
+    found, _ = taking(exchanges, inboxes, 1)
     inboxes.put(1, "b", "of another", ITEM)
     for _ in range(100):
         inboxes.put(1, "a", "much", ITEM)
@@ -241,49 +246,41 @@ def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing() -> N
     assert len(found) == 3
 
 
-def test_what_is_read_makes_room() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_what_is_read_makes_room(nodes: Nodes, exchanges: Exchanges) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=4 * ITEM)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, found)
+    found, _ = taking(exchanges, inboxes, 1)
     for _ in range(100):
         inboxes.put(1, "a", "some", 3 * ITEM)
         nodes.catch_up()
     assert [item for _, item in found] == ["some"] * 100
 
 
-def test_peers_that_are_ahead_fill_only_so_much_together() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_peers_that_are_ahead_fill_only_so_much_together(
+    nodes: Nodes, exchanges: Exchanges
+) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
     for number in range(20):
         inboxes.put(1, f"n{number}", "early", 10)
-    found: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, found)
+    found, _ = taking(exchanges, inboxes, 1)
     nodes.catch_up()
     assert len(found) == PEERS
 
 
-def test_what_is_forgotten_does_not_come_back() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_what_is_forgotten_does_not_come_back(nodes: Nodes, exchanges: Exchanges) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
     inboxes.put(1, "a", "old", 1)
     inboxes.put(3, "b", "new", 1)
     inboxes.forget(before=2)
     inboxes.put(1, "c", "older than all", 1)
-    old: list[Letter[str]] = []
-    new: list[Letter[str]] = []
-    taking(exchanges, inboxes, 1, old)
-    taking(exchanges, inboxes, 3, new)
+    old, _ = taking(exchanges, inboxes, 1)
+    new, _ = taking(exchanges, inboxes, 3)
     nodes.catch_up()
     assert (old, new) == ([], [("b", "new")])
 
 
-def test_what_comes_of_a_peer_that_has_sent_too_much_wakes_nobody() -> None:
-    nodes = Nodes()
-    exchanges = nodes.new()
+def test_what_comes_of_a_peer_that_has_sent_too_much_wakes_nobody(
+    nodes: Nodes, exchanges: Exchanges
+) -> None:
     inbox: ExchangeInbox[str] = ExchangeInbox(exchanges, limit=100)
     taken: list[str] = []
 

@@ -36,14 +36,35 @@ def joined(buffers: tuple[memoryview, ...]) -> bytearray:
     return bytearray().join(buffers)
 
 
+def sent(tensor: torch.Tensor, codec: frames.Codec) -> torch.Tensor:
+    """As it arrives."""
+    descriptors, buffers = encode([tensor], codec)
+    (found,) = decode(descriptors, joined(buffers))
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "codec"),
+    [(torch.arange(1000) * 10**12, "int8"), (torch.arange(12.0).view(3, 4).t(), "none")],
+    ids=["whole numbers", "strided"],
+)
+def test_what_no_codec_changes(tensor: torch.Tensor, codec: frames.Codec) -> None:
+    assert torch.equal(sent(tensor, codec), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_of_halves(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = sample(shape, dtype)
+    torch.testing.assert_close(sent(tensor, "int8"), tensor, atol=1.0, rtol=0.01)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", tensors.DTYPES.values())
 def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = sample(shape, dtype)
-    descriptors, buffers = encode([tensor], "none")
-    (found,) = decode(descriptors, joined(buffers))
-    assert found.dtype == dtype
-    assert found.shape == shape
+    found = sent(tensor, "none")
     assert torch.equal(found, tensor)
 
 
@@ -54,9 +75,7 @@ def test_half_codecs_round_once(
     codec: frames.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = sample(shape, dtype)
-    descriptors, buffers = encode([tensor], codec)
-    (found,) = decode(descriptors, joined(buffers))
-    assert found.dtype == dtype
+    found = sent(tensor, codec)
     assert torch.equal(found, tensor.to(through).to(dtype))
 
 
@@ -66,8 +85,7 @@ def test_half_codecs_round_once(
 )
 def test_int8_is_wrong_by_half_a_scale_at_most(values: list[float], factor: float) -> None:
     tensor = torch.tensor(values, dtype=torch.float32) * factor
-    descriptors, buffers = encode([tensor], "int8")
-    (found,) = decode(descriptors, joined(buffers))
+    found = sent(tensor, "int8")
     tiny = torch.finfo(torch.float32).tiny
     blocks = zip(torch.split(tensor, 256), torch.split(found, 256), strict=True)
     for before, after in blocks:
@@ -84,8 +102,7 @@ def test_int4_is_wrong_by_less_than_a_seventh_of_a_tile(values: list[float], fac
     """As vectors: half a scale in each of 32 directions, where the scale is a seventh of the
     largest turned value, which is no longer than the tile."""
     tensor = torch.tensor(values, dtype=torch.float32) * factor
-    descriptors, buffers = encode([tensor], "int4")
-    (found,) = decode(descriptors, joined(buffers))
+    found = sent(tensor, "int4")
     for before, after in zip(torch.split(tensor, 32), torch.split(found, 32), strict=True):
         if before.numel():
             longest = max(float(before.double().norm()), 1e-36)
@@ -97,24 +114,9 @@ def test_int4_spreads_what_is_far_out() -> None:
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(64, 32, generator=generator)
     tensor[:, 3] *= 100
-    (found,) = decode(*_sent(tensor, "int4"))
+    found = sent(tensor, "int4")
     assert (found - tensor).norm() < 0.05 * tensor.norm()
     assert (found - tensor)[:, 3].norm() < 0.05 * tensor[:, 3].norm()
-
-
-def _sent(tensor: torch.Tensor, codec: frames.Codec) -> tuple[list[frames.Descriptor], bytearray]:
-    descriptors, buffers = encode([tensor], codec)
-    return descriptors, joined(buffers)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int8_keeps_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = sample(shape, dtype)
-    descriptors, buffers = encode([tensor], "int8")
-    (found,) = decode(descriptors, joined(buffers))
-    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-    torch.testing.assert_close(found, tensor, atol=1.0, rtol=0.01)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -122,17 +124,10 @@ def test_int8_keeps_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) 
 def test_what_is_not_finite_stays_so(codec: frames.Codec, bad: float) -> None:
     tensor = torch.ones(700)
     tensor[300] = bad
-    descriptors, buffers = encode([tensor], codec)
-    (found,) = decode(descriptors, joined(buffers))
+    found = sent(tensor, codec)
     assert not found[300].isfinite()
     assert found[:256].isfinite().all()
     assert found[512:].isfinite().all()
-
-
-def test_whole_numbers_travel_as_they_are_in_every_codec() -> None:
-    tensor = torch.arange(1000) * 10**12
-    descriptors, buffers = encode([tensor], "int8")
-    assert torch.equal(decode(descriptors, joined(buffers))[0], tensor)
 
 
 def test_codec_none_copies_nothing() -> None:
@@ -144,12 +139,6 @@ def test_codec_none_copies_nothing() -> None:
     payload = joined(buffers)
     found = decode(descriptors, payload)[0]
     assert found.data_ptr() == torch.frombuffer(payload, dtype=torch.uint8).data_ptr()
-
-
-def test_strided_tensors_are_laid_out() -> None:
-    tensor = torch.arange(12.0).view(3, 4).t()
-    descriptors, buffers = encode([tensor], "none")
-    assert torch.equal(decode(descriptors, joined(buffers))[0], tensor)
 
 
 def test_tensors_behind_an_odd_one_and_read_only_payloads() -> None:
@@ -351,15 +340,7 @@ def test_the_checksum_of_a_message_is_a_field_of_it() -> None:
 
 
 def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
-    return tuple(found) == (
-        expected.frame,
-        expected.offset,
-        expected.size,
-        expected.head,
-        expected.data,
-        expected.checksum,
-        expected.order,
-    )
+    return all(value == getattr(expected, name) for name, value in found._asdict().items())
 
 
 def field(number: int, wire_type: int, content: bytes) -> bytes:
@@ -417,11 +398,7 @@ def test_malformed_chunks_are_refused(message: bytes, why: str) -> None:
 def test_tensors_that_are_not_what_is_due_are_refused() -> None:
     tensor = Descriptor("float32", (2, 2), "none", 0, 16)
     check_forms([tensor], [Form("float32", (2, 2))])
-    for others in (
-        [],
-        [tensor] * 5,
-        [tensor._replace(shape=(4,))],
-        [tensor._replace(codec="bf16")],
-    ):
+    unlike = [tensor._replace(shape=(4,))], [tensor._replace(codec="bf16")]
+    for others in ([], [tensor] * 5, *unlike):
         with pytest.raises(WireError, match=r"where float32 \[2, 2\] in codec none is due"):
             check_forms(others, [Form("float32", (2, 2))])

@@ -113,6 +113,55 @@ async def up(*nodes: Node) -> None:
             await node.events.next("up")
 
 
+@asynccontextmanager
+async def linked(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Node, Node]]:
+    """Nodes a and b with a link between them."""
+    a, b = Node("a", settings=settings), Node("b", settings=settings)
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        yield a, b
+
+
+@asynccontextmanager
+async def relayed(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Node, Node, Wire]]:
+    """Nodes a and b, whose link goes through a wire."""
+    a, b = Node("a", settings=settings), Node("b", settings=settings)
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        yield a, b, wire
+
+
+async def received(node: Node, peer: Node, count: int, size: int) -> None:
+    """So many messages and frames of `size` bytes, each kind in its order."""
+    steps, numbers = [], []
+    while len(steps) < count or len(numbers) < count:
+        async with asyncio.timeout(DEADLINE):
+            kind, sender, item = await node.events.queue.get()
+        assert sender == peer.name
+        if kind == "message":
+            steps.append(item.ready.step)
+        else:
+            assert (kind, item.size) == ("frame", size)
+            numbers.append(item.fields["number"])
+    assert steps == numbers == list(range(count))
+
+
+async def nine_frames(a: Node, b: Node) -> None:
+    """They arrive in order."""
+    for number in range(9):
+        peer, found = await b.events.next("frame")
+        assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not holds():  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.001)
+
+
 def frame(size: int = 16, kind: str = "activation", **fields: Any) -> Frame:
     descriptors, buffers = encode([torch.arange(size, dtype=torch.uint8)], "none")
     return Frame(kind, (1, 2), fields, descriptors, buffers)
@@ -131,10 +180,7 @@ def test_messages_and_frames_both_ways_and_their_bytes_are_counted(run: Any) -> 
 
 
 async def both_ways() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
+    async with linked() as (a, b):
         for one, other in ((a, b), (b, a)):
             for step in range(5):
                 assert one.links.send(other.name, message(step))
@@ -143,11 +189,8 @@ async def both_ways() -> None:
             assert one.links.send(other.name, frame(10_000, microbatch=3))
             peer, found = await other.events.next("frame")
             assert peer == one.name
-            assert (found.kind, found.ballot, found.fields) == (
-                "activation",
-                (1, 2),
-                {"microbatch": 3},
-            )
+            assert (found.kind, found.ballot) == ("activation", (1, 2))
+            assert found.fields == {"microbatch": 3}
             (tensor,) = decode(found.descriptors, found.payload)
             assert torch.equal(tensor, torch.arange(10_000, dtype=torch.uint8))
         await until(lambda: a.links.unacknowledged == 0)
@@ -156,27 +199,13 @@ async def both_ways() -> None:
 
 
 async def test_a_frame_of_many_chunks_in_the_default_settings() -> None:
-    a, b = Node("a", settings=LinkSettings()), Node("b", settings=LinkSettings())
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
+    async with linked(LinkSettings()) as (a, b):
         tensors = [torch.arange(5_000_001), torch.ones(3, dtype=torch.uint8), torch.randn(100_000)]
         descriptors, buffers = encode(tensors, "none")
         assert a.links.send("b", Frame("state", (1, 1), {}, descriptors, buffers))
         _, found = await b.events.next("frame")
         decoded = decode(found.descriptors, found.payload)
         assert all(torch.equal(x, y) for x, y in zip(decoded, tensors, strict=True))
-
-
-async def test_an_urgent_frame_overtakes_a_big_one() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
-        for kind in ("state", "average", "activation", "gradient"):
-            a.links.send("b", frame(100_000, kind))
-        kinds = [(await b.events.next("frame"))[1].kind for _ in range(4)]
-        assert kinds == ["gradient", "activation", "average", "state"]
 
 
 async def test_a_frame_that_cannot_travel_is_said_to_its_sender() -> None:
@@ -206,30 +235,13 @@ async def test_a_node_without_an_address_dials(listen: str) -> None:
         assert await a.events.next("message") == ("b", message(1))
 
 
-async def test_a_link_that_is_demanded_is_dialled_by_whoever_demands_it() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b):
-        for node in (a, b):
-            node.links.set_peers(1, [a.peer(), b.peer()], [])
-        b.links.demand("a")
-        b.links.demand("a")
-        b.links.demand("stranger")
-        assert await b.events.next("up") == ("a",)
-        assert b.links.send("a", message(1))
-        assert await a.events.next("up") == ("b",)
-        view(2, a, b)
-        assert b.links.linked("a")
-
-
 async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b), Wire(b.address) as wire:
         wire.passing.clear()
         a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
         b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])  # thinks that it has to dial
-        async with asyncio.timeout(DEADLINE):
-            while not a.links._handshakes and a.events.queue.empty():  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: a.links._handshakes or not a.events.queue.empty())
         wire.passing.set()
         await up(a, b)
         for one, other in ((a, b), (b, a)):
@@ -243,9 +255,8 @@ async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
         wire.passing.clear()
         a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
         b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])
+        await until(lambda: a.links._handshakes)
         async with asyncio.timeout(DEADLINE):
-            while not a.links._handshakes:  # noqa: ASYNC110
-                await asyncio.sleep(0)
             while a.events.queue.empty():
                 wire.cut()
                 await asyncio.sleep(0)
@@ -291,14 +302,8 @@ def hello(session: int = 1, number: int = 1, other: int = 0, **came: Any) -> str
 
 
 def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, str], ...]:
-    pairs = {
-        "run": "run",
-        "node": dialler,
-        "peer": node.name,
-        "protocol": str(PROTOCOL),
-        "link": hello(),
-    }
-    pairs |= changes
+    pairs = {"run": "run", "node": dialler, "peer": node.name, "link": hello()}
+    pairs |= {"protocol": str(PROTOCOL), **changes}
     greetings = Greetings("run", dialler, identity(pairs.pop("key", dialler)))
     pairs["link"] = greetings.sign(DIAL, node.name, pairs["link"])
     return tuple((f"planaria-{key}", value) for key, value in pairs.items())
@@ -345,11 +350,7 @@ async def farewell(call: Any) -> str:
         ({"protocol": "2"}, "FAILED_PRECONDITION", "b speaks protocol 1, the dialler 2"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is not a link's hello"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
-        (
-            {"link": hello(messages=5)},
-            "INVALID_ARGUMENT",
-            "5 messages acknowledged",
-        ),
+        ({"link": hello(messages=5)}, "INVALID_ARGUMENT", "5 messages acknowledged"),
         ({"link": hello(partial={3: 4})}, "INVALID_ARGUMENT", "0 frames begun, but incomplete"),
         ({"key": "c"}, "UNAUTHENTICATED", "hello in the name of a is not signed by the key"),
         ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
@@ -388,9 +389,7 @@ async def test_nobody_is_dialled_where_the_registry_is_not_near(
     a, b = Node("a", settings=settings), Node("b", settings=settings)
     async with started(a, b):
         view(1, a, b)
-        async with asyncio.timeout(DEADLINE):
-            while "on its own machine only" not in caplog.text:  # noqa: ASYNC110  it tells nobody
-                await asyncio.sleep(0.01)
+        await until(lambda: "on its own machine only" in caplog.text)
         assert not a.links.peers and not b.links.peers
     assert f"can't link to b: the address {b.address!r}" in caplog.text
 
@@ -408,11 +407,8 @@ piece = partial(pack_chunk, order=1)
 
 
 def acknowledged(number: int, received: int) -> bytes:
-    return seal(
-        Message(
-            acknowledged={"received": [{"frame": number, "bytes": received}]}
-        ).SerializeToString()
-    )
+    received_of = [{"frame": number, "bytes": received}]
+    return seal(Message(acknowledged={"received": received_of}).SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -502,13 +498,9 @@ async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
 
 async def carried_by(count: int, *nodes: Node) -> None:
     """Each of these nodes has so many streams for chunks on the one link that it has."""
-    async with asyncio.timeout(DEADLINE):
-        for node in nodes:
-            while True:
-                [only] = node.links.by_peer.values()
-                if only.connection is not None and len(only.connection._bulks) == count:
-                    break
-                await asyncio.sleep(0.001)
+    for node in nodes:
+        [only] = node.links.by_peer.values()
+        await until(lambda: only.connection and len(only.connection._bulks) == count)  # noqa: B023
 
 
 def want(node: Node, count: int) -> None:
@@ -522,11 +514,7 @@ def want(node: Node, count: int) -> None:
 
 @pytest.mark.parametrize("sender", ["a", "b"])
 async def test_only_where_frames_go_there_is_a_stream_for_them(sender: str) -> None:
-    a, b = Node("a", settings=SOON), Node("b", settings=SOON)
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
+    async with relayed(SOON) as (a, b, wire):
         one, other = (a, b) if sender == "a" else (b, a)
         for number in range(2):
             for step in range(200):
@@ -581,10 +569,7 @@ async def test_a_peer_that_takes_no_stream_for_frames_is_dialled_anew() -> None:
 @pytest.mark.parametrize("who", ["a", "b"])
 async def test_frames_keep_their_order_by_streams_that_come_and_go(who: str) -> None:
     """Whichever side would have them: a has dialled."""
-    a, b = Node("a"), Node("b")
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
+    async with linked() as (a, b):
         number = 0
         for count in (1, 4, 16, 2, 1, 3):
             want(a if who == "a" else b, count)
@@ -625,9 +610,7 @@ async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
         await carried_by(4, a, b)
         for number in range(9):
             assert a.links.send("b", frame(30_000, number=number))
-        for number in range(9):
-            peer, found = await b.events.next("frame")
-            assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
+        await nine_frames(a, b)
         assert len(wire.begun) == 2 * 5, "both ways, and messages have one of their own"
         assert all(begun[:2] == TLS_HANDSHAKE for begun in wire.begun)
         want(a, 1)
@@ -635,20 +618,14 @@ async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
 
 
 async def test_a_link_goes_on_when_a_stream_that_was_added_breaks() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
+    async with relayed() as (a, b, wire):
         want(a, 4)
         await carried_by(4, a, b)
         for number in range(9):
             assert a.links.send("b", frame(30_000, number=number))
         await asyncio.sleep(0)
         wire.writers[-1].transport.abort()
-        for number in range(9):
-            peer, found = await b.events.next("frame")
-            assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
+        await nine_frames(a, b)
         assert a.events.queue.empty()
 
 
@@ -775,18 +752,12 @@ async def asleep(node: Node, peer: str, wire: Wire) -> None:
     """Its link has no connection any more, and gets no other."""
     wire.passing.clear()
     wire.cut()
-    async with asyncio.timeout(DEADLINE):
-        while node.links.by_peer[peer].connection:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: not node.links.by_peer[peer].connection)
 
 
 @pytest.mark.parametrize("times", [1, 5])
 async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int) -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
+    async with relayed() as (a, b, wire):
         for time in range(times):
             for one, other in ((a, b), (b, a)):
                 for number in range(4):
@@ -797,16 +768,7 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int
             assert a.links.linked("b")
             assert b.links.linked("a")
         for one, other in ((a, b), (b, a)):
-            steps, numbers = [], []
-            while len(steps) < 4 * times or len(numbers) < 4 * times:
-                async with asyncio.timeout(DEADLINE):
-                    kind, peer, item = await one.events.queue.get()
-                assert peer == other.name
-                (steps if kind == "message" else numbers).append(
-                    item.ready.step if kind == "message" else item.fields["number"]
-                )
-                assert kind == "message" or item.size == 7000
-            assert steps == numbers == list(range(4 * times))
+            await received(one, other, 4 * times, 7000)
             assert one.events.queue.empty()
 
 
@@ -823,12 +785,8 @@ async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
 async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
     monkeypatch: pytest.MonkeyPatch, loser: str
 ) -> None:
-    a, b = Node("a"), Node("b")
-    one, other = (a, b) if loser == "a" else (b, a)
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
+    async with relayed() as (a, b, wire):
+        one, other = (a, b) if loser == "a" else (b, a)
         one.links.send(other.name, frame(5000, number=0))
         assert (await other.events.next("frame"))[1].fields == {"number": 0}
         await until(lambda: one.links.unacknowledged == 0)
@@ -870,12 +828,6 @@ async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
 SOON = replace(QUICK, heartbeat=0.02, silence=DEADLINE, rest=0.1)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while not holds():  # noqa: ASYNC110  it tells nobody
-            await asyncio.sleep(0.01)
-
-
 def rest(node: Node, peer: str) -> bool:
     return node.links.linked(peer) and peer not in node.links.peers
 
@@ -900,14 +852,10 @@ async def test_a_link_that_neither_side_needs_rests_until_one_has_something_to_s
 ) -> None:
     async with on_demand() as ends:
         one, other = ends if sender == "a" else ends[::-1]
-        for number in range(2):
-            one.links.send(other.name, message(number))
-            one.links.send(other.name, frame(5000, number=number))
-            for _ in range(2):
-                async with asyncio.timeout(DEADLINE):
-                    came = await other.events.queue.get()
-                found = came[2].ready.step if came[0] == "message" else came[2].fields["number"]
-                assert found == number
+        for _ in range(2):
+            one.links.send(other.name, message(0))
+            one.links.send(other.name, frame(5000, number=0))
+            await received(other, one, 1, 5000)
             await until(lambda: rest(one, other.name) and rest(other, one.name))
             await until(lambda: not any(end.links._dialling for end in ends))
 
@@ -975,11 +923,7 @@ async def test_who_has_died_is_lost_when_something_is_sent_on_a_link_that_rests(
 
 
 async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
-    a, b = Node("a", settings=replace(QUICK, held=20_000 + 2 * ITEM)), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
+    async with relayed(replace(QUICK, held=20_000 + 2 * ITEM)) as (a, _, wire):
         await asleep(a, "b", wire)
         for number in range(3):
             assert a.links.send("b", frame(9000, number=number))
@@ -1001,26 +945,9 @@ async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None
             assert (await b.events.next("lost"))[1].startswith("c has not taken the last 2")
 
 
-async def test_a_view_without_the_peer_ends_a_link_that_sleeps_as_lost() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
-        await asleep(a, "b", wire)
-        a.links.send("b", frame(number=1))
-        a.links.set_peers(2, [a.peer()], [])
-        peer, reason, lost = await a.events.next("lost")
-        assert (peer, reason) == ("b", "b is no member of view 2")
-        assert [item.fields["number"] for item in lost] == [1]
-
-
 @pytest.mark.parametrize("leaver", ["a", "b"])
 async def test_a_node_that_stops_is_lost_at_once_and_reports_nothing_itself(leaver: str) -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
+    async with linked() as (a, b):
         gone, left = (a, b) if leaver == "a" else (b, a)
         await gone.links.stop()
         assert (await left.events.next("lost"))[0] == gone.name
@@ -1029,10 +956,7 @@ async def test_a_node_that_stops_is_lost_at_once_and_reports_nothing_itself(leav
 
 
 async def test_who_is_no_member_any_more_is_disconnected_unreported() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
+    async with linked() as (a, b):
         b.links.set_peers(2, [b.peer()], [])
         assert not b.links.linked("a")
         peer, reason, _ = await a.events.next("lost")

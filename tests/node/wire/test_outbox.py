@@ -36,14 +36,6 @@ def test_what_waits_for_a_link_goes_first(links: VirtualNet) -> None:
     assert links.demanded == ["a", "a"]
 
 
-def test_a_link_that_came_up_unsaid_is_found(links: VirtualNet) -> None:
-    box = NodeOutbox(links, never, LIMIT)
-    box.send("a", message(1), True, 0.0)
-    links.up.add("a")
-    box.tick(99.0)
-    assert links.sent == [("a", message(1))]
-
-
 def test_nothing_waits_for_who_is_no_member(links: VirtualNet) -> None:
     box = NodeOutbox(links, never, LIMIT)
     assert not box.send("stranger", message(1), False, 0.0)

@@ -18,7 +18,17 @@ from planaria.node.wire.relays import Call, Relay, Relays
 from planaria.node.wire.session import Hello, Refused
 from tests.bootstrap.conftest import identity
 from tests.harness.at_rest import check_at_rest
-from tests.node.wire.test_link import DEADLINE, Node, frame, message, peer_at, started, up
+from tests.node.wire.test_link import (
+    DEADLINE,
+    Node,
+    frame,
+    message,
+    peer_at,
+    received,
+    started,
+    until,
+    up,
+)
 
 NOBODY = "127.0.0.1:1"  # nothing listens there
 
@@ -55,17 +65,7 @@ async def exchange(a: Node, b: Node, count: int = 3) -> None:
             assert one.links.send(other.name, message(number))
             assert one.links.send(other.name, frame(9000, number=number))
     for one, other in ((a, b), (b, a)):
-        steps, numbers = [], []
-        while len(steps) < count or len(numbers) < count:
-            async with asyncio.timeout(DEADLINE):
-                kind, peer, item = await one.events.queue.get()
-            assert peer == other.name
-            if kind == "message":
-                steps.append(item.ready.step)
-            else:
-                assert (kind, item.size) == ("frame", 9000)
-                numbers.append(item.fields["number"])
-        assert steps == numbers == list(range(count))
+        await received(one, other, count, 9000)
 
 
 async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
@@ -76,9 +76,7 @@ async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
         assert c.events.queue.empty(), "it carries without looking inside"
         assert c.links.bytes_out > 2 * 27_000, "what it carries is its traffic"
         assert a.links.bytes_out < 1.9 * 27_000, "and counts once where it comes from"
-        async with asyncio.timeout(DEADLINE):
-            while c.links.relays.held:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: not c.links.relays.held)
 
 
 async def test_a_relay_whose_link_breaks_costs_nothing_that_was_said() -> None:
@@ -107,9 +105,7 @@ async def test_a_relay_is_left_when_the_direct_link_is_back(
     async with three() as (a, b, c):
         await exchange(a, b)
         set_view(2, a, b, c, reached=True)
-        async with asyncio.timeout(DEADLINE):
-            while a.links.carrier("b") or b.links.carrier("a"):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not (a.links.carrier("b") or b.links.carrier("a")))
         set_view(3, a, b, c, reached=True, relayed=False)
         await exchange(a, b)
         assert a.links.linked("b"), "nobody was told of a loss"
@@ -156,9 +152,7 @@ async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waite
                 peers = [peer_at(p.node, NOBODY if p.node == dialler else p.address) for p in peers]
             node.links.set_peers(number, peers, {"a", "b", "c"} - {node.name})
             node.links.set_relays([Relay("a", "b", "c")])
-        async with asyncio.timeout(DEADLINE):
-            while a.links.carrier("b") or b.links.carrier("a"):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not (a.links.carrier("b") or b.links.carrier("a")))
         await exchange(a, b)
         assert a.links.linked("b"), "nobody was told of a loss"
 
@@ -190,9 +184,7 @@ async def forged_call(c: Node, b: Node, hello: Frame) -> None:
 async def test_without_a_relay_they_have_no_link() -> None:
     async with three() as (a, b, c):
         set_view(2, a, b, c, reached=False, relayed=False)
-        async with asyncio.timeout(DEADLINE):
-            while a.links.by_peer["b"].connection:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: not a.links.by_peer["b"].connection)
         c.links.relays.on_frame("a", Frame("call", (0, 0), {"to": "b", "call": "x"}, [], b""))
         assert b.events.queue.empty()
 
@@ -201,13 +193,14 @@ async def test_without_a_relay_they_have_no_link() -> None:
 
 
 class Wire:
-    """What a `Relays` sends, which arrives when a test says so."""
+    """What a `Relays` sends, which arrives when a test says so; c carries for a and b."""
 
     def __init__(self, node: str, unlinked: str = "") -> None:
         self.unlinked = unlinked
         self.sent: list[tuple[str, Frame]] = []
         self.arrived: list[object] = []
         self.relays = Relays(node, self.send, lambda call, hello: None)
+        self.relays.set([Relay("a", "b", "c")])
 
     def send(self, node: str, sent: Frame, arrived: object) -> bool:
         self.sent.append((node, sent))
@@ -228,7 +221,6 @@ async def test_a_relay_holds_no_more_than_its_limit_for_a_pair(
 ) -> None:
     monkeypatch.setattr(relays, "LIMIT", 100)
     wire = Wire("c")
-    wire.relays.set([Relay("a", "b", "c")])
     for _ in range(3):
         wire.relays.on_frame("a", item(50))
     assert wire.said() == [("b", "item"), ("b", "item"), ("a", "over"), ("b", "over")]
@@ -241,7 +233,6 @@ async def test_a_relay_holds_no_more_than_its_limit_for_a_pair(
 @pytest.mark.parametrize("lost", ["a", "b"])
 async def test_a_relay_holds_nothing_for_a_link_that_is_lost(lost: str) -> None:
     wire = Wire("c")
-    wire.relays.set([Relay("a", "b", "c")])
     for _ in range(2):
         wire.relays.on_frame("a", item(50))
     wire.arrived[0]()  # type: ignore[operator]
@@ -254,7 +245,6 @@ async def test_a_relay_holds_nothing_for_a_link_that_is_lost(lost: str) -> None:
 
 async def test_what_a_relay_can_not_pass_on_it_does_not_hold() -> None:
     wire = Wire("c", unlinked="b")
-    wire.relays.set([Relay("a", "b", "c")])
     wire.relays.on_frame("a", item(50))
     assert wire.said() == [("b", "item"), ("a", "over")]
     check_at_rest(wire.relays)
@@ -262,7 +252,6 @@ async def test_what_a_relay_can_not_pass_on_it_does_not_hold() -> None:
 
 async def test_a_call_ends_when_another_relay_is_to_carry_it() -> None:
     wire = Wire("a")
-    wire.relays.set([Relay("a", "b", "c")])
     call = wire.relays.call("b", "1 0 1 0 0")
     wire.relays.set([Relay("a", "b", "d")])
     with pytest.raises(Refused, match="c carries for a and b no more"):
@@ -281,7 +270,7 @@ async def test_a_node_carries_only_for_those_that_the_view_names() -> None:
 async def test_who_is_called_before_it_has_the_view_says_so() -> None:
     """Else the call would wait for its time to be up."""
     ends = {name: Wire(name) for name in "ab"}
-    ends["a"].relays.set([Relay("a", "b", "c")])
+    ends["b"].relays.set([])
     call = ends["a"].relays.call("b", "1 0 1 0 0")
     (_, hello), *_ = ends["a"].sent
     ends["b"].relays.on_frame("c", replace(hello, fields={**hello.fields, "from": "a"}))

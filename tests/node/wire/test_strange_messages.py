@@ -15,12 +15,6 @@ from planaria.node.wire.session import Hello
 from tests.harness.rules import RULES
 
 
-def test_a_seed_says_what_is_drawn() -> None:
-    drawn = [Drawing(Random(seed), ["n1"], [7]).envelope() for seed in (1, 1, 2)]
-    packed = [message.SerializeToString(deterministic=True) for message in drawn]
-    assert packed[0] == packed[1] != packed[2]
-
-
 def test_figures_of_any_message_are_looked_at() -> None:
     drawing = Drawing(Random(0), ["n1", "n2"], [1, 2, 3])
     refused = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.node.wire.streams import (
@@ -44,6 +44,7 @@ class LossyLink:
 
 
 @given(st.floats(1e4, 1e9), st.floats(0.0, 0.4))
+@settings(max_examples=10)  # of an hour each
 def test_a_link_that_one_stream_fills_keeps_one(rate: float, noise: float) -> None:
     link = LossyLink(rate, rate, noise)
     link.run(3600.0)
