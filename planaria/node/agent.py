@@ -159,7 +159,14 @@ class Agent:
         self.relearning = Relearning(exchanges, tensors, send, relearned, crossing)
         peers = Peers(self.states, self.crossings, self.relearning)
         self.rebuilding = Rebuilding(
-            self.ports, self.run, self.config, self.member, self.holdings, peers, self._in_place
+            self.ports,
+            self.run,
+            self.config,
+            self.member,
+            self.holdings,
+            peers,
+            self._in_place,
+            self._account,
         )
 
     def _route(self) -> None:
@@ -262,6 +269,7 @@ class Agent:
             done=self.attempt.passes_done() if self.attempt is not None else (),
             given_up=given_up,
             hang=self.member.hang[:LONGEST_WORDS],
+            fetched=self.rebuilding.fetched,
         )
         self.tell_driver(self.member.promised, account=account)
 
@@ -617,6 +625,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         relearn_seconds=recovery.relearn.seconds,
         progress=run.swarm.progress,
         tokens=training.microbatch * config.context,
+        state_bytes=4 * 4 * max(config.parameters),  # weights, frozen ones, and moments
         spot_check=run.trust.spot_check,
         tolerance=run.trust.tolerance,
         audits=run.trust.gradients != "off" and run.wire.averaging in AUDITED,

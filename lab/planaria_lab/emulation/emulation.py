@@ -53,6 +53,11 @@ class Emulation:
             for a, b, figures in self._ask("")
         }
 
+    def change(self, network: Network) -> None:
+        """The links are those of this network of the same nodes. Raises EmulationError when the
+        relay is gone."""
+        self._ask(NETWORK.dump_json(network).decode())
+
     @contextmanager
     def inside(self, node: str) -> Iterator[None]:
         """The calling thread, and what it starts, is on this machine meanwhile; other threads that

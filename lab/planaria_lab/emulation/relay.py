@@ -12,7 +12,8 @@ TCP in the namespaces has the congestion control that is Linux's default
 
 Started by emulation.py as a module, it reads a network as JSON from the first line of its standard
 input and writes what came of it; then it answers each further line with the traffic so far, until
-the input ends.
+the input ends. Such a line is empty, or it is a network of the same nodes, whose links hold from
+then on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TextIO
 
 from pydantic import TypeAdapter
 
@@ -181,6 +182,11 @@ class PacketRelay:
                 self._taken += 1
                 heapq.heappush(self._under_way, (arrival, self._taken, direction, piece))
 
+    def change(self, pipes: Mapping[tuple[int, int], Pipe]) -> None:
+        """The links are these for what is taken from now on."""
+        for way, pipe in pipes.items():
+            self.directions[way].pipe = pipe
+
     def due(self) -> float | None:
         """The time at which the next packet arrives."""
         return self._under_way[0][0] if self._under_way else None
@@ -244,41 +250,46 @@ def congestion(number: int) -> str:
     return CONGESTION if done else _CONGESTION.read_text().strip()
 
 
-def carry(relay: PacketRelay, devices: Sequence[int], control: int) -> None:
+def numbered(network: Network) -> dict[tuple[int, int], Pipe]:
+    """Its pipes, by the numbers of their nodes."""
+    number = {name: i for i, name in enumerate(network.sites)}
+    return {(number[a], number[b]): pipe for (a, b), pipe in network.pipes().items()}
+
+
+def carry(relay: PacketRelay, devices: Sequence[int], control: TextIO) -> None:
     """Carries packets until `control` ends. Answers each line from there with the traffic so
-    far."""
+    far. Nobody writes the next line before the answer, so none waits in a buffer."""
+    waiting: list[int | TextIO] = [*devices, control]
     while True:
         due = relay.due()
         patience = None if due is None else max(0.0, due - time.monotonic())
-        readable, _, _ = select.select([*devices, control], [], [], patience)
+        readable, _, _ = select.select(waiting, [], [], patience)
         now = time.monotonic()
         for device in readable:
-            if device != control:
+            if isinstance(device, int):
                 relay.take(device, now)
-            elif not os.read(control, 4096):
+            elif not (line := control.readline()):
                 return
             else:
+                if line.strip():
+                    relay.change(numbered(NETWORK.validate_json(line)))
                 print(json.dumps(relay.traffic()), flush=True)
         relay.deliver(time.monotonic())
 
 
 def main() -> None:
     die_with_parent()
-    control = sys.stdin.fileno()
     network = NETWORK.validate_json(sys.stdin.readline())
-    nodes = list(network.sites)
-    number = {name: i for i, name in enumerate(nodes)}
     try:
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
-        machines = [make_machine(i) for i in range(len(nodes))]
+        machines = [make_machine(i) for i in range(len(network.sites))]
     except (OSError, subprocess.CalledProcessError) as error:
         detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         print(json.dumps({"error": f"{error} {detail}".strip()}), flush=True)
         return
-    pipes = {(number[a], number[b]): pipe for (a, b), pipe in network.pipes().items()}
     namespaces, devices, controls = zip(*machines, strict=True)
     print(json.dumps({"namespaces": namespaces, "congestion": controls[0]}), flush=True)
-    carry(PacketRelay(devices, pipes), devices, control)
+    carry(PacketRelay(devices, numbered(network)), devices, sys.stdin)
 
 
 if __name__ == "__main__":

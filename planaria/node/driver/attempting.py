@@ -406,7 +406,7 @@ class Attempting(Phase):
 
     def _accounted(self, peer: str, account: pb.Account, now: float) -> Turn:
         driver, inquest = self.driver, self.state.inquest
-        driver.hanging.hear(peer, account.hang, now)
+        driver.account(peer, account, now)
         inquest.heard(peer, account, now)
         turn = self.stays()
         if account.given_up and self.state.may_relieve(driver.rules):

@@ -181,6 +181,11 @@ class Driver:
 
     # --- members
 
+    def account(self, peer: str, account: pb.Account, now: float) -> None:
+        """Takes in what a member reports of its computing and of the state that it fetches."""
+        self.hanging.hear(peer, account.hang, now)
+        self.joining.fetches(peer, account.fetched, now)
+
     def training(self) -> dict[str, int]:
         """Members with a part in attempts, and their stages."""
         without = self.joining.joiners.keys() | self.joining.waiting.keys() | self.current.masked

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class FollowingTry:
     began: float
     method: str = "replica"
     stall: float = 0.0  # seconds without training because of it
+    fetched: int = 0  # bytes that have come
+    progressed: float = -math.inf  # when the newest of them came
     caught_up: pb.Synced | None = None
     vain: int = 0  # attempts that waited in vain for its vote
     failed: bool = False
@@ -132,6 +135,12 @@ class Joining:
 
     # --- while the others train
 
+    def fetches(self, node: str, fetched: int, now: float) -> None:
+        """So many bytes of its state have come."""
+        joiner = self.joiners.get(node)
+        if joiner is not None and fetched > joiner.fetched:
+            joiner.fetched, joiner.progressed = fetched, now
+
     def caught_up(self) -> dict[str, FollowingTry]:
         return {
             node: joiner
@@ -159,7 +168,7 @@ class Joining:
         for node, joiner in self.joiners.items():
             if joiner.vain >= IN_VAIN:
                 reasons[node] = f"its vote was missing {IN_VAIN} times"
-            elif now - joiner.began >= limit and not (
+            elif now - max(joiner.began, joiner.progressed) >= limit and not (
                 joiner.caught_up is not None and self.stays_out(node)
             ):
                 reasons[node] = f"it took more than {limit:.0f} s"

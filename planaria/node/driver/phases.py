@@ -85,7 +85,7 @@ class Phase:
                 effects = driver.accuse(peer, message.failed)
                 return self.give_up_following(peer, message.failed.reason, now).after(effects)
             case "account":
-                driver.hanging.hear(peer, message.account.hang, now)
+                driver.account(peer, message.account, now)
             case "cut" if Ballot.of(message.ballot) == NEVER:
                 return self.stays(self._accused_apart(peer, message.cut))
         return self.stays()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from planaria.node.driver.phases import DriverPhase, Phase, Turn
 from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.report.events import RebuildFailed, StageRebuilt
 from planaria.node.transaction.effects import Ballot, Suspect
+from planaria.node.transaction.rules import SLOWEST
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.facts import ARRIVED
 
@@ -27,6 +29,7 @@ class Syncing(Phase):
         super().__init__(driver)
         self.answers, self.awaited = answers, awaited
         self.began = self.progressed = now
+        self.fetched = Counter[str]()  # bytes that have come, by awaited member
 
     def explain(self) -> str:
         why, awaited = self.answers.why, ", ".join(sorted(self.awaited))
@@ -40,6 +43,8 @@ class Syncing(Phase):
                     return self._synced(peer, message.synced, now)
                 case "failed":
                     return self.wronged(peer, message.failed, now)
+                case "account" if peer in self.awaited:
+                    self._fetches(peer, message.account.fetched, now)
         return super().received(peer, message, now)
 
     def viewed(self, view: registry.View, now: float) -> Turn | None:
@@ -90,6 +95,13 @@ class Syncing(Phase):
             step = synced.sources[0].step
             return [replace(event, oldest_step=step, mean_step=step)]
         return [self._with_staleness(event, synced) if synced.method == "snapshot" else event]
+
+    def _fetches(self, peer: str, fetched: int, now: float) -> None:
+        """So many bytes of its state have come; they are progress if they come fast enough."""
+        expected = SLOWEST * (now - self.began - self.driver.rules.progress)
+        if fetched > max(self.fetched[peer], expected):
+            self.progressed = now
+        self.fetched[peer] = max(self.fetched[peer], fetched)
 
     def _with_staleness(self, event: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
         """Adds the staleness of the snapshot used, as its holder reported it."""

@@ -70,13 +70,16 @@ class Rebuilding:
         holdings: Holdings,
         peers: Peers,
         own_state: Callable[[], StageState],
+        account: Callable[[], None],
     ) -> None:
+        """`account` tells the driver of `fetched`."""
         self.exchanges, self.arithmetic = ports.exchanges, ports.arithmetic
         self.tell = ports.record.tell
         self.run, self.config = run, config
         self.member, self.stage, self.holdings = member, member.stage, holdings
         self.states, self.boundary, self.relearning = peers
-        self.own_state = own_state
+        self.own_state, self.account = own_state, account
+        self.fetched = 0  # bytes, of the state that comes or has come
 
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
         """The new state, which is in place when this returns; None: it was no longer wanted.
@@ -84,6 +87,7 @@ class Rebuilding:
         Raises ComplaintError when it can't be done; report that to the driver.
         """
         compute, started = self.exchanges.compute, self.exchanges.now
+        self.fetched = 0
         frozen_bytes = await self._fetch_frozen(ballot, sync)
         deliveries = await self._fetch(ballot, sync)
         states = [delivery.state for delivery in deliveries]
@@ -123,6 +127,7 @@ class Rebuilding:
         """As `rebuild`, for the twin of the next stage; this node's own state stays as it is."""
         twin = self.holdings.twin
         assert twin is not None
+        self.fetched = 0
         (delivery,) = await self._fetch(ballot, sync)
         if not self.member.arrived(ballot):
             return None
@@ -143,7 +148,7 @@ class Rebuilding:
         if not lacking:
             return 0
         wanted = WantedState(self.stage, Age(0, 0), {WEIGHTS: lacking}, kind=ORIGIN, ballot=ballot)
-        deadline, report = self.run.swarm.progress, self._fetching(sync)
+        deadline, report = self.run.swarm.progress, self._fetching(sync, 0)
         (delivery,) = await self.exchanges.together(
             [self.states.fetch(wanted, [sync.giver], deadline, report)]
         )
@@ -202,7 +207,7 @@ class Rebuilding:
             tensors = self.holdings.twin.state.tensors
         own = {name: tensor.numel() for name, tensor in tensors.items()}
         received = dict.fromkeys(by_stage, 0)
-        report = self._fetching(sync)
+        report = self._fetching(sync, self.fetched)
         report(0)
 
         def received_from(stage: int, size: int) -> None:
@@ -229,14 +234,16 @@ class Rebuilding:
             [fetch(stage, sources) for stage, sources in sorted(by_stage.items())]
         )
 
-    def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
-        """A function that takes the bytes received so far, and reports them now and then."""
+    def _fetching(self, sync: pb.Sync, before: int) -> Callable[[int], None]:
+        """A function that takes the bytes received so far, beside those received `before`, and
+        reports them now and then."""
         started, reported_at = self.exchanges.now, -math.inf
         sources = tuple(Origin(node=source.node, stage=source.stage) for source in sync.sources)
 
         def report(size: int) -> None:
             nonlocal reported_at
             now = self.exchanges.now
+            self.fetched = before + size
             if now - reported_at >= REPORT_PERIOD:
                 reported_at = now
                 self.tell(
@@ -248,6 +255,7 @@ class Rebuilding:
                         seconds=now - started,
                     )
                 )
+                self.account()
 
         return report
 

@@ -32,6 +32,7 @@ from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.bounds import HASH
+from planaria.node.transaction.rules import SLOWEST
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
 from planaria.node.wire.frames import SIZES, Descriptor, FiguresError, Form, Frame, WireError
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 SHARD: Final = 4 << 20  # bytes
 SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
-SILENCE: Final = 15.0  # seconds in which a source must answer
+SILENCE: Final = 15.0  # seconds in which a source must answer, beside those for what it owes
 SOURCES: Final = 8  # of one transfer that are in use at a time; a node has no link to all
 OUTSTANDING: Final = 2  # shards requested of a source and not received yet
 FAILURES: Final = 3  # of the only source; with the last one it is dropped
@@ -295,6 +296,11 @@ class _Source:
     outstanding: dict[int, StateShard] = field(default_factory=dict)  # by offset
     failures: list[str] = field(default_factory=list)
 
+    def due(self, silence: float) -> float:
+        """When the next shard has to be here: on a slow link they take turns."""
+        owed = sum(shard.size for shard in self.outstanding.values())
+        return self.answered + silence + owed / SLOWEST if owed else math.inf
+
 
 def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShard]:
     """The shards of consecutive tensors of these sizes in bytes, from the byte `first` on. None
@@ -335,8 +341,7 @@ class ShardPlan:
     @property
     def wake(self) -> float:
         """Time of the next `expire`; inf: nothing is outstanding."""
-        answered = [source.answered for source in self._sources.values() if source.outstanding]
-        return min(answered, default=math.inf) + self._silence
+        return min((s.due(self._silence) for s in self._sources.values()), default=math.inf)
 
     def add(self, source: str) -> None:
         """Add a source. A known one stays as it is."""
@@ -389,10 +394,11 @@ class ShardPlan:
     def expire(self, now: float) -> None:
         """Fail all shards owed by sources that have been silent for too long."""
         for source, state in list(self._sources.items()):
-            if state.outstanding and now >= state.answered + self._silence:
+            if now >= state.due(self._silence):
+                why = f"silent for {now - state.answered:.0f} s"
                 for offset in list(state.outstanding):
                     if source in self._sources:
-                        self.failed(source, offset, f"silent for {self._silence:g} s", now)
+                        self.failed(source, offset, why, now)
 
 
 _Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame
@@ -429,8 +435,9 @@ class StateClient:
         on_progress: Callable[[int], None] | None = None,
     ) -> Delivery:
         """Fetch a state from `sources`: its replicas or, if `wanted` has a kind, its holders.
-        `deadline`: seconds for the whole fetch. `on_progress` gets the number of bytes received so
-        far. Raises ComplaintError, which names every source and what was wrong with it.
+        `deadline`: seconds in which something of it must come. `on_progress` gets the number of
+        bytes received so far. Raises ComplaintError, which names every source and what was wrong
+        with it.
         """
         number = next(self._numbers)
         fetch = _TransferFetch(
@@ -599,7 +606,7 @@ class _TransferFetch:
         self.client, self.number, self.wanted = client, number, wanted
         self.deadline = deadline
         self.on_progress = on_progress
-        self.started = client.exchanges.now
+        self.started = self.progressed = client.exchanges.now
         if len(sources) > SOURCES:
             sources = sorted(sources, key=lambda source: not client.linked(source))
         self.unused = deque(sources)
@@ -644,15 +651,15 @@ class _TransferFetch:
 
     def _wake(self) -> float:
         patience = min(self.silent.values(), default=math.inf) + self.client.silence
-        return min(self.started + self.deadline, patience, self.plan.wake)
+        return min(self.progressed + self.deadline, patience, self.plan.wake)
 
     def _check_deadline(self) -> None:
-        if self._now >= self.started + self.deadline:
+        if self._now >= self.progressed + self.deadline:
             waited_for = ", ".join([*self.silent, *self.plan.sources])
             missing = f"{self.plan.missing} shards" if self.arriving else "every manifest"
             has_dropped = self.given_up or self.plan.dropped
             raise ComplaintError(
-                f"{self._name_of_state()} did not arrive within {self.deadline:g} s: "
+                f"nothing of {self._name_of_state()} has come for {self.deadline:g} s: "
                 f"{missing} missing, waiting for {waited_for}"
                 + (f"; {self._complaints()}" if has_dropped else "")
             )
@@ -737,6 +744,7 @@ class _TransferFetch:
             return
         self.plan.received(peer, shard.offset, self._now)
         self.arriving.arrived(shard.offset)
+        self.progressed = self._now
         self.served[peer] += shard.size
         if self.on_progress is not None:
             self.on_progress(self.arriving.bytes)

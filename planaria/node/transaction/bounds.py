@@ -150,6 +150,8 @@ def _account(account: pb.Account, rules: TransactionRules) -> str:
     most = 4 * max(rules.microbatches, rules.validation_microbatches)
     if len(account.done) > most:
         return f"{len(account.done)} finished passes; at most {most}"
+    if account.fetched > rules.state_bytes:
+        return f"{account.fetched} bytes of a state; at most {rules.state_bytes}"
     return _words("a hang's reason", account.hang)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from planaria.recovery.masking import Masking
 from planaria.recovery.policy import Policy
+
+SLOWEST: Final = 100e3
+"""Bytes a second at least at which a state comes; more slowly it counts as no progress."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class TransactionRules:
     single_waits: bool = False  # whether a single stage waits for a lost node's save, too
     relearn_seconds: float = 20.0  # maximum, while all others wait
     tokens: int = 1 << 31  # maximum tokens of a microbatch
+    state_bytes: int = 1 << 50  # that a rebuild fetches, at most
     spot_check: float = 0.0  # share of visits computed twice, at stages with replicas
     tolerance: float = 0.05  # relative difference between correct nodes' results, at most
     audits: bool = False  # whether sums of gradients are audited

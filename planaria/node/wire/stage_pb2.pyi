@@ -552,18 +552,20 @@ class Inquiry(_message.Message):
     def __init__(self, relieve: _Optional[bool] = ..., replace: _Optional[str] = ...) -> None: ...
 
 class Account(_message.Message):
-    __slots__ = ("computed", "computing", "done", "given_up", "hang")
+    __slots__ = ("computed", "computing", "done", "given_up", "hang", "fetched")
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     COMPUTING_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     HANG_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     computed: int
     computing: bool
     done: _containers.RepeatedCompositeFieldContainer[Pass]
     given_up: _containers.RepeatedScalarFieldContainer[int]
     hang: str
-    def __init__(self, computed: _Optional[int] = ..., computing: _Optional[bool] = ..., done: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ..., given_up: _Optional[_Iterable[int]] = ..., hang: _Optional[str] = ...) -> None: ...
+    fetched: int
+    def __init__(self, computed: _Optional[int] = ..., computing: _Optional[bool] = ..., done: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ..., given_up: _Optional[_Iterable[int]] = ..., hang: _Optional[str] = ..., fetched: _Optional[int] = ...) -> None: ...
 
 class Pass(_message.Message):
     __slots__ = ("microbatch", "position", "backward")

@@ -60,7 +60,7 @@ from planaria.node.report.events import (
 from planaria.node.transaction.effects import NEVER, Audit, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.plan_encoding import PlanDecoder
 from planaria.node.transaction.routing import routes
-from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.rules import SLOWEST, TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, seal
 from planaria.recovery.policy import POLICIES
@@ -501,6 +501,17 @@ def test_a_lost_stage_is_rebuilt_at_one_node_and_copied_by_its_replicas():
     syncs = sent(told.statuses(5, twin=pb.Status()), "sync")
     assert syncs.keys() == {"twin"}
     assert (syncs["twin"].sync.method, syncs["twin"].sync.follow) == ("replica", False)
+
+
+@pytest.mark.parametrize(("fetched", "patient"), [(8, False), (2 * SLOWEST * RULES.progress, True)])
+def test_a_rebuild_lasts_as_long_as_its_state_comes_fast_enough(fetched: float, patient: bool):
+    told = asked()
+    told.statuses(5, c=pb.Status())
+    told.now += 0.9 * RULES.progress
+    told.hears("c", account=pb.Account(fetched=1))
+    assert suspected(told.waits(0.9 * RULES.progress)) == []
+    told.hears("c", account=pb.Account(fetched=int(fetched)))
+    assert suspected(told.waits(0.2 * RULES.progress)) == ([] if patient else ["c"])
 
 
 @pytest.mark.parametrize("lost", ["b", "e"])
@@ -991,14 +1002,17 @@ def test_a_joiner_whose_figures_cannot_be_follows_no_longer():
     assert told.driver.phase is DriverPhase.RUNNING, "the others train on"
 
 
-def test_who_never_catches_up_is_given_up():
+@pytest.mark.parametrize("comes", [False, True])
+def test_who_never_catches_up_is_given_up_unless_its_state_still_comes(comes: bool):
     told = Joined(replace(RULES, progress=1.0))
     told.now += 1.9
+    if comes:
+        told.hears("new", account=pb.Account(fetched=8))
     told.comes_home()
     for node in "abcd":
         told.ready(node)
-    (failed, *_) = events(told.waits(0.2), RebuildFailed)
-    assert failed.node == "new"
+    failed = events(told.waits(0.2), RebuildFailed)
+    assert [event.node for event in failed] == ([] if comes else ["new"])
 
 
 def test_at_the_end_joiners_get_the_last_state_before_all_is_over():

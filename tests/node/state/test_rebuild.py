@@ -70,6 +70,7 @@ class World:
         self.twin: Any = None
         self.tensors = {"weights": torch.zeros(3)}
         self.enough = math.nan  # as relearning was told
+        self.accounts: list[int] = []  # bytes fetched, as the driver was told
         self.pauses = [0.0]  # seconds between two signs of a fetch's progress
         config = model_config(RUN.model, vocabulary=16)
         everything: Any = self
@@ -80,7 +81,9 @@ class World:
         boundary: Any = Boundary(self.asked)
         peers = Peers(everything, boundary, everything)
         self.rebuilding = Rebuilding(
-            ports, RUN, config, self.member, everything, peers, lambda: self.own
+            *(ports, RUN, config, self.member, everything, peers),
+            own_state=lambda: self.own,
+            account=lambda: self.accounts.append(self.rebuilding.fetched),
         )
 
     def rebuilds(self, sync: pb.Sync) -> Rebuilt | None:
@@ -353,6 +356,7 @@ def test_progress_is_told_now_and_then() -> None:
     world.rebuilds(sync("replica", ("a", STAGE)))
     told = [event.bytes for event in world.events if isinstance(event, Fetching)]
     assert told == [0, 3]
+    assert world.accounts == told
 
 
 def test_a_twin_is_fetched_as_the_next_stages_state() -> None:
