@@ -84,38 +84,28 @@ class Swarm:
         node: str,
         stage: int | None = None,
         address: str | None = None,
-        data: str = "",
-        speed: float = 1.0,
-        protocol: int = PROTOCOL,
-        question: int = 0,
-        answered: Sequence[str] = (),
-        key: str | bytes = "",
-        room: int = 1,
-        standby: bool = False,
-        saves: Sequence[int] = (),
-        host: str = "",
+        key: str = "",
         block: str = "",
         owner: bool = True,
+        **fields: Any,
     ) -> JoinReply:
+        """`fields`: others of the request."""
+        fields = {"protocol": PROTOCOL, "speed": 1.0, "room": 1, **fields}
         address = f"{node}:1" if address is None else address
-        request = JoinRequest(
-            protocol=protocol,
-            node=node,
-            address=address,
-            stage=stage,
-            data=data,
-            speed=speed,
-            question=question,
-            answered=answered,
-            key=key if isinstance(key, bytes) else (key or node).encode(),
-            room=room,
-            standby=standby,
-            saves=saves,
-            host=host,
-        )
+        request = JoinRequest(node=node, stage=stage, address=address, **fields)
+        request.key = (key or node).encode()
         reply, effects = join(self.machine, request, self.now, block, owner)
         self.after(effects)
         return reply
+
+    def seat(self, **stages: int) -> None:
+        """These nodes join at these stages, one after the other."""
+        for node, stage in stages.items():
+            self.join(node, stage)
+
+    def leave(self, *nodes: str, why: str = "") -> None:
+        for node in nodes:
+            self.after(self.machine.leave(node, why, self.now))
 
     def open(self, *nodes: str) -> None:
         for node in nodes:
@@ -128,6 +118,11 @@ class Swarm:
     def renew(self, node: str, **fields: object) -> list[Effect]:
         renewal = Renewal(node=node, **fields)  # type: ignore[arg-type]
         return self.after(self.machine.renewed(renewal, self.now))
+
+    def tell(self, *nodes: str, **seat: object) -> None:
+        """Each of these, or of all, reports this of its seat."""
+        for node in nodes or self.nodes():
+            self.renew(node, report=self.report(node, **seat))  # type: ignore[arg-type]
 
     def miss(self, node: str, *peers: str) -> list[Effect]:
         """The node renews, and has no link to these, which it needs."""
@@ -210,9 +205,7 @@ def test_automatic_joins_fill_vacant_stages_then_the_weakest() -> None:
 
 def test_explicit_stage_beyond_max_replicas_is_honoured_and_automatic_becomes_spare() -> None:
     swarm = Swarm(stages=1, max_replicas=1)
-    swarm.join("a", 0)
-    swarm.join("b", 1)
-    swarm.join("c", 1)
+    swarm.seat(a=0, b=1, c=1)
     reply = swarm.join("d")
     assert swarm.stage("c") == 1
     assert swarm.stage("d") is None
@@ -243,13 +236,11 @@ def test_who_has_saves_of_a_stage_gets_it_while_nobody_has_its_state() -> None:
     swarm.join("a", saves=[2])
     swarm.join("b", saves=[2])
     assert (swarm.stage("a"), swarm.stage("b")) == (2, 2), "the run has not begun"
-    swarm.join("c", 0)
-    swarm.join("d", 1)
-    for node in "abcd":
-        swarm.renew(node, report=swarm.report(node, committed=7))
+    swarm.seat(c=0, d=1)
+    swarm.tell(*"abcd", committed=7)
     swarm.join("e", saves=[2])
     assert swarm.stage("e") == 0, "stage 2 has two already"
-    swarm.after(swarm.machine.leave("d", "", swarm.now))
+    swarm.leave("d")
     swarm.join("f", saves=[1])
     swarm.join("g", saves=[1])
     assert (swarm.stage("f"), swarm.stage("g")) == (1, 1), "nobody has its state yet"
@@ -264,9 +255,8 @@ def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
     assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1]}
     assert "stages 0, 2, 3, 4, for which it has saves" in swarm.view.reason
     swarm.open("a", "b")
-    for node in "ab":
-        swarm.renew(node, report=swarm.report(node, committed=7))
-    swarm.after(swarm.machine.leave("a", "killed", swarm.now))
+    swarm.tell(*"ab", committed=7)
+    swarm.leave("a", why="killed")
     assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}
     swarm.join("c", saves=[3, 0, 4, 2, 1], room=3)
     assert seats(swarm)["c"] == [0, 3, 4], "as many as it has room for, the newest"
@@ -278,7 +268,7 @@ def awaiting(owner: bool = True, **rules: float) -> Swarm:
     swarm.join("b", 1, room=5, owner=owner)
     swarm.join("a", saves=[3, 0, 4, 2], room=5)
     swarm.open("a", "b")
-    swarm.renew("b", report=swarm.report("b", committed=12, saves=[10]))
+    swarm.tell("b", committed=12, saves=[10])
     seats = [SeatReport(stage=s, committed=12, saves=[10, 5]) for s in (0, 2, 3, 4)]
     swarm.renew("a", report=Report(seats=seats))
     swarm.lose("a", there=False)
@@ -296,7 +286,7 @@ def test_saves_of_a_lost_node_are_awaited_until_it_is_back_or_for_some_time() ->
     later.machine.restore(swarm.view, 0)
     for number in range(1, 5):
         swarm.now += 9
-        swarm.renew("b", report=swarm.report("b", committed=12))
+        swarm.tell("b", committed=12)
         swarm.join(f"c{number}", standby=True)
     assert {one.seconds for one in swarm.view.awaited} == {4}
     swarm.wait(5)
@@ -409,7 +399,7 @@ def test_a_newcomer_that_makes_steps_longer_is_a_standby_until_it_is_needed() ->
     view = swarm.view
     swarm.wait(1)
     assert swarm.view is view, "nor does it come to a stage that is in one failure domain"
-    swarm.after(swarm.machine.leave("a", "", swarm.now))
+    swarm.leave("a")
     assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}
 
 
@@ -427,10 +417,9 @@ def test_saves_are_not_awaited_of_who_has_left_or_was_evicted_for_cause() -> Non
         if end == "replica":
             swarm.join("other", 1)
             swarm.open("other")
-        for node in swarm.nodes():
-            swarm.renew(node, report=swarm.report(node, committed=12, saves=[10]))
+        swarm.tell(committed=12, saves=[10])
         if end == "left":
-            swarm.after(swarm.machine.leave("n1", "", swarm.now))
+            swarm.leave("n1")
         elif end == "evicted":
             swarm.after(swarm.machine.evict("n1", "by its operator", swarm.now))
         elif end == "accused":
@@ -466,14 +455,12 @@ def test_stage_0_is_served_by_the_owners_nodes_only() -> None:
     swarm.join("a", room=3)
     assert (swarm.stage("a"), waiting in swarm.view.reason) == (0, False)
     swarm.open(*swarm.nodes())
-    for name in swarm.nodes():
-        swarm.renew(name, report=swarm.report(name, phase="running", committed=7))
+    swarm.tell(phase="running", committed=7)
     before = seats(swarm)
-    swarm.after(swarm.machine.leave("a", "killed", swarm.now))
+    swarm.leave("a", why="killed")
     for _ in range(60):  # seconds
         swarm.wait(1)
-        for name in swarm.nodes():
-            swarm.renew(name, report=swarm.report(name, phase="idle", committed=7))
+        swarm.tell(phase="idle", committed=7)
     swarm.join("f", saves=[0], room=3, owner=False)
     assert seats(swarm) == {n: s for n, s in before.items() if n != "a"} | {"f": [1]}
     assert (swarm.view.driver, waiting in swarm.view.reason) == ("", True)
@@ -510,7 +497,7 @@ def test_restart_at_the_same_address_evicts_the_old_identity_at_once() -> None:
 
 def test_an_identity_is_used_once() -> None:
     swarm = full()
-    swarm.after(swarm.machine.leave("n1", "done", swarm.now))
+    swarm.leave("n1", why="done")
     with pytest.raises(Refused, match=r"left: done.*new node id"):
         swarm.join("n1", 1)
 
@@ -638,35 +625,28 @@ def test_two_neighbours_that_only_dial_out_need_somebody_who_carries(a: int, b: 
 
 
 @pytest.mark.parametrize(
-    ("own", "linked", "swapped"),
+    ("name", "stage", "address", "swapped", "linked"),
     [
-        (Member(node="new", seats=[Seat(stage=1)], address="new:1"), ["n0", "n1", "n2"], False),
-        (Member(node="n1", seats=[Seat(stage=1)], address="n1:1"), ["n0", "n2"], False),
-        (
-            Member(node="n0", seats=[Seat(stage=0)], address="n0:1"),
-            ["n1", "n2", "n3", "n4", "n5"],
-            False,
-        ),
-        (Member(node="n3", seats=[Seat(stage=3)], address="n3:1"), ["n0", "n2", "n4"], False),
-        (
-            Member(node="n3", seats=[Seat(stage=3)], address="n3:1"),
-            ["n0", "n1", "n2", "n4", "n5"],
-            True,
-        ),
-        (Member(node="n3", seats=[Seat(stage=3)]), ["n0", "n1", "n2", "n4", "n5"], False),
-        (Member(node="n3", address="n3:1"), [], False),
+        ("new", 1, "new:1", False, "n0 n1 n2"),
+        ("n1", 1, "n1:1", False, "n0 n2"),
+        ("n0", 0, "n0:1", False, "n1 n2 n3 n4 n5"),
+        ("n3", 3, "n3:1", False, "n0 n2 n4"),
+        ("n3", 3, "n3:1", True, "n0 n1 n2 n4 n5"),
+        ("n3", 3, "", False, "n0 n1 n2 n4 n5"),
+        ("n3", None, "n3:1", False, ""),
     ],
 )
 def test_a_node_keeps_links_to_whom_it_needs_in_every_step(
-    own: Member, linked: list[str], swapped: bool
+    name: str, stage: int | None, address: str, swapped: bool, linked: str
 ) -> None:
-    members = [
-        Member(node=f"n{stage}", seats=[Seat(stage=stage)], address=f"n{stage}:1")
-        for stage in range(6)
-    ]
-    members.append(Member(node="idle", address="idle:1"))
-    view = View(number=1, members=members)
-    assert to_link(own, view, stages=5, swapped=swapped) == linked
+    def member(name: str, stage: int | None, address: str) -> Member:
+        seats = [] if stage is None else [Seat(stage=stage)]
+        return Member(node=name, seats=seats, address=address)
+
+    members = [member(f"n{stage}", stage, f"n{stage}:1") for stage in range(6)]
+    view = View(number=1, members=[*members, member("idle", None, "idle:1")])
+    own = member(name, stage, address)
+    assert to_link(own, view, stages=5, swapped=swapped) == linked.split()
 
 
 def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart_as_long_as_it_can() -> None:
@@ -675,19 +655,17 @@ def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart_as_long_as_it
     for node in "abcde":
         swarm.join(node, address="")
     assert [swarm.stage(node) for node in "abcde"] == [1, 3, 2, 4, 0]
-
-
-def test_where_nobody_can_carry_those_who_only_dial_out_stand_by() -> None:
     swarm = Swarm(stages=4)
     swarm.join("a", 0, address="")
     assert "only dials out" in swarm.join("b", address="").reason
-    assert swarm.stage("b") is None
+    assert swarm.stage("b") is None, "nobody can carry: it stands by"
 
 
 def test_two_neighbours_that_only_dial_out_get_a_relay_at_once() -> None:
     swarm = Swarm(stages=2, lease=5)
-    for stage, (node, address) in enumerate([("open", "open:1"), ("a", ""), ("b", "")]):
-        swarm.join(node, stage, address=address)
+    swarm.join("open", 0)
+    swarm.join("a", 1, address="")
+    swarm.join("b", 2, address="")
     swarm.open("open", "a", "b")
     cut_off(swarm, 1, ("a", "b"))
     assert list(swarm.view.relays) == [Relay(a="a", b="b", via="open")]
@@ -699,19 +677,17 @@ def test_a_spare_is_sent_to_a_stage_that_falls_vacant_the_oldest_that_fits() -> 
     swarm.join("b", 1)
     swarm.join("without")
     swarm.join("with", data="abc")
-    swarm.after(swarm.machine.leave("a", "", swarm.now))
+    swarm.leave("a")
     assert swarm.stage("with") == 0
     assert swarm.stage("without") is None
     assert swarm.view.driver == "with"
-    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    swarm.leave("b")
     assert swarm.stage("without") == 1
 
 
 def test_first_driver_waits_for_replicas_and_says_for_what() -> None:
     swarm = Swarm(stages=1, replicas=2)
-    swarm.join("a", 0)
-    swarm.join("b", 0)
-    swarm.join("c", 1)
+    swarm.seat(a=0, b=0, c=1)
     assert swarm.view.driver == ""
     assert swarm.view.reason.endswith("waiting for 1 more node at stage 1 (1 of 2)")
     swarm.join("d", 1)
@@ -736,8 +712,8 @@ def test_once_the_run_is_over_nobody_takes_the_seats_of_those_who_leave() -> Non
     swarm = Swarm(stages=1, start_grace=0, lease=100)
     swarm.join("a", 0, room=2)
     swarm.join("b", 1)
-    swarm.renew("a", report=swarm.report("a", phase="halted", committed=7, finished=True))
-    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    swarm.tell("a", phase="halted", committed=7, finished=True)
+    swarm.leave("b")
     assert seats(swarm) == {"a": [0]}
 
 
@@ -745,7 +721,7 @@ def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
     swarm = Swarm(stages=1, start_grace=0, lease=100)
     swarm.join("a", 0, room=2)
     swarm.join("b", 1)
-    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    swarm.leave("b")
     assert seats(swarm) == {"a": [0, 1]}
     first = swarm.view.members[0].seats[1].since
     assert swarm.machine.describe(swarm.now).members[0].why == [
@@ -756,10 +732,10 @@ def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
     assert seats(swarm) == {"a": [0, 1], "c": [1]}, "c has no state yet"
     both = [SeatReport(stage=stage, phase="running", committed=7) for stage in (0, 1)]
     swarm.renew("a", report=Report(seats=both))
-    swarm.renew("c", report=swarm.report("c", phase="running", committed=7))
+    swarm.tell("c", phase="running", committed=7)
     swarm.wait(20)
     assert seats(swarm) == {"a": [0], "c": [1]}
-    swarm.after(swarm.machine.leave("c", "", swarm.now))
+    swarm.leave("c")
     assert seats(swarm) == {"a": [0, 1]}
     assert swarm.view.members[0].seats[1].since > first
     assert swarm.machine.members.by_name["a"].holds == {0}, (
@@ -769,10 +745,9 @@ def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
 
 def test_who_joins_as_a_standby_waits_until_a_stage_has_nobody() -> None:
     swarm = Swarm(stages=1, start_grace=0, lease=100)
-    swarm.join("a", 0)
-    swarm.join("b", 1)
+    swarm.seat(a=0, b=1)
     assert swarm.join("s", standby=True).reason == "standby, as requested"
-    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    swarm.leave("b")
     assert seats(swarm) == {"a": [0], "s": [1]}
 
 
@@ -791,17 +766,12 @@ def test_first_driver_waits_no_longer_than_the_start_grace() -> None:
 
 def test_after_a_loss_of_everything_nodes_are_awaited_as_at_the_start() -> None:
     swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
-    for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
-        swarm.join(node, stage)
-    for node in "abcd":
-        swarm.renew(node, report=swarm.report(node, committed=7))
-    for node in "abcd":
-        swarm.after(swarm.machine.leave(node, "", swarm.now))
-    swarm.join("e", 0)
-    swarm.join("f", 1)
+    swarm.seat(a=0, b=0, c=1, d=1)
+    swarm.tell(*"abcd", committed=7)
+    swarm.leave(*"abcd")
+    swarm.seat(e=0, f=1)
     assert swarm.view.driver == "", "who comes yet may have the newest save"
-    swarm.join("g", 0)
-    swarm.join("h", 1)
+    swarm.seat(g=0, h=1)
     assert swarm.view.driver == "e"
     assert swarm.view.committed == 7
 
@@ -811,21 +781,19 @@ def test_a_driver_of_nodes_that_have_a_state_stays() -> None:
     for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
         swarm.join(node, stage)
         swarm.renew(node, report=swarm.report(node, lineage=1))
-    swarm.after(swarm.machine.leave("d", "", swarm.now))
+    swarm.leave("d")
     assert swarm.view.driver == "a", "a step 0 that the run has gone back to is a state too"
 
 
 def test_driver_stays_and_the_oldest_stage_0_member_follows() -> None:
     swarm = full()
-    swarm.join("late", 0)
-    swarm.join("later", 0)
+    swarm.seat(late=0, later=0)
     assert swarm.view.driver == "n0"
-    swarm.after(swarm.machine.leave("n0", "", swarm.now))
+    swarm.leave("n0")
     assert swarm.view.driver == "late"
-    swarm.after(swarm.machine.leave("n1", "", swarm.now))
+    swarm.leave("n1")
     assert swarm.view.driver == "late", "once started, a vacant stage leaves the driver in place"
-    for node in ("late", "later"):
-        swarm.after(swarm.machine.leave(node, "", swarm.now))
+    swarm.leave("late", "later")
     assert swarm.view.driver == ""
     swarm.join("new", 0)
     assert swarm.view.driver == "new"
@@ -875,13 +843,15 @@ def test_who_is_there_though_its_stream_broke_has_its_lease_to_come_back(
     assert "not renewed for 5 s" in evict.reason
 
 
-def test_an_answer_about_a_stream_before_the_last_one_comes_too_late() -> None:
+@pytest.mark.parametrize("when", ["before the node is back", "too late"])
+def test_an_answer_about_a_stream_before_the_last_one_does_not_count(when: str) -> None:
     swarm = full(reconnect=0.4)
-    (dial,) = swarm.lose("n1")
+    (dial,) = swarm.lose("n1", there=None if when == "too late" else False)
     assert isinstance(dial, Dial)
     swarm.open("n1")
     swarm.lose("n1")
-    swarm.machine.dialled(dial.question, "n1", False)
+    if when == "too late":
+        swarm.machine.dialled(dial.question, "n1", False)
     assert swarm.wait(0.5) == []
 
 
@@ -948,34 +918,30 @@ def test_whom_somebody_reaches_by_way_of_a_third_is_reached() -> None:
     assert "n0 reaches it" in swarm.machine.history.decisions[-1]
 
 
-def test_who_has_a_replica_goes_though_others_reach_it() -> None:
-    swarm = full(lease=5)
-    swarm.join("n1b", 1)
-    swarm.open("n1b")
-    silent(swarm, 6, "n1")
-    assert swarm.nodes() == ["n0", "n2", "n1b"]
-
-
 @pytest.mark.parametrize(
     "report",
     [
         Report(seats=[SeatReport(stage=1, phase="running")], stalled_seconds=9),
         Report(seats=[SeatReport(stage=1, phase="syncing")]),
+        None,  # it has a replica
     ],
 )
-def test_who_has_no_state_or_makes_no_progress_goes_though_others_reach_it(report: Report) -> None:
+def test_who_is_not_needed_goes_though_others_reach_it(report: Report | None) -> None:
     swarm = full(lease=5)
-    swarm.renew("n1", report=report)
+    if report is None:
+        swarm.join("n1b", 1)
+        swarm.open("n1b")
+    else:
+        swarm.renew("n1", report=report)
     silent(swarm, 6, "n1")
-    assert swarm.nodes() == ["n0", "n2"]
+    assert [node for node in swarm.nodes() if node != "n1b"] == ["n0", "n2"]
 
 
 def test_what_was_a_state_at_the_start_is_not_lost_since_others_have_told_of_later_steps() -> None:
     swarm = full(lease=5)
-    swarm.renew("n1", report=swarm.report("n1", phase="running"))
+    swarm.tell("n1", phase="running")
     for committed in range(20):
-        for node in ("n0", "n2"):
-            swarm.renew(node, report=swarm.report(node, phase="running", committed=committed))
+        swarm.tell("n0", "n2", phase="running", committed=committed)
         swarm.wait(0.5)
     assert swarm.nodes() == ["n0", "n1", "n2"]
 
@@ -1042,7 +1008,7 @@ def test_a_spare_that_is_sent_to_a_stage_only_just_needs_its_links() -> None:
     swarm.join("spare")
     swarm.open("spare")
     silent(swarm, 4, "n1", n0=["n1"], n2=["n1"])
-    swarm.after(swarm.machine.leave("n2", "", swarm.now))
+    swarm.leave("n2")
     assert swarm.stage("spare") == 2
     silent(swarm, 1, "n1", n0=["n1"])
     assert "n1" not in swarm.nodes()
@@ -1067,19 +1033,21 @@ def test_a_new_registry_spares_a_last_holder_of_which_it_has_never_heard() -> No
     swarm.machine.restore(before.view, swarm.now)
     swarm.open("n0", "n2")
     for _ in range(30):
-        for node in ("n0", "n2"):
-            swarm.renew(node, report=swarm.report(node, committed=9, phase="running"))
+        swarm.tell("n0", "n2", committed=9, phase="running")
         assert swarm.wait(0.5) == []
     assert swarm.nodes() == ["n0", "n1", "n2"]
 
 
-def test_suspect_answers_alive() -> None:
-    swarm = full()
-    assert swarm.suspect("n0", "n1") == [Probe("n1", 1)]
-    assert swarm.suspect("n2", "n1") == [], "asked already"
-    swarm.effects = [Probe("n1", 1)]
-    assert swarm.answer() == [Settle("n1", True, "n1 answered the registry's probe")]
-    assert swarm.wait(2) == []
+def test_who_answers_stays_however_often_it_is_suspected() -> None:
+    swarm = full(lease=100)
+    for number in range(1, 20):
+        probe = Probe("n1", number)
+        assert swarm.suspect("n0", "n1") == [probe]
+        assert swarm.suspect("n2", "n1") == [], "asked already"
+        swarm.open("n1")
+        assert swarm.effects == [probe], "a new stream is asked again"
+        assert swarm.answer() == [Settle("n1", True, "n1 answered the registry's probe")]
+        assert swarm.wait(2) == []
 
 
 def test_an_ordinary_renewal_is_no_answer_to_a_probe() -> None:
@@ -1108,13 +1076,6 @@ def test_suspect_without_a_stream_has_the_time_to_reconnect() -> None:
     assert not settle.member
 
 
-def test_a_stream_opened_during_a_probe_is_asked_again() -> None:
-    swarm = full()
-    (probe,) = swarm.suspect("n0", "n1")
-    swarm.open("n1")
-    assert swarm.effects == [probe]
-
-
 def test_suspecting_a_stranger_or_by_a_stranger() -> None:
     swarm = full()
     (settle,) = swarm.suspect("n0", "nobody")
@@ -1137,48 +1098,31 @@ def test_where_nobody_else_could_drive_the_driver_is_believed() -> None:
     assert swarm.nodes() == ["n0", "n1"]
 
 
-def two_at_the_end(**rules: object) -> Swarm:
+def two_at_the_end(stages: int = 2, **rules: object) -> Swarm:
     """As `full`, with another one that could drive."""
-    swarm = full(lease=1000, **rules)
+    swarm = full(stages, lease=1000, **rules)
     swarm.join("m0", 0)
     swarm.open("m0")
     return swarm
 
 
-def test_whom_the_driver_alone_accuses_stays_and_another_one_drives() -> None:
+@pytest.mark.parametrize("pause", [0, 5])
+def test_whom_the_driver_alone_accuses_stays_and_another_one_drives(pause: int) -> None:
+    """A pause of the registry is no time in which others could have confirmed it."""
     swarm = two_at_the_end()
     swarm.suspect("n0", "n2", NUMBERS, "1e300")
     swarm.answer()
+    swarm.now += pause
+    swarm.machine.paused(pause, swarm.now)
     assert swarm.wait(0.9) == []
     swarm.wait(0.2)
     assert swarm.view.driver == "m0"
     assert swarm.view.reason == (
         "n2 stays, since only n0 accuses it: numbers: 1e300; m0 drives instead, and observes for "
-        "itself; "
-        "m0 drives"
+        "itself; m0 drives"
     )
     assert swarm.wait(100) == []
     assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
-
-
-def test_a_pause_of_the_registry_is_no_time_in_which_others_could_have_confirmed_it() -> None:
-    swarm = two_at_the_end()
-    swarm.suspect("n0", "n2", NUMBERS, "1e300")
-    swarm.answer()
-    swarm.now += 5
-    swarm.machine.paused(5, swarm.now)
-    assert swarm.wait(0.9) == []
-    swarm.wait(0.2)
-    assert swarm.view.driver == "m0"
-
-
-def test_a_dial_that_was_refused_before_the_node_came_back_counts_no_more() -> None:
-    swarm = full(lease=100)
-    swarm.lose("n1", there=False)
-    swarm.open("n1")
-    swarm.lose("n1")
-    swarm.wait(swarm.machine.rules.reconnect)
-    assert "n1" in swarm.nodes()
 
 
 def test_the_word_of_a_driver_that_goes_in_that_moment_is_none() -> None:
@@ -1213,15 +1157,34 @@ def test_who_drives_next_and_says_so_too_is_believed() -> None:
     assert swarm.view.driver == "m0"
 
 
-def test_a_driver_and_a_member_are_two_whoever_says_so_first() -> None:
-    for first, second in (("n0", "n1"), ("n1", "n0")):
-        swarm = two_at_the_end()
-        swarm.suspect(first, "n2", SHAPE, "so")
-        swarm.answer()
-        swarm.suspect(second, "n2", SHAPE, "so")
-        assert swarm.effects[0] == Evict("n2", f"shape: so, according to {first}, {second}")
-        assert swarm.wait(2) == []
-        assert swarm.view.driver == "n0"
+@pytest.mark.parametrize(
+    ("accusations", "evicted", "by"),
+    [
+        pytest.param("n0>n2 n1>n2", "n2", "n0, n1", id="the driver and a member are two"),
+        pytest.param("n1>n2 n0>n2", "n2", "n1, n0", id="whoever says so first"),
+        pytest.param("n2>n1 n3>n1 n2>n1 n3>n1", "", "", id="nobody goes without the driver"),
+        pytest.param("n2>n1 n3>n1 n0>n1", "n1", "n2, n3, n0", id="all who said so are named"),
+        pytest.param("n2>n1 n2>n3 n0>n1", "", "", id="an accuser has one accused at a time"),
+        pytest.param("n2>n1 n2>n3 n0>n3", "n3", "n2, n0", id="its newest accused"),
+        pytest.param("n1>n0 n2>n0", "", "", id="two of four don't evict the driver"),
+        pytest.param("n1>n0 n2>n0 n3>n0", "n0", "n1, n2, n3", id="most of the others do"),
+        pytest.param("n1>n0 n2>n0 later n3>n0", "", "", id="if their words fall together"),
+    ],
+)
+def test_who_evicts_whom_for_cause(accusations: str, evicted: str, by: str) -> None:
+    """Of n0 to n3 and m0, which could drive, too."""
+    swarm = two_at_the_end(stages=3)
+    for words in accusations.split():
+        if words == "later":
+            swarm.wait(STANDS)
+            continue
+        accuser, accused = words.split(">")
+        swarm.suspect(accuser, accused, SHAPE, "so")
+        if accused != evicted or not isinstance(swarm.effects[0], Evict):
+            swarm.answer()
+    if evicted:
+        assert swarm.effects[0] == Evict(evicted, f"shape: so, according to {by}")
+    assert {"n0", "n1", "n2", "n3", "m0"} - {*swarm.nodes()} == ({evicted} if evicted else set())
 
 
 def test_a_driver_that_accuses_one_after_the_other_drives_last() -> None:
@@ -1233,7 +1196,7 @@ def test_a_driver_that_accuses_one_after_the_other_drives_last() -> None:
     assert swarm.view.driver == "m0"
     assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
     swarm.join("k0", 0)
-    swarm.after(swarm.machine.leave("m0", "", swarm.now))
+    swarm.leave("m0")
     assert swarm.view.driver == "k0"
 
 
@@ -1284,63 +1247,17 @@ def test_two_at_one_place_are_one_voice_against_who_is_elsewhere() -> None:
     assert swarm.nodes() == ["n0", "m0", "x0"]
 
 
-def test_members_evict_nobody_without_the_driver() -> None:
-    swarm = full(stages=3)
-    for accuser in ("n2", "n3", "n2", "n3"):
-        swarm.suspect(accuser, "n1", SHAPE, "so")
-        swarm.answer()
-    assert swarm.nodes() == ["n0", "n1", "n2", "n3"]
-    swarm.suspect("n0", "n1", SHAPE, "so")
-    assert swarm.effects[0] == Evict("n1", "shape: so, according to n2, n3, n0")
-
-
-def test_an_accuser_has_one_accused_at_a_time() -> None:
-    swarm = full(stages=3, lease=1.0)
-    swarm.join("n4", 0)
-    swarm.open("n4")
-    for accused in ("n1", "n3"):
-        swarm.suspect("n2", accused, SHAPE, "so")
-        swarm.answer()
-    swarm.suspect("n0", "n1", SHAPE, "so")
-    swarm.answer()
-    assert "n1" in swarm.nodes()
-    swarm.suspect("n0", "n3", SHAPE, "so")
-    assert "n3" not in swarm.nodes()
-
-
-def test_most_of_the_others_evict_the_driver_for_cause() -> None:
-    swarm = full(stages=3)
-    swarm.suspect("n1", "n0", DIVERGENCE, "other weights")
-    swarm.answer()
-    assert "n0" in swarm.nodes()
-    swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
-    assert swarm.effects[0] == Evict("n0", "divergence: other weights, according to n1, n2")
-
-
-def test_words_against_the_driver_count_together_when_they_fall_together() -> None:
-    swarm = full(stages=3, lease=10_000)
-    swarm.suspect("n1", "n0", DIVERGENCE, "other weights")
-    swarm.answer()
-    swarm.wait(STANDS)
-    swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
-    swarm.answer()
-    assert "n0" in swarm.nodes()
-
-
-def test_who_answers_is_not_evicted_however_often_it_is_accused() -> None:
-    swarm = full(lease=100)
-    for _ in range(20):
-        swarm.suspect("n0", "n1")
-        swarm.answer()
-        swarm.wait(1)
-    assert swarm.nodes() == ["n0", "n1", "n2"]
-
-
-def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> None:
+def evicted_for(cause: Cause, why: str) -> Swarm:
+    """The node bad, whose key is i, was."""
     swarm = full(lease=100)
     swarm.join("bad", 1, key="i")
     swarm.open("bad")
-    swarm.suspect("n0", "bad", HANG, "no microbatch for 31 s")
+    swarm.suspect("n0", "bad", cause, why)
+    return swarm
+
+
+def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> None:
+    swarm = evicted_for(HANG, "no microbatch for 31 s")
     reply = swarm.join("again", 1, key="i")
     assert (reply.quarantine, reply.HasField("view")) == (30, False)
     assert reply.reason == (
@@ -1356,13 +1273,7 @@ def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> Non
     assert late.join("again", 1, key="i").reason == "stage 1, as requested"
     (told,) = late.machine.describe(late.now).quarantined
     assert (told.node, told.seconds, told.times) == ("bad", 0, 1)
-
-
-def test_who_fails_an_audit_of_gradients_has_to_wait_for_an_hour() -> None:
-    swarm = full(lease=100)
-    swarm.join("bad", 1, key="i")
-    swarm.open("bad")
-    swarm.suspect("n0", "bad", AUDIT, "its sum is wrong")
+    swarm = evicted_for(AUDIT, "its sum is wrong")
     assert swarm.join("again", 1, key="i").quarantine == 3600
 
 
@@ -1382,7 +1293,7 @@ def test_who_has_diverged_three_times_is_not_taken_back() -> None:
 def test_who_leaves_or_dies_is_in_no_quarantine() -> None:
     swarm = full(lease=5)
     swarm.join("gone", 1, key="i")
-    swarm.after(swarm.machine.leave("gone", "", swarm.now))
+    swarm.leave("gone")
     swarm.join("silent", 1, key="i")
     swarm.suspect("n1", "silent", HANG, "slow")
     swarm.now += 4
@@ -1442,14 +1353,6 @@ def test_nobody_carries_to_one_that_was_not_heard_since_it_was_complained_of() -
     assert [relay.via for relay in swarm.view.relays] == ["n0"]
 
 
-def test_two_last_holders_stay_though_nobody_can_carry_for_them_and_status_says_so() -> None:
-    swarm = full(stages=1, lease=5)
-    cut_off(swarm, 100, ("n0", "n1"))
-    assert swarm.nodes() == ["n0", "n1"]
-    (told,) = swarm.machine.describe(swarm.now).cuts
-    assert told.state == "no member can relay for them, and neither can be spared"
-
-
 def test_however_many_are_mute_those_stay_that_the_driver_reaches() -> None:
     """The stage's last holder has gone, and who came last is the only one there that is honest."""
     swarm = full(lease=5)
@@ -1457,7 +1360,7 @@ def test_however_many_are_mute_those_stay_that_the_driver_reaches() -> None:
     for node in [*mute, "new"]:
         swarm.join(node, 1)
         swarm.open(node)
-    swarm.after(swarm.machine.leave("n1", "", swarm.now))
+    swarm.leave("n1")
     for second in range(30):
         for node in set(mute) & set(swarm.nodes()):
             swarm.renew(node, report=Report())
@@ -1469,15 +1372,19 @@ def test_however_many_are_mute_those_stay_that_the_driver_reaches() -> None:
     assert swarm.nodes() == ["n0", "n2", "new"]
 
 
-def test_where_nobody_carries_for_two_the_one_with_a_replica_goes_once() -> None:
+def test_of_two_for_whom_nobody_can_carry_the_one_with_a_replica_goes_once() -> None:
+    swarm = full(stages=1, lease=5)
+    cut_off(swarm, 100, ("n0", "n1"))
+    assert swarm.nodes() == ["n0", "n1"], "both are last holders"
+    (cut,) = swarm.machine.describe(swarm.now).cuts
+    assert cut.state == "no member can relay for them, and neither can be spared"
     swarm = full(stages=1, lease=5)
     swarm.join("twin", 1)
     swarm.open("twin")
     cut_off(swarm, 60, ("n0", "n1"), ("n1", "twin"))
     assert swarm.nodes() == ["n0", "twin"]
     (told,) = swarm.machine.describe(swarm.now).evictions
-    assert told.member.node == "n1"
-    assert told.reason == "unreachable from n0 for 10 s, though alive"
+    assert (told.member.node, told.reason) == ("n1", "unreachable from n0 for 10 s, though alive")
 
 
 def test_one_whom_nobody_but_the_registry_reaches_goes_though_it_is_the_last_holder() -> None:
@@ -1533,8 +1440,7 @@ def test_what_the_driver_has_committed_travels_with_views(
 
 def test_a_spare_takes_over_from_who_will_leave_soon_before_it_does() -> None:
     swarm = Swarm(stages=1, max_replicas=1)
-    swarm.join("a", 0)
-    swarm.join("b", 1)
+    swarm.seat(a=0, b=1)
     swarm.join("standby")
     assert swarm.stage("standby") is None
     before = swarm.view
@@ -1568,33 +1474,20 @@ def test_of_those_who_leave_together_none_gets_a_seat() -> None:
 
 def test_who_leaves_does_not_drive_if_another_one_can() -> None:
     swarm = Swarm(stages=1)
-    for node, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
-        swarm.join(node, stage)
+    swarm.seat(a=0, b=0, c=0, d=1)
     swarm.renew("b", report=Report(leaving=True))
     assert swarm.view.driver == "a"
-    swarm.after(swarm.machine.leave("a", "", swarm.now))
+    swarm.leave("a")
     assert swarm.view.driver == "c"
 
 
 def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
     swarm = Swarm(stages=1, max_replicas=2)
-    for node, stage in (("a", 0), ("b", 1), ("c", 1), ("d", 0)):
-        swarm.join(node, stage)
+    swarm.seat(a=0, b=1, c=1, d=0)
     swarm.join("standby")
     swarm.renew("b", report=Report(leaving=True))
     swarm.wait(LEAVES_COLLECTED)
     assert swarm.stage("standby") is None
-
-
-def test_when_nobody_is_left_a_driver_waits_for_everybody_again() -> None:
-    """Nodes come back with what they have saved: who comes first must not begin alone."""
-    swarm = full()
-    swarm.renew("n0", report=swarm.report("n0", committed=7))
-    for node in [member.node for member in swarm.view.members]:
-        swarm.after(swarm.machine.leave(node, "", swarm.now))
-    swarm.join("again", 0)
-    assert swarm.view.driver == ""
-    assert swarm.view.committed == 7
 
 
 def test_a_journal_without_members_asks_for_no_grace() -> None:
@@ -1615,7 +1508,7 @@ def test_a_restarted_registry_goes_on_after_the_grace() -> None:
     assert e.value.code == "UNAVAILABLE"
     assert swarm.join("n1", 1).view == before.view, "a lost reply is answered meanwhile"
     swarm.open("n0", "n1")
-    swarm.after(swarm.machine.leave("n1", "ill", swarm.now))
+    swarm.leave("n1", why="ill")
     assert swarm.effects == []
     assert swarm.wait(5.5) == [], "leases are over, the grace isn't"
     swarm.miss("n0", "n2")
@@ -1819,18 +1712,15 @@ def test_a_newcomer_has_to_have_dialled_too() -> None:
     assert swarm.nodes() == ["newer"]
 
 
-def test_what_a_question_has_come_to_does_not_count_for_ever() -> None:
+@pytest.mark.parametrize(("pause", "wait"), [(0, 60), (1.5, 10)])
+def test_what_a_question_has_come_to_counts_neither_for_ever_nor_after_a_pause(
+    pause: float, wait: float
+) -> None:
     swarm = lone()
     reply = swarm.ask("new")
-    swarm.wait(60)
-    assert swarm.ask("new", question=reply.question).question > reply.question
-
-
-def test_a_registry_that_was_held_up_asks_anew() -> None:
-    swarm = lone()
-    reply = swarm.ask("new")
-    swarm.machine.paused(1.5, swarm.now)
-    swarm.wait(10)
+    if pause:
+        swarm.machine.paused(pause, swarm.now)
+    swarm.wait(wait)
     assert swarm.ask("new", question=reply.question).question > reply.question
 
 
@@ -1851,8 +1741,8 @@ def test_a_lone_node_that_only_dials_out_has_the_grace_to_call() -> None:
 
 def test_all_vanish_at_once_and_come_back_one_by_one() -> None:
     swarm = full(lease=5, start_grace=0)
+    swarm.tell(committed=7)
     for node in swarm.nodes():
-        swarm.renew(node, report=swarm.report(node, committed=7))
         swarm.after(swarm.machine.stream_lost(node, swarm.now))
     swarm.wait(60)
     reply = swarm.ask("back1", address="n1:1", stage=1, key="n1")
@@ -1904,7 +1794,7 @@ def test_a_newcomer_that_is_refused_leaves_the_gone_gone() -> None:
 
 def test_a_node_of_which_nothing_is_heard_but_its_goodbye_is_gone() -> None:
     swarm = lone()
-    swarm.after(swarm.machine.leave("old", "", swarm.now))
+    swarm.leave("old")
     swarm.wait(10)
     assert swarm.nodes() == []
 
@@ -1942,7 +1832,7 @@ def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey
     report = swarm.machine.describe(swarm.now).members[1].report
     assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (told, told, told)
     swarm.suspect("n0", "n2", NUMBERS, evil)
-    swarm.after(swarm.machine.leave("n1", evil, swarm.now))
+    swarm.leave("n1", why=evil)
     description = swarm.machine.describe(swarm.now)
     assert told in description.view.reason
     assert told in "".join(description.decisions)
@@ -1952,7 +1842,7 @@ def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey
 
 def test_describe_tells_everything() -> None:
     swarm = full()
-    swarm.renew("n1", report=swarm.report("n1", phase="forward"))
+    swarm.tell("n1", phase="forward")
     swarm.suspect("n0", "n2")
     description = swarm.machine.describe(swarm.now + 1.5)
     assert [m.suspected for m in description.members] == [False, False, True]
@@ -1984,7 +1874,7 @@ def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
     for node in ("n0", "n0", "twin"):
         report = Report(rebuilds=told)
         swarm.after(swarm.machine.renewed(Renewal(node=node, report=report), swarm.now))
-    swarm.after(swarm.machine.leave("n0", "it has to go", swarm.now))
+    swarm.leave("n0", why="it has to go")
     assert list(swarm.machine.describe(swarm.now).rebuilds) == sorted(told, key=lambda r: r.step)
     for step in range(500):
         report = Report(rebuilds=[Rebuild(stage=1, step=step, method="checkfree")])
@@ -2046,7 +1936,7 @@ def test_a_frozen_member_has_half_a_lease_to_keep_its_address() -> None:
 @pytest.mark.parametrize("liar", ["n0", "n1"])
 def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str) -> None:
     swarm = full(steps=100)
-    swarm.renew("n0", report=swarm.report("n0", committed=7))
+    swarm.tell("n0", committed=7)
     effects = swarm.renew(liar, report=swarm.report(liar, committed=10**9))
     why = "step 1000000000 can't be committed in a run of 100 steps"
     assert effects == [Contradict(liar, why)]
@@ -2091,7 +1981,7 @@ def test_nine_names_of_one_owner_are_not_the_whole_stage_while_somebody_else_com
         swarm.join(f"m{number}", number % 2 * 2, host=f"m{number}", block=f"10.0.{number}.0/24")
     reply = swarm.join("spare", host="spare", block=ELSEWHERE)
     assert reply.reason == "standby: every stage has 9 nodes or more"
-    swarm.after(swarm.machine.leave("n1", "", swarm.now))
+    swarm.leave("n1")
     seats = {member.node: stages_of(member) for member in swarm.view.members}
     assert seats["spare"] == [1]
     assert (
