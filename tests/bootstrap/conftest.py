@@ -46,6 +46,13 @@ async def soon(what: Awaitable[T]) -> T:
     return await asyncio.wait_for(what, DEADLINE)
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Of what tells nobody when it changes."""
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 def identity(name: str) -> Identity:
     """The key of a node, the same for each of its names."""
     seed = hashlib.sha256(name.encode()).digest()

@@ -65,7 +65,7 @@ from planaria.bootstrap.service import (
 )
 from planaria.bootstrap.transport import Broken
 from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
-from tests.bootstrap.conftest import KEY, identity, joining, signed
+from tests.bootstrap.conftest import KEY, identity, joining, signed, until
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -286,13 +286,6 @@ async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_aske
     await place.node("d")
     await a.sees(lambda view: "d" in names(view))
     assert not a.evicted.done()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Of the registry, which tells nobody."""
-    async with asyncio.timeout(TIMEOUT):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def test_joins_that_come_together_wait_for_one_view(
