@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
@@ -22,6 +29,7 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import Limits, RegistryServer
+from tests.stubs import RegistryStub
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
 
@@ -36,6 +44,13 @@ KEY = AUTHORITY.identity
 
 async def soon(what: Awaitable[T]) -> T:
     return await asyncio.wait_for(what, DEADLINE)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Of what tells nobody when it changes."""
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def identity(name: str) -> Identity:
@@ -102,16 +117,28 @@ class Place:
     port: int
     nodes: list[Node]
     credentials: Credentials
+    opened: AsyncExitStack
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def client(self) -> RegistryClient:
-        return RegistryClient([self.address], self.credentials)
+        """Closed with the registry, as are `channel` and `stub`."""
+        client = RegistryClient([self.address], self.credentials)
+        self.opened.push_async_callback(client.close)
+        return client
+
+    def channel(self) -> grpc.aio.Channel:
+        channel = grpc.aio.insecure_channel(self.address)
+        self.opened.push_async_callback(channel.close)
+        return channel
+
+    def stub(self) -> Any:
+        return RegistryStub(self.channel())
 
     async def node(self, name: str, stage: int | None = None, address: str = "") -> Node:
-        client = self.client()
+        client = RegistryClient([self.address], self.credentials)
         request = joining(name, address or f"{name}:1", stage=stage)
         node = Node(name, client, await client.join(request, identity(name)))
         self.nodes.append(node)
@@ -125,23 +152,25 @@ class Place:
 async def serving(
     rules: MembershipRules = RULES,
     port: int = 0,
-    journal: Journal | None = None,
+    journal: Path | None = None,
     credentials: Credentials = PLAIN,
     limits: Limits | None = None,
     authority: Authority = AUTHORITY,
 ) -> AsyncIterator[Place]:
     admission = Admission(None, certifies=False)
     admission.authority = authority
-    registry = RegistryServer(rules, RUN_FILE, journal, limits or Limits(), admission)
-    port = await registry.start(f"127.0.0.1:{port}", credentials)
-    place = Place(registry, port, [], credentials)
-    try:
-        yield place
-    finally:
-        for node in place.nodes:
-            await node.stop()
-        await registry.stop()
-        await registry.wait()
+    with Journal(journal, rules.run, KEY) if journal else nullcontext() as kept:
+        registry = RegistryServer(rules, RUN_FILE, kept, limits or Limits(), admission)
+        port = await registry.start(f"127.0.0.1:{port}", credentials)
+        place = Place(registry, port, [], credentials, AsyncExitStack())
+        try:
+            yield place
+        finally:
+            for node in place.nodes:
+                await node.stop()
+            await place.opened.aclose()
+            await registry.stop()
+            await registry.wait()
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.launch.options import Security
+from tests.bootstrap.conftest import soon, until
 from tests.stubs import OperatorStub
 
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
@@ -162,9 +163,7 @@ async def test_certificates_are_renewed_without_the_secret(
         shift[0] = 0.0
         enrolment = Enrolment(invitation, identity, file)
         renewing = asyncio.create_task(enrolment.keep_renewed(old))
-        async with asyncio.timeout(60):
-            while old.pair == first:  # noqa: ASYNC110  it tells nobody
-                await asyncio.sleep(0.01)
+        await until(lambda: old.pair != first)
         renewing.cancel()
         assert not old.pair.is_due(time.time())
         file.write_bytes(b"".join(first))
@@ -189,9 +188,7 @@ async def test_a_command_that_takes_long_has_its_certificate_renewed(
             shift[0] = 0.0
 
             async def look(client: RegistryClient) -> None:
-                async with asyncio.timeout(60):
-                    while credentials.certified.pair == first:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                await until(lambda: credentials.certified.pair != first)
                 assert not credentials.certified.pair.is_due(time.time())
                 assert (await client.describe()).run == "r"
 
@@ -267,9 +264,8 @@ async def test_who_is_banned_is_gone_and_stays_away() -> None:
             )
             async with run.operator(await run.enrolled(Role.OPERATOR)) as stub:
                 await stub.Ban(BanRequest(who="a"))
-                async with asyncio.timeout(60):
-                    assert await gone == "banned by the run's operator"
-                    await keeping
+                assert await soon(gone) == "banned by the run's operator"
+                await soon(keeping)
                 with pytest.raises(JoinRefused, match="banned"):
                     await client.describe()
                 with pytest.raises(JoinRefused, match="banned"):

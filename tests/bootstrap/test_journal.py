@@ -35,6 +35,10 @@ def read(path: Path) -> View | None:
         return journal.view
 
 
+def full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_newest_view_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "journal"
     assert read(path) is None
@@ -93,19 +97,15 @@ def test_a_journal_whose_key_is_lost_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "journal", "r", Identity.generate())
 
 
-def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_another_run_or_another_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
     with pytest.raises(JournalError, match="run = 'r', not 'other'"):
         Journal(path, "other", KEY)
     assert read(path) == view(1), "and left alone"
-
-
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
     path.write_text("do not lose me, I am not a journal at all")
     with pytest.raises(
-        JournalError, match=r"notes.txt is no journal .*beginning with b'do not lose "
+        JournalError, match=r"journal is no journal .*beginning with b'do not lose "
     ):
         Journal(path, "r", KEY)
     assert path.read_text().startswith("do not lose me")
@@ -125,10 +125,6 @@ def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with Journal(path, "r", KEY) as journal:
         journal.append(view(1))
         with monkeypatch.context() as disk:
@@ -154,33 +150,24 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
 
 
 def test_views_go_on_counting_where_another_run_has_ended(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    write(old, 1, 2, 40)
-    last = read_view(old)
-    with Journal(new, "s", KEY) as journal:
+    told = Quarantined(instance="i", node="bad", cause=DIVERGENCE, times=1, seconds=9)
+    last = view(40)
+    last.quarantined.append(told)
+    with Journal(tmp_path / "new", "s", KEY) as journal:
         journal.go_on_from(last, "it goes on")
         first = journal.view
         assert first is not None
         assert (first.run, first.number, first.reason) == ("s", 41, "it goes on")
         assert first.before == hash_of(last)
+        assert list(first.quarantined) == [told], "who was evicted for cause stays so"
+        assert not first.members
         journal.go_on_from(view(7), "again")
         assert journal.view is not None
         assert (journal.view.number, journal.view.reason) == (42, "again")
         assert journal.view.before == hash_of(first)
-    with Journal(new, "s", KEY) as journal:
+    with Journal(tmp_path / "new", "s", KEY) as journal:
         assert journal.view is not None
         assert journal.view.number == 42
-
-
-def test_who_was_evicted_for_cause_stays_so_where_a_run_goes_on_in_other_numbers(
-    tmp_path: Path,
-) -> None:
-    told = Quarantined(instance="i", node="bad", cause=DIVERGENCE, times=1, seconds=9)
-    last = View(run="r", number=4, members=[Member(node="a", joined=1)], quarantined=[told])
-    with Journal(tmp_path / "new", "s", KEY) as journal:
-        journal.go_on_from(last, "it goes on")
-        assert journal.view is not None
-        assert (list(journal.view.quarantined), list(journal.view.members)) == ([told], [])
 
 
 def test_a_view_to_go_on_from_wants_a_journal(tmp_path: Path) -> None:

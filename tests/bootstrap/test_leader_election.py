@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import pytest
 
@@ -15,6 +14,7 @@ from planaria.bootstrap.service import RegistryServer, over_grpc
 from planaria.bootstrap.store import LEASE, NotLeading, Store
 from tests.bootstrap.conftest import KEY, RULES, Node, identity, joining, serving, soon
 from tests.bootstrap.fake_etcd import FakeEtcd, Fate
+from tests.harness.ports import free_port
 
 
 def store(etcd: FakeEtcd, at: str, fates: list[Fate] | None = None) -> Store:
@@ -66,13 +66,9 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
     assert leader.campaign()
     transport = over_grpc(Credentials(token="secret"), insecure=False)
     following, stop = Follower(mine, transport), asyncio.Event()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    clients = [
-        RegistryClient([address], credentials)
-        for credentials in (Credentials(token="secret"), PLAIN)
-    ]
+    address = f"127.0.0.1:{free_port()}"
+    credentials = Credentials(token="secret"), PLAIN
+    clients = [RegistryClient([address], one) for one in credentials]
 
     async def says(words: str) -> None:
         said = ""
@@ -102,9 +98,7 @@ async def test_a_node_goes_from_who_follows_to_who_leads() -> None:
     assert leader.campaign()
     async with serving() as place:
         following = Follower(store(etcd, "b:1"), over_grpc(PLAIN, insecure=False))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         async with following.serving(address):
             client = RegistryClient([address, place.address])
             reply = await client.join(joining("a", "a:1"), identity("a"))

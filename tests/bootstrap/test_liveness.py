@@ -16,7 +16,8 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.rules import MembershipRules
-from tests.bootstrap.conftest import Place, identity, joining, serving
+from tests.bootstrap.conftest import Place, identity, joining, serving, until
+from tests.harness.ports import free_port
 
 LONG = 60.0  # seconds; only a hanging test gets there
 
@@ -38,8 +39,7 @@ async def listening(node: str = "") -> AsyncIterator[str]:
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 async def test_a_node_that_serves_its_health_is_there() -> None:
@@ -88,16 +88,10 @@ async def join(place: Place, node: str, address: str, deadline: float = LONG) ->
         await client.close()
 
 
-async def until_silent(place: Place) -> None:
-    async with asyncio.timeout(LONG):
-        while not place.registry.machine.isolation.isolated:  # noqa: ASYNC110  it tells nobody
-            await asyncio.sleep(0.01)
-
-
 async def test_a_newcomer_takes_the_place_of_a_lone_node_that_is_gone() -> None:
     async with serving(MembershipRules(run="r", stages=2, lease=0.1)) as place:
         assert await join(place, "old", free_address()) == ["old"]
-        await until_silent(place)
+        await until(lambda: place.registry.machine.isolation.isolated)
         assert await join(place, "new", free_address()) == ["new"]
 
 
@@ -107,7 +101,7 @@ async def test_a_lone_node_that_answers_is_not_replaced() -> None:
         listening("old") as address,
     ):
         await join(place, "old", address)
-        await until_silent(place)
+        await until(lambda: place.registry.machine.isolation.isolated)
         with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers a dial"):
             await join(place, "new", free_address(), deadline=0.5)
         assert [member.node for member in place.registry.machine.view.members] == ["old"]

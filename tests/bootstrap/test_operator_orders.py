@@ -55,6 +55,11 @@ class Run:
         renewal = Renewal(node=node, report=Report(seats=seats))
         return self.machine.renewed(renewal, self.now)
 
+    def both(self, *steps: int, **more: bool) -> None:
+        """Both nodes report these saves."""
+        for stage, node in enumerate("ab"):
+            self.report(node, saved(stage, *steps, **more))
+
     def saves(self, node: str, stage: int, saved: int) -> None:
         self.report(node, SeatReport(stage=stage, committed=7, saved=saved, finished=True))
 
@@ -66,17 +71,12 @@ def test_a_pause_is_in_the_views_until_the_run_may_go_on() -> None:
     assert run.order("pause", "again") == ""
     join(run.machine, joining("c", "c:1"), run.now)
     assert run.machine.view.order == PAUSE, "whoever joins is told"
-    assert run.order("go") == "the operator lets the run go on"
-    assert (run.machine.view.order, run.machine.view.ordered) == (TRAIN, "")
-
-
-def test_a_registry_that_is_started_again_keeps_the_order() -> None:
-    run = Run()
-    run.order("pause", "over night")
     again = Membership(RULES, run.machine.key)
     again.restore(run.machine.view, 0.0)
     again.evict("b", "by hand", 60.0)
-    assert (again.view.order, again.view.ordered) == (PAUSE, "over night")
+    assert (again.view.order, again.view.ordered) == (PAUSE, "over night"), "after a restart, too"
+    assert run.order("go") == "the operator lets the run go on"
+    assert (run.machine.view.order, run.machine.view.ordered) == (TRAIN, "")
 
 
 def test_a_run_is_stopped_once_each_stage_has_saved_its_step() -> None:
@@ -93,6 +93,9 @@ def test_a_run_is_stopped_once_each_stage_has_saved_its_step() -> None:
     run.saves("c", 1, saved=7)
     assert run.machine.view.order == STOPPED
     assert "each stage has saved step 7: the run is stopped" in run.machine.view.reason
+    run.order("go")
+    run.order("stop")
+    assert run.machine.view.order == STOPPED, "at once, since it is saved"
 
 
 @pytest.mark.parametrize("before", ["go", "pause"])
@@ -154,8 +157,7 @@ def test_a_run_goes_back_to_a_step_once_each_stage_rests_and_has_it(before: str)
 
 def test_a_run_goes_on_with_what_it_has_if_the_step_is_gone_when_all_rest() -> None:
     run = Run()
-    run.report("a", saved(0, 8, 6))
-    run.report("b", saved(1, 8, 6))
+    run.both(8, 6)
     run.change("steps=12", back=6)
     run.report("a", saved(0, 9, 8, finished=True))
     run.report("b", saved(1, 9, 8, 6, finished=True))
@@ -167,8 +169,7 @@ def test_a_run_goes_on_with_what_it_has_if_the_step_is_gone_when_all_rest() -> N
 
 def test_settings_change_after_a_step_that_is_to_come() -> None:
     run = Run()
-    run.report("a", saved(0, 9))
-    run.report("b", saved(1, 9))
+    run.both(9)
     assert run.change("steps=12", at=11) == "the operator orders: steps=12, after step 11"
     view = run.machine.view
     assert [last_step(view, committed, 20) for committed in (9, 10, 11)] == [11, 11, 11]
@@ -182,8 +183,7 @@ def test_settings_change_after_a_step_that_is_to_come() -> None:
 
 def test_a_run_that_can_not_go_on_goes_back_at_once() -> None:
     run = Run()
-    run.report("a", saved(0, 8, 6, stopped=True))
-    run.report("b", saved(1, 8, 6, stopped=True))
+    run.both(8, 6, stopped=True)
     run.change(back=6)
     assert run.machine.view.changes[0].undone
     assert not run.machine.view.members
@@ -220,14 +220,6 @@ def test_a_view_with_changes_that_can_not_be_is_refused(changes: list[Change]) -
     sign(view, run.machine.key, View())
     with pytest.raises(ValueError, match="change"):
         Membership(RULES, run.machine.key).restore(view, 0.0)
-
-
-def test_a_run_that_has_finished_and_is_saved_is_stopped_at_once() -> None:
-    run = Run()
-    run.saves("a", 0, saved=7)
-    run.saves("b", 1, saved=7)
-    run.order("stop")
-    assert run.machine.view.order == STOPPED
 
 
 def test_nobody_joins_a_run_that_is_stopped_until_it_is_opened_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,11 +60,6 @@ def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_
     assert [taken.node for taken in assign(there, STAGES)] == ["c"], "twice as fast as all others"
 
 
-def test_one_node_that_has_room_takes_all_that_is_left() -> None:
-    (alone,) = after([one := sitter("a", 2, room=4)], assign([one], STAGES))
-    assert alone.stages == ALL
-
-
 def test_of_the_standbys_one_goes_of_whose_place_fewest_serve() -> None:
     here, there = FailureDomain("x", "a"), FailureDomain("y", "b")
     seated = [sitter("a", 0, place=here), sitter("b", 1, place=there), sitter("c", 2, place=here)]
@@ -95,6 +91,11 @@ def test_who_moves_away_leaves_its_stage_in_two_places_if_it_can() -> None:
     there = [sitter(f"n{n}", 1, place=place) for n, place in enumerate(places)]
     (taken,) = assign([sitter("a", 0), *there, sitter("d", 3)], STAGES)
     assert (taken.node, taken.stage) == ("n1", 2)
+
+
+def test_one_node_that_has_room_takes_all_that_is_left() -> None:
+    (alone,) = after([one := sitter("a", 2, room=4)], assign([one], STAGES))
+    assert alone.stages == ALL
 
 
 def test_a_seat_is_given_back_to_who_has_fewer_once_that_one_has_the_state() -> None:
@@ -155,10 +156,10 @@ def test_who_took_a_second_seat_in_a_hurry_is_relieved_of_one_by_a_surplus_repli
 
 
 def test_who_relieves_another_one_stays_there_while_it_copies() -> None:
-    full, moved = sitter("a", 0), replace(sitter("c", 3), holds=frozenset())
-    there = [full, sitter("b", 1, 2, 3, room=3), moved]
-    assert assign(there, STAGES, policy=TWINS) == []
-    assert assign([*there[:2], sitter("c", 3)], STAGES, policy=TWINS) == [
+    there = [sitter("a", 0), sitter("b", 1, 2, 3, room=3)]
+    copying = replace(sitter("c", 3), holds=frozenset())
+    assert assign([*there, copying], STAGES, policy=TWINS) == []
+    assert assign([*there, sitter("c", 3)], STAGES, policy=TWINS) == [
         SeatReleased("b", 3, "c serves stage 3, too, and has fewer seats")
     ]
 
@@ -227,21 +228,13 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
     assert all(relief in change.why for change in again if isinstance(change, SeatAssigned))
 
 
-@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
+@pytest.mark.parametrize("copies", [True, False])
+@given(sitters=swarms(), policy=st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_it_settles_while_nobody_gets_any_state(sitters: list[Candidate], policy: str) -> None:
+def test_it_settles(copies: bool, sitters: list[Candidate], policy: str) -> None:
+    """`copies`: everybody gets the state of what it has; otherwise nobody does."""
     for _ in range(12):
         sitters = after(sitters, assign(sitters, STAGES, policy=POLICIES[policy]))
-    assert assign(sitters, STAGES, policy=POLICIES[policy]) == []
-
-
-@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_it_settles(sitters: list[Candidate], policy: str) -> None:
-    """When everybody gets the state of what it has."""
-    for _ in range(12):
-        changes = assign(sitters, STAGES, policy=POLICIES[policy])
-        if not changes:
-            break
-        sitters = [replace(one, holds=one.stages) for one in after(sitters, changes)]
+        if copies:
+            sitters = [replace(one, holds=one.stages) for one in sitters]
     assert assign(sitters, STAGES, policy=POLICIES[policy]) == []

@@ -18,13 +18,9 @@ from planaria.bootstrap.reachability import (
     probe_all,
     way_out,
 )
+from tests.harness.ports import free_port
 
 LONG = 60.0  # seconds; only a hanging test gets there
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def names(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.run_file import loads
-from tests.bootstrap.conftest import identity, joining
+from tests.bootstrap.conftest import identity, joining, until
 
 TIMEOUT = 60.0  # seconds; only a hanging test gets there
 
@@ -118,21 +118,15 @@ async def test_a_member_says_soon_that_its_registry_does_not_answer_and_when_it_
     tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def logged(said: str) -> None:
-        async with asyncio.timeout(TIMEOUT):
-            while said not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
     async with registry(tmp_path / "journal", port) as process:
         client = RegistryClient([f"127.0.0.1:{port}"])
         reply = await client.join(joining("a", "a:1"), identity("a"))
         member = client.keep_membership("a", reply, lambda view: None, lambda why: None)
         keeping = asyncio.create_task(member)
         process.send_signal(signal.SIGSTOP)
-        await logged(f"the registry at 127.0.0.1:{port} is away (")
+        await until(lambda: f"the registry at 127.0.0.1:{port} is away (" in caplog.text)
         process.send_signal(signal.SIGCONT)
-        await logged("the registry is back")
+        await until(lambda: "the registry is back" in caplog.text)
         assert caplog.text.count("is away (") == 1
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)

@@ -65,8 +65,7 @@ from planaria.bootstrap.service import (
 )
 from planaria.bootstrap.transport import Broken
 from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
-from tests.bootstrap.conftest import KEY, identity, joining, signed
-from tests.stubs import RegistryStub
+from tests.bootstrap.conftest import KEY, identity, joining, signed, until
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -76,18 +75,12 @@ def names(view: View) -> set[str]:
     return {m.node for m in view.members}
 
 
-def raw(place: Any) -> tuple[grpc.aio.Channel, Any]:
-    channel = grpc.aio.insecure_channel(place.address)
-    return channel, RegistryStub(channel)
-
-
 async def until_described(place: Any, condition: Callable[[Any], bool]) -> Any:
     """Describes again and again until the condition holds."""
     client = place.client()
     async with asyncio.timeout(TIMEOUT):
         while not condition(description := await client.describe()):
             pass
-    await client.close()
     return description
 
 
@@ -158,7 +151,6 @@ async def test_the_evicted_are_told_why(place: Any) -> None:
     a = await place.node("a")
     other = place.client()
     await other.join(joining("new", "a:1"), identity("a"))
-    await other.close()
     assert "restarted: new joined from a:1" in await asyncio.wait_for(a.evicted, TIMEOUT)
     await asyncio.wait_for(a.keeping, TIMEOUT)
 
@@ -166,15 +158,18 @@ async def test_the_evicted_are_told_why(place: Any) -> None:
 async def test_suspect_asks_the_accused_which_answers(place: Any) -> None:
     await place.node("a")
     b = await place.node("b")
-    channel, stub = raw(place)
+    stub = place.stub()
     verdict = await stub.Suspect(
         signed(Suspicion(accuser="a", accused="b", why="silent"), "a"), timeout=TIMEOUT
     )
     assert verdict.member
     assert verdict.reason == "b answered the registry's probe"
+    verdict = await stub.Suspect(signed(Suspicion(accuser="a", accused="ghost"), "a"))
+    assert not verdict.member
+    with pytest.raises(grpc.aio.AioRpcError, match="accuser 'ghost' is no member"):
+        await stub.Suspect(Suspicion(accuser="ghost", accused="a"))
     b.client.suspect("a", "silent too")
     await until_described(place, lambda d: "a is suspected by b: silent too" in d.decisions)
-    await channel.close()
 
 
 async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(place: Any) -> None:
@@ -193,17 +188,6 @@ async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(p
     description = await client.describe()
     assert [one.instance for one in description.quarantined] == [identity("d").instance]
     assert [one.member.node for one in description.evictions] == ["d"]
-    await client.close()
-
-
-async def test_suspecting_strangers_and_by_strangers(place: Any) -> None:
-    await place.node("a")
-    channel, stub = raw(place)
-    verdict = await stub.Suspect(signed(Suspicion(accuser="a", accused="ghost"), "a"))
-    assert not verdict.member
-    with pytest.raises(grpc.aio.AioRpcError, match="accuser 'ghost' is no member"):
-        await stub.Suspect(Suspicion(accuser="ghost", accused="a"))
-    await channel.close()
 
 
 async def test_who_is_no_member_any_more_suspects_nobody_and_says_nothing_of_it(
@@ -212,7 +196,7 @@ async def test_who_is_no_member_any_more_suspects_nobody_and_says_nothing_of_it(
     caplog.set_level(logging.INFO)
     await place.node("a")
     leaver, evicted = await place.node("b"), await place.node("c")
-    channel, stub = raw(place)
+    stub = place.stub()
     await leaver.client.leave("b", "its owner stops it")
     leaver.client.suspect("a", "it closed the link")
     assert not leaver.client._tasks
@@ -221,13 +205,12 @@ async def test_who_is_no_member_any_more_suspects_nobody_and_says_nothing_of_it(
     (suspecting,) = evicted.client._tasks
     await suspecting
     assert "suspected a" not in caplog.text
-    await channel.close()
 
 
 async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Serve) -> None:
     async with serve(MembershipRules(run="r", stages=2, lease=1000, probe_timeout=0.2)) as place:
         a = await place.node("a")
-        channel, stub = raw(place)
+        stub = place.stub()
         await stub.Join(joining("frozen", "f:1"))
         call = stub.KeepAlive()
         await call.write(signed(Renewal(node="frozen", run="r"), "frozen"))
@@ -237,13 +220,12 @@ async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Ser
         assert not verdict.member
         assert "no answer to a probe" in verdict.reason
         await a.sees(lambda view: "frozen" not in names(view) and view.number == verdict.view)
-        await channel.close()
 
 
 async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -> None:
     a = await place.node("a")
     held = a.reply.view
-    channel, stub = raw(place)
+    stub = place.stub()
     shown, strange = (stub.Watch(WatchRequest(known=known)) for known in (held.signature, b"?"))
     assert await strange.read() == NewView(whole=held)
     with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not other"):
@@ -259,27 +241,22 @@ async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -
     newest = place.registry.machine.view
     late = stub.Watch(WatchRequest(known=held.signature))
     assert unpacked(await late.read()) == NewView(whole=newest)
-    await channel.close()
 
 
 async def test_a_registry_that_is_back_tells_who_has_its_view_nothing_but_the_next(
     tmp_path: Path, serve: Serve
 ) -> None:
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(journal=journal) as before:
-            client = before.client()
-            held = (await client.join(joining("a", "a:1"), identity("a"))).view
-            await client.close()
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(journal=journal) as again:
-            channel, stub = raw(again)
-            call = stub.Watch(WatchRequest(known=held.signature))
-            told = asyncio.ensure_future(call.read())
-            await again.node("b")  # a is gone
-            first = await asyncio.wait_for(told, TIMEOUT)
-            assert first.difference.former == held.number
-            assert again.registry.machine.is_genuine(view_in(first, held))
-            await channel.close()
+    async with serve(journal=tmp_path / "journal") as before:
+        client = before.client()
+        held = (await client.join(joining("a", "a:1"), identity("a"))).view
+    async with serve(journal=tmp_path / "journal") as again:
+        stub = again.stub()
+        call = stub.Watch(WatchRequest(known=held.signature))
+        told = asyncio.ensure_future(call.read())
+        await again.node("b")  # a is gone
+        first = await asyncio.wait_for(told, TIMEOUT)
+        assert first.difference.former == held.number
+        assert again.registry.machine.is_genuine(view_in(first, held))
 
 
 async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_asked_for(
@@ -311,20 +288,13 @@ async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_aske
     assert not a.evicted.done()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Of the registry, which tells nobody."""
-    async with asyncio.timeout(TIMEOUT):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 async def test_joins_that_come_together_wait_for_one_view(
     place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = await place.node("a")
     registry, never = place.registry, asyncio.get_running_loop().time() + 3600
     monkeypatch.setattr(registry.machine, "joins_due", lambda now: never)
-    channel, stub = raw(place)
+    stub = place.stub()
     calls = [stub.Join(joining(name, f"{name}:1")) for name in "bcde"]
     gone = stub.Join(joining("f", "f:1"))
     calls.append(stub.Join(joining("g", "g:1", stage=9)))
@@ -338,7 +308,6 @@ async def test_joins_that_come_together_wait_for_one_view(
     with pytest.raises(grpc.aio.AioRpcError, match="stage 9 does not exist"):
         await calls[4]
     await a.sees(lambda view: names(view) == set("abcde"))
-    await channel.close()
 
 
 async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
@@ -349,7 +318,7 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
         registry = place.registry
         held = registry._answers.ask("x")  # as if it took its time
         assert registry._answers.go(1) == [held]
-        channel, stub = raw(place)
+        stub = place.stub()
         gone = stub.Join(joining("a", "a:1"))
         await until(lambda: "a" in registry._answers.waiting)
         gone.cancel()
@@ -368,7 +337,6 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
         assert names(view) == {"a"}, "the newest view when its turn had come"
         with pytest.raises(grpc.aio.AioRpcError, match="b is no longer a member"):
             await asyncio.wait_for(second, TIMEOUT)
-        await channel.close()
 
 
 async def test_no_more_joins_wait_than_there_is_room_for(
@@ -377,13 +345,12 @@ async def test_no_more_joins_wait_than_there_is_room_for(
     async with serve(limits=Limits(joins=1)) as place:
         never = asyncio.get_running_loop().time() + 3600
         monkeypatch.setattr(place.registry.machine, "joins_due", lambda now: never)
-        channel, stub = raw(place)
+        stub = place.stub()
         waiting = stub.Join(joining("a", "a:1"))
         await until(lambda: bool(place.registry._joining))
         with pytest.raises(grpc.aio.AioRpcError, match="too many nodes wait to join; join again"):
             await stub.Join(joining("b", "b:1"))
         waiting.cancel()
-        await channel.close()
 
 
 async def test_describe_has_reports_and_decisions(serve: Serve) -> None:
@@ -418,8 +385,7 @@ def test_a_lease_is_renewed_five_times_before_it_is_over(lease: float) -> None:
 
 
 async def test_health_and_reflection(place: Any) -> None:
-    channel, _ = raw(place)
-    health = health_pb2_grpc.HealthStub(channel)
+    health = health_pb2_grpc.HealthStub(place.channel())
     for name in ("", SERVICE):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -427,15 +393,14 @@ async def test_health_and_reflection(place: Any) -> None:
     async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
 
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub = reflection_pb2_grpc.ServerReflectionStub(place.channel())
     answers = [answer async for answer in stub.ServerReflectionInfo(ask())]
     services = {s.name for s in answers[0].list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= services
-    await channel.close()
 
 
 async def test_input_without_measure_is_refused(place: Any) -> None:
-    channel, stub = raw(place)
+    stub = place.stub()
     await stub.Join(joining("a", "a:1"))
     with pytest.raises(grpc.aio.AioRpcError, match=f"host has {NAME_BYTES + 1} bytes"):
         await stub.Join(joining("x", host="h" * (NAME_BYTES + 1)))
@@ -455,12 +420,11 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
         await call.write(bad)
         with pytest.raises(grpc.aio.AioRpcError, match=message):
             await call.read()
-    await channel.close()
 
 
 async def test_nothing_that_was_refused_is_kept_until_garbage_is_collected(place: Any) -> None:
     """Strangers could say more until then than there is memory."""
-    much, channel = "x" * (2 << 20), grpc.aio.insecure_channel(place.address)
+    much, channel = "x" * (2 << 20), place.channel()
     said = {
         ("KeepAlive", True): Renewal(node="x", report=Report(trouble=much)),
         ("Join", False): joining("x", host=much),
@@ -489,7 +453,6 @@ async def test_nothing_that_was_refused_is_kept_until_garbage_is_collected(place
                     await asyncio.sleep(0.01)
     finally:
         gc.enable()
-    await channel.close()
 
 
 async def test_a_node_with_too_much_to_say_says_what_there_is_room_for(place: Any) -> None:
@@ -507,7 +470,7 @@ async def test_a_node_with_too_much_to_say_says_what_there_is_room_for(place: An
 
 
 async def test_a_join_that_is_not_signed_by_the_key_that_it_shows_is_refused(place: Any) -> None:
-    channel, stub = raw(place)
+    stub = place.stub()
     unsigned, of_another, changed = joining("x"), joining("x"), joining("x")
     unsigned.ClearField("signature")
     of_another.key = identity("y").public
@@ -518,12 +481,11 @@ async def test_a_join_that_is_not_signed_by_the_key_that_it_shows_is_refused(pla
     with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not another"):
         await stub.Join(signed(joining("x", run="another"), "x"))
     assert len(place.registry.machine.members) == 0
-    await channel.close()
 
 
 async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFixture) -> None:
     a, b = await place.node("a"), await place.node("b")
-    channel, stub = raw(place)
+    stub = place.stub()
     of_another_run = LeaveRequest(node="a")
     identity("a").sign_message(of_another_run, "another run")
     as_another_message = signed(LeaveRequest(node="a", why="b"), "a").signature
@@ -547,7 +509,6 @@ async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFi
     assert not a.evicted.done()
     said = [r.getMessage() for r in caplog.records if "in the name of a" in r.getMessage()]
     assert len(said) == 7
-    await channel.close()
 
 
 async def test_who_says_what_cannot_be_is_told_so(
@@ -557,9 +518,7 @@ async def test_who_says_what_cannot_be_is_told_so(
         a = await place.node("a")
         a.client.report(Report(seats=[SeatReport(committed=10**9)]))
         a.client._due.set()
-        async with asyncio.timeout(TIMEOUT):
-            while "report: step 1000000000 can't" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: "report: step 1000000000 can't" in caplog.text)
         b = await place.node("b")
         assert b.reply.view.committed == 0
         assert not a.evicted.done()
@@ -567,7 +526,7 @@ async def test_who_says_what_cannot_be_is_told_so(
 
 async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
     async with serve(limits=Limits(streams=1, watchers=1)) as place:
-        channel, stub = raw(place)
+        stub = place.stub()
         await stub.Join(joining("a", "a:1"))
         watch, keep_alive = stub.Watch(WatchRequest()), stub.KeepAlive()
         await watch.read()
@@ -577,52 +536,47 @@ async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
             await stub.Watch(WatchRequest()).read()
         with pytest.raises(grpc.aio.AioRpcError, match="maximum of streams"):
             await stub.KeepAlive().read()
-        await channel.close()
 
 
 async def test_a_stranger_on_a_stream_is_told_to_join(place: Any) -> None:
-    channel, stub = raw(place)
+    stub = place.stub()
     call = stub.KeepAlive()
     await call.write(Renewal(node="ghost", run="r"))
     notice = await call.read()
     assert "join again" in notice.evicted
     assert await call.read() is grpc.aio.EOF
-    await channel.close()
 
 
 async def test_a_newer_stream_takes_the_place_of_an_older_one(place: Any) -> None:
     a = await place.node("a")
-    channel, stub = raw(place)
+    stub = place.stub()
     call = stub.KeepAlive()
     await call.write(signed(Renewal(node="a", run="r"), "a"))
     await call.read()
     assert not a.evicted.done()
     description = await until_described(place, lambda d: True)
     assert names(description.view) == {"a"}
-    await channel.close()
 
 
 async def test_the_swarm_outlives_the_registry(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "planaria.bootstrap.client")
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(journal=journal) as place:
-            a = await place.node("a")
-            b = await place.node("b")
-            before = (await a.sees(lambda view: "b" in names(view))).number
-            nodes, port, place.nodes = place.nodes, place.port, []
+    async with serve(journal=tmp_path / "journal") as place:
+        a = await place.node("a")
+        b = await place.node("b")
+        before = (await a.sees(lambda view: "b" in names(view))).number
+        nodes, port, place.nodes = place.nodes, place.port, []
     assert not a.evicted.done()
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(port=port, journal=journal) as place:
-            place.nodes = nodes
-            c = await place.node("c")
-            view = await a.sees(lambda view: "c" in names(view))
-            assert names(view) >= {"a", "b", "c"}
-            assert view.number > before
-            assert c.reply.view.number > before
-            await until_described(place, lambda d: len(d.members) == 3)
-            assert not b.evicted.done()
+    async with serve(port=port, journal=tmp_path / "journal") as place:
+        place.nodes = nodes
+        c = await place.node("c")
+        view = await a.sees(lambda view: "c" in names(view))
+        assert names(view) >= {"a", "b", "c"}
+        assert view.number > before
+        assert c.reply.view.number > before
+        await until_described(place, lambda d: len(d.members) == 3)
+        assert not b.evicted.done()
     text = [r.getMessage() for r in caplog.records]
     assert len([t for t in text if "is away" in t]) <= 2 * len(nodes)
     assert any("the registry is back" in t for t in text)
@@ -639,16 +593,14 @@ async def test_a_view_is_shown_to_a_registry_that_has_none_as_new_and_to_no_othe
         return opened(machine, renewal, now)
 
     monkeypatch.setattr(Membership, "stream_opened", noted)
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(journal=journal) as place:
-            a = await place.node("a")
-            await until_described(place, lambda _: len(shown) > 0)
-            nodes, port, place.nodes = place.nodes, place.port, []
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(port=port, journal=journal) as place:
-            before = len(shown)
-            await until_described(place, lambda _: len(shown) > before)
-            assert not any(shown)
+    async with serve(journal=tmp_path / "journal") as place:
+        a = await place.node("a")
+        await until_described(place, lambda _: len(shown) > 0)
+        nodes, port, place.nodes = place.nodes, place.port, []
+    async with serve(port=port, journal=tmp_path / "journal") as place:
+        before = len(shown)
+        await until_described(place, lambda _: len(shown) > before)
+        assert not any(shown)
     async with serve(port=port) as place:
         place.nodes = nodes
         await until_described(place, lambda d: names(d.view) == {"a"})
@@ -665,12 +617,11 @@ async def test_a_forged_view_is_refused_though_a_registry_without_journal_sees_i
         member = Member(node="x", address="h:2", joined=1, key=identity("x").public)
         forged = View(run="r", number=99, members=[*a.view.members, member])
         sign(forged, identity("x"), a.view)
-        channel, stub = raw(place)
+        stub = place.stub()
         call = stub.KeepAlive()
         await call.write(signed(Renewal(node="x", run="r", member=member, view=forged), "x"))
         with pytest.raises(grpc.aio.AioRpcError, match=r"x shows view 99, which .* not signed"):
             await call.read()
-        await channel.close()
         place.nodes = nodes
         described = await until_described(place, lambda d: d.view.members)
         assert (described.view.number, names(described.view)) == (a.view.number, {"a"})
@@ -692,7 +643,6 @@ async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
                 await asyncio.sleep(0.01)
         stranger = place.client()
         await stranger.join(joining("b", "b:1"), identity("b"))
-        await stranger.close()
         with pytest.raises(JoinRefused, match="isn't the run's, or has lost its key: view 2 isn't"):
             await a.client.join(joining("c", "c:1"), identity("c"))
     assert [view.number for view in a.views] == [1]
@@ -702,54 +652,53 @@ async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
         assert not a.evicted.done()
 
 
+def newest_in(path: Path) -> int:
+    """Number of a journal's newest view."""
+    with Journal(path, "r", KEY) as journal:
+        assert journal.view is not None
+        return int(journal.view.number)
+
+
 async def test_a_journal_with_an_older_view_gets_the_newer_one_from_the_nodes(
     serve: Serve, tmp_path: Path
 ) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r", KEY) as journal:
-        async with serve(journal=journal) as place:
-            a = await place.node("a")
-            short = path.read_bytes()
-            await place.node("b")
-            before = (await a.sees(lambda view: "b" in names(view))).number
-            nodes, port, place.nodes = place.nodes, place.port, []
+    async with serve(journal=path) as place:
+        a = await place.node("a")
+        short = path.read_bytes()
+        await place.node("b")
+        before = (await a.sees(lambda view: "b" in names(view))).number
+        nodes, port, place.nodes = place.nodes, place.port, []
     path.write_bytes(short)
-    with Journal(path, "r", KEY) as journal:
-        assert journal.view is not None
-        assert journal.view.number < before
-        async with serve(port=port, journal=journal) as place:
-            place.nodes = nodes
-            await until_described(place, lambda d: d.view.number >= before)
-            c = await place.node("c")
-            assert c.reply.view.number > before
-            await a.sees(lambda view: names(view) == {"a", "b", "c"})
-            assert not any(node.evicted.done() for node in nodes)
-    with Journal(path, "r", KEY) as journal:
-        assert journal.view is not None
-        assert journal.view.number > before
+    assert newest_in(path) < before
+    async with serve(port=port, journal=path) as place:
+        place.nodes = nodes
+        await until_described(place, lambda d: d.view.number >= before)
+        c = await place.node("c")
+        assert c.reply.view.number > before
+        await a.sees(lambda view: names(view) == {"a", "b", "c"})
+        assert not any(node.evicted.done() for node in nodes)
+    assert newest_in(path) > before
 
 
 async def test_an_unwritable_journal_is_said_and_written_later(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r", KEY) as journal:
-        async with serve(journal=journal) as place:
-            with monkeypatch.context() as disk:
-                disk.setattr(os, "fsync", _full)
-                disk.setattr("planaria.bootstrap.service.JOURNAL_RETRY", 0.0)
-                a = await place.node("a")
-                found = await until_described(place, lambda d: d.trouble)
-                assert "can't write view 1 to the journal" in found.trouble
-                assert "No space left on device" in found.trouble
-                b = await place.node("b")
-                await a.sees(lambda view: names(view) == {"a", "b"})
-            await until_described(place, lambda d: not d.trouble)
-            assert not b.evicted.done()
-            number = b.view.number
-    with Journal(path, "r", KEY) as journal:
-        assert journal.view is not None
-        assert journal.view.number >= number
+    async with serve(journal=path) as place:
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "fsync", _full)
+            disk.setattr("planaria.bootstrap.service.JOURNAL_RETRY", 0.0)
+            a = await place.node("a")
+            found = await until_described(place, lambda d: d.trouble)
+            assert "can't write view 1 to the journal" in found.trouble
+            assert "No space left on device" in found.trouble
+            b = await place.node("b")
+            await a.sees(lambda view: names(view) == {"a", "b"})
+        await until_described(place, lambda d: not d.trouble)
+        assert not b.evicted.done()
+        number = b.view.number
+    assert newest_in(path) >= number
 
 
 def _full(descriptor: int) -> None:
@@ -779,10 +728,8 @@ async def test_join_token(serve: Serve) -> None:
             with pytest.raises(JoinRefused, match=message):
                 await client.join(joining("b", "b:1"), identity("b"))
             await client.close()
-        channel, _ = raw(place)
-        health = health_pb2_grpc.HealthStub(channel)
+        health = health_pb2_grpc.HealthStub(place.channel())
         await health.Check(health_pb2.HealthCheckRequest())
-        await channel.close()
 
 
 async def test_unreachable_registry_is_named_with_what_to_check() -> None:
@@ -831,7 +778,6 @@ async def test_every_node_is_asked_to_measure_and_what_it_found_is_described(pla
     assert by_node["a"].links[0].mbps == 90.0
     with pytest.raises(JoinRefused, match="a measurement is in progress; try again in"):
         await client.measure()
-    await client.close()
 
 
 async def test_who_is_examined_is_dialled_at_its_own_address_only(
@@ -853,7 +799,6 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
     assert dialled == [("10.0.0.1:22", f"127.0.0.1:{port}") for port in (7401, 7402, 7403)]
     reply = await client.examine(ExamineRequest(wanted=1000), TIMEOUT)
     assert (len(reply.load), len(dialled)) == (1000, 3), "without a port nobody is dialled"
-    await client.close()
 
 
 async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -882,7 +827,6 @@ async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.Monke
         answer.set()
         assert (await first).there
         await client.examine(ExamineRequest(), TIMEOUT)
-        await client.close()
 
 
 async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
@@ -960,7 +904,6 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     assert said.startswith("it sent an invalid view: ") and why in said
     assert not told
     place.registry._broadcast.publish(reply.view)
-    await client.close()
 
 
 async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: Any) -> None:
@@ -987,7 +930,6 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
         assert f"view {view.number} of the registry doesn't follow view 1" in membership.evicted
     assert not told
     place.registry._broadcast.publish(own)
-    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -1020,21 +962,17 @@ def test_who_was_told_to_wait_hears_why_though_a_last_try_had_no_time_for_it(
 async def test_members_outlive_another_runs_registry_at_the_address(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(journal=journal) as place:
-            a = await place.node("a")
-            port, place.nodes = place.port, []
+    async with serve(journal=tmp_path / "journal") as place:
+        a = await place.node("a")
+        port, place.nodes = place.port, []
     async with serve(MembershipRules("other", stages=1), port):
-        async with asyncio.timeout(TIMEOUT):
-            while "this registry serves run other, not r" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: "this registry serves run other, not r" in caplog.text)
     assert f"the registry at 127.0.0.1:{port} is away (" in caplog.text
-    with Journal(tmp_path / "journal", "r", KEY) as journal:
-        async with serve(port=port, journal=journal) as place:
-            place.nodes = [a]
-            await place.node("b")
-            await a.sees(lambda view: names(view) == {"a", "b"})
-            assert not a.evicted.done()
+    async with serve(port=port, journal=tmp_path / "journal") as place:
+        place.nodes = [a]
+        await place.node("b")
+        await a.sees(lambda view: names(view) == {"a", "b"})
+        assert not a.evicted.done()
 
 
 async def test_an_eviction_without_a_signed_view_is_not_believed(
@@ -1044,9 +982,7 @@ async def test_an_eviction_without_a_signed_view_is_not_believed(
     async with serve() as place:
         a = await place.node("a")
         place.registry._carry_out([Evict("a", "because I say so")])
-        async with asyncio.timeout(TIMEOUT):
-            while "evicts this node without a signed view: because I say" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: "evicts this node without a signed view: because I say" in caplog.text)
         await place.node("b")
         await a.sees(lambda view: names(view) == {"a", "b"})
         assert not a.evicted.done()
@@ -1056,7 +992,7 @@ async def test_a_former_member_waits_for_its_run_to_join_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve() as place:
-        client = place.client()
+        client = RegistryClient([place.address])
         await client.join(joining("a", "a:1"), identity("a"))
         port = place.port
     async with serve(MembershipRules("other", stages=1), port):

@@ -24,6 +24,17 @@ def store(etcd: FakeEtcd, at: str = "a:1", link: Link | None = None, key: Identi
     return Store(link or etcd.link(), "r", key, at, lambda: etcd.now)
 
 
+def leading(etcd: FakeEtcd) -> Store:
+    first = store(etcd)
+    assert first.campaign()
+    return first
+
+
+@pytest.fixture
+def etcd() -> FakeEtcd:
+    return FakeEtcd()
+
+
 def after(former: View | None, reason: str = "", skipping: int = 0) -> View:
     former = former or View()
     view = View(run="r", number=former.number + 1 + skipping, reason=reason)
@@ -35,8 +46,7 @@ def numbers(etcd: FakeEtcd) -> list[int]:
     return [int(value) for key, value in etcd.history if key == "planaria/r/number"]
 
 
-def test_one_leads_and_another_goes_on_from_its_view_when_it_is_gone() -> None:
-    etcd = FakeEtcd()
+def test_one_leads_and_another_goes_on_from_its_view_when_it_is_gone(etcd: FakeEtcd) -> None:
     first, second = store(etcd, "a:1"), store(etcd, "b:1")
     assert first.leader() == "" and first.campaign()
     first.append(after(None))
@@ -50,10 +60,8 @@ def test_one_leads_and_another_goes_on_from_its_view_when_it_is_gone() -> None:
     assert numbers(etcd) == [1, 9, 10]
 
 
-def test_who_leads_goes_on_while_etcd_hears_it() -> None:
-    etcd = FakeEtcd()
-    first = store(etcd)
-    first.campaign()
+def test_who_leads_goes_on_while_etcd_hears_it(etcd: FakeEtcd) -> None:
+    first = leading(etcd)
     for _ in range(9):
         etcd.passes(LEASE * 0.9)
         first.renew()
@@ -64,10 +72,8 @@ def test_who_leads_goes_on_while_etcd_hears_it() -> None:
     assert not first.leads
 
 
-def test_who_resigns_makes_room_at_once() -> None:
-    etcd = FakeEtcd()
-    first, second = store(etcd), store(etcd)
-    first.campaign()
+def test_who_resigns_makes_room_at_once(etcd: FakeEtcd) -> None:
+    first, second = leading(etcd), store(etcd)
     first.resign()
     assert not first.leads and second.campaign()
     with pytest.raises(NotLeading, match="its lease has expired"):
@@ -75,8 +81,8 @@ def test_who_resigns_makes_room_at_once() -> None:
     assert second.leads and not numbers(etcd)
 
 
-def test_what_cannot_be_written_ends_the_term() -> None:
-    etcd, fates = FakeEtcd(), [Fate.ANSWERED] * 3
+def test_what_cannot_be_written_ends_the_term(etcd: FakeEtcd) -> None:
+    fates = [Fate.ANSWERED] * 3
     first = store(etcd, link=etcd.link(lambda: fates.pop(0) if fates else Fate.LOST))
     assert first.campaign()
     with pytest.raises(NotLeading, match="can't be written: etcd doesn't answer"):
@@ -84,8 +90,8 @@ def test_what_cannot_be_written_ends_the_term() -> None:
     assert not first.leads and first.view is None
 
 
-def test_a_write_of_a_former_term_that_comes_late_is_not_done() -> None:
-    etcd, fates = FakeEtcd(), [Fate.ANSWERED] * 3 + [Fate.LATE]
+def test_a_write_of_a_former_term_that_comes_late_is_not_done(etcd: FakeEtcd) -> None:
+    fates = [Fate.ANSWERED] * 3 + [Fate.LATE]
     first = store(etcd, link=etcd.link(lambda: fates.pop(0) if fates else Fate.LOST))
     first.campaign()
     with pytest.raises(NotLeading):
@@ -99,9 +105,8 @@ def test_a_write_of_a_former_term_that_comes_late_is_not_done() -> None:
     assert numbers(etcd) == [1]
 
 
-def test_a_write_that_was_done_at_an_attempt_without_answer_counts() -> None:
+def test_a_write_that_was_done_at_an_attempt_without_answer_counts(etcd: FakeEtcd) -> None:
     """As etcd.py tells the next of etcd's nodes when one doesn't answer."""
-    etcd = FakeEtcd()
 
     class Twice(Link):
         def ask(self, path, body, seconds):
@@ -109,8 +114,7 @@ def test_a_write_that_was_done_at_an_attempt_without_answer_counts() -> None:
                 etcd.do(path, body)
             return super().ask(path, body, seconds)
 
-    first = store(etcd)
-    first.campaign()
+    first = leading(etcd)
     first._etcd = Twice(etcd, lambda: Fate.ANSWERED)
     first.append(after(None))
     first.append(after(first.view))
@@ -118,29 +122,23 @@ def test_a_write_that_was_done_at_an_attempt_without_answer_counts() -> None:
     assert numbers(etcd) == [1, 2] and first.leads
 
 
-def test_a_view_that_goes_back_is_not_written() -> None:
-    etcd = FakeEtcd()
-    first = store(etcd)
-    first.campaign()
+def test_a_view_that_goes_back_is_not_written(etcd: FakeEtcd) -> None:
+    first = leading(etcd)
     first.append(after(None, skipping=4))
     with pytest.raises(NotLeading, match="view 1 is not newer than view 5"):
         first.append(after(None))
 
 
-def test_what_somebody_else_has_written_is_not_written_over() -> None:
-    etcd = FakeEtcd()
-    first = store(etcd)
-    first.campaign()
+def test_what_somebody_else_has_written_is_not_written_over(etcd: FakeEtcd) -> None:
+    first = leading(etcd)
     etcd.values["planaria/r/number"] = b"9"
     with pytest.raises(NotLeading, match="etcd has newer data"):
         first.append(after(None, skipping=20))
     assert not first.leads and not numbers(etcd)
 
 
-def test_registries_with_different_keys_refuse_each_other() -> None:
-    etcd = FakeEtcd()
-    first, stranger = store(etcd), store(etcd, key=Authority.make(0).identity)
-    first.campaign()
+def test_registries_with_different_keys_refuse_each_other(etcd: FakeEtcd) -> None:
+    first, stranger = leading(etcd), store(etcd, key=Authority.make(0).identity)
     with pytest.raises(StoreError, match="the leader at a:1 has another key than this registry"):
         stranger.leader()
     first.append(after(None))
@@ -153,10 +151,8 @@ def test_registries_with_different_keys_refuse_each_other() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("view", b"\xff"), ("number", b"2"), ("number", b"x"), ("leader", b"[]")]
 )
-def test_what_no_registry_has_written_is_refused(key: str, value: bytes) -> None:
-    etcd = FakeEtcd()
-    first = store(etcd)
-    first.campaign()
+def test_what_no_registry_has_written_is_refused(etcd: FakeEtcd, key: str, value: bytes) -> None:
+    first = leading(etcd)
     first.append(after(None))
     first.resign()
     etcd.values[f"planaria/r/{key}"] = value
@@ -165,10 +161,10 @@ def test_what_no_registry_has_written_is_refused(key: str, value: bytes) -> None
         first.campaign()
 
 
-def test_the_next_one_knows_who_is_invited_and_banned_and_no_secret_lies_in_etcd() -> None:
-    etcd = FakeEtcd()
-    first, second = store(etcd), store(etcd)
-    first.campaign()
+def test_the_next_one_knows_who_is_invited_and_banned_and_no_secret_lies_in_etcd(
+    etcd: FakeEtcd,
+) -> None:
+    first, second = leading(etcd), store(etcd)
     admission = Admission(None, decided=first)
     invite, secret = admission.invite(Role.NODE, uses=2)
     admission.decide(admission.invites.ban("b" * 32))

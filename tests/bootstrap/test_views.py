@@ -304,10 +304,7 @@ def test_a_difference_from_another_view_gives_no_genuine_one(
         (Difference(former=7, members=[Splice(gone=2)]), "more items than its lists have"),
         (Difference(former=7, members=[Splice(added=1)]), "more items than its lists have"),
         (Difference(former=7, view=View(banned=["x", "y"])), "leaves 2 of its new items unused"),
-        (
-            Difference(former=7, relays=[Splice(kept=1)] * 2),
-            "more items than its lists have",
-        ),
+        (Difference(former=7, relays=[Splice(kept=1)] * 2), "more items than its lists have"),
     ],
 )
 def test_what_is_no_difference_from_a_view_is_refused(wrong: Difference, why: str) -> None:

@@ -3,5 +3,6 @@
 - `network.py`: nodes with one virtual clock, and what they send each other
 - `reducing.py`: replicas of a stage in such a network, which sum gradients
 - `at_rest.py`: counters that must be back at zero
+- `ports.py`: a free port
 - `rules.py`: rules of a transaction
 """

@@ -117,7 +117,8 @@ class Memory:
 class Seat:
     """One agent at its stage, with a model of its own, all whose neighbours are the test."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, *onlookers: str, begun: pb.Step | None = None) -> None:
+        """`begun`: the step whose attempt it is in."""
         self.nodes = Nodes()
         self.net, self.record = VirtualNet(set(NODES) - {node}), Memory()
         config = model_config(RUN.model, vocabulary=16)
@@ -135,7 +136,16 @@ class Seat:
         )
         self.agent = Agent(node, NODES[node], RUN, config, ports, holdings)
         self.agent.viewed(VIEW, 0.0)
+        self.net.up |= {*onlookers}
         self.run()
+        if begun is not None:
+            self.hears("a", ATTEMPT, step=begun)
+
+    def answered(self, peer: str) -> Any:
+        """What it has sent last, which is for the peer."""
+        to, item = self.net.sent[-1]
+        assert to == peer
+        return item
 
     def hears(self, peer: str, ballot: Ballot, **body: object) -> None:
         message = pb.Message(ballot=ballot.message(), **body)  # type: ignore[arg-type]
@@ -164,10 +174,13 @@ def holdings(agent: Agent) -> Holdings:
     return Holdings(agent, None, lambda stage: Layout([(stage + 1,)]), no_disk, None, None)
 
 
-def begin() -> pb.Step:
-    """Step 1: one microbatch, through all of the nodes."""
+def begin(microbatches: int = 1) -> pb.Step:
+    """Step 1: so many microbatches, through all of the nodes."""
     members = [pb.Place(node=node, stage=stage) for node, stage in NODES.items()]
-    plan = [pb.Microbatch(id=0, source="a", order=[1, 2], places=[1, 2])]
+    plan = [
+        pb.Microbatch(id=number, source="a", order=[1, 2], places=[1, 2])
+        for number in range(microbatches)
+    ]
     return pb.Step(begin=pb.Begin(step=1, plan=plan, members=members, lr_scale=[1.0] * 3))
 
 
@@ -191,24 +204,32 @@ def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
     assert process.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("began", "sent"), [(ATTEMPT, ["activation"]), (NEXT, [])])
-def test_what_comes_before_its_attempt_is_held_until_one_begins(
-    began: Ballot, sent: list[str]
+@pytest.mark.parametrize(
+    ("began", "comes", "sent"),
+    [
+        (ATTEMPT, "before", ["activation"]),
+        (NEXT, "before", []),
+        (NEXT, "after", []),
+    ],
+)
+def test_what_comes_before_its_attempt_is_held_and_what_is_of_an_older_one_has_no_effect(
+    began: Ballot, comes: str, sent: list[str]
 ) -> None:
     seat = Seat("b")
+    if comes == "after":
+        seat.hears("a", began, step=begin())
     seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
     seat.run()
     assert seat.sent_to("c") == []
-    seat.hears("a", began, step=begin())
+    if comes == "before":
+        seat.hears("a", began, step=begin())
     assert seat.sent_to("c") == sent
     assert seat.agent.held.frames == []
 
 
 def last_cut(seat: Seat) -> tuple[pb.Cut, Ballot]:
     """What it has told its driver last."""
-    to, message = seat.net.sent[-1]
-    assert to == "a"
-    assert isinstance(message, pb.Message)
+    message = seat.answered("a")
     return message.cut, Ballot.of(message.ballot)
 
 
@@ -219,8 +240,7 @@ def flood(ballot: Ballot, count: int) -> list[Frame]:
 
 
 def test_who_floods_with_frames_of_a_coming_attempt_is_accused_and_fills_nothing() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     seat.agent.on_frame("a", activation(NEXT), 0.0)
     for frame in flood(NEXT, 64):
         seat.agent.on_frame("c", frame, 0.0)
@@ -240,8 +260,7 @@ def test_who_floods_a_node_that_is_in_no_attempt_is_accused_at_the_registry() ->
 
 
 def test_who_sends_more_than_a_microbatch_has_is_accused_before_it_is_computed_on() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     (frame,) = flood(ATTEMPT, 1)
     seat.agent.on_frame("a", frame, 0.0)
     cut, _ = last_cut(seat)
@@ -271,18 +290,8 @@ def test_what_is_held_of_attempts_that_never_came_makes_room_before_anybody_is_a
     seat.run()
 
 
-def test_what_is_of_an_older_attempt_has_no_effect() -> None:
-    seat = Seat("b")
-    seat.hears("a", NEXT, step=begin())
-    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
-    seat.run()
-    assert seat.sent_to("c") == []
-    assert seat.agent.held.frames == []
-
-
 def test_a_twins_gradient_that_was_lost_with_the_link_is_sent_again() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     lost = [Frame("twin", ballot, {}, [], b"gradient") for ballot in (Ballot(1, 1), ATTEMPT)]
     seat.net.up.remove("c")
     seat.net.demanded.clear()
@@ -296,8 +305,7 @@ def test_a_twins_gradient_that_was_lost_with_the_link_is_sent_again() -> None:
 
 
 def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     seat.agent.on_link_lost("c", "reset", [activation(ATTEMPT)], 1.0)
     cut, ballot = last_cut(seat)
     assert (cut.node, ballot) == ("c", ATTEMPT)
@@ -305,16 +313,14 @@ def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> No
 
 
 def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     why = "c sent an invalid message: the checksum of a chunk of frame 3 is not that sent"
     seat.agent.on_link_lost("c", why, [], 1.0, registry.CHECKSUM)
     assert last_cut(seat)[0] == pb.Cut(node="c", reason=why, cause=registry.CHECKSUM)
 
 
 def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     before = len(seat.net.sent)
     seat.agent.on_link_lost("stranger", "reset", [activation(ATTEMPT)], 1.0)
     assert len(seat.net.sent) == before
@@ -332,10 +338,8 @@ def test_what_an_agent_tells_itself_takes_no_link() -> None:
 
 def test_nobody_votes_for_a_step_before_the_last_one_is_in_its_ledger() -> None:
     seat = Seat("b")
-    nothing_to_do = begin()
-    del nothing_to_do.begin.plan[:]
     seat.record.notes = True
-    seat.hears("a", ATTEMPT, step=nothing_to_do)
+    seat.hears("a", ATTEMPT, step=begin(microbatches=0))
     seat.nodes.sleep(2.0)
     assert "ready" not in seat.sent_to("a")
     seat.record.notes = False
@@ -363,14 +367,12 @@ class Lesson:
 def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
     seat: Any = Seat("b")
     seat.agent.gaps.task = Lesson()
-    nothing_to_do = begin()
-    del nothing_to_do.begin.plan[:]
-    seat.hears("a", ATTEMPT, step=nothing_to_do)
+    seat.hears("a", ATTEMPT, step=begin(microbatches=0))
     seat.nodes.sleep(2.0)
     assert "ready" not in seat.sent_to("a")
     seat.hears("a", ATTEMPT, reduce=pb.Reduce())
     seat.nodes.sleep(2.0)
-    _, message = seat.net.sent[-1]
+    message = seat.answered("a")
     assert (message.ready.relearned, message.ready.relearning) == (2, 3)
 
 
@@ -380,10 +382,9 @@ def test_a_stage_whose_lesson_ends_early_relearns_no_more(why: str) -> None:
     lesson = seat.agent.gaps.task = Lesson()
     seat.agent.gaps.begin(lesson)
     assert seat.agent.member.relearning == 3
-    step = begin()
+    step = begin(microbatches=0)
     if why == "another replica":
         step.begin.members.add(node="d", stage=1)
-    del step.begin.plan[:]
     if why == "another state":
         seat.hears("a", ATTEMPT, sync=COPIED)
     else:
@@ -401,9 +402,7 @@ def test_a_skipped_step_leaves_the_error_feedback_of_the_step_before(skipped: bo
     seat = Seat("b")
     feedback, gradient = seat.agent.averaging.feedback, seat.agent.arithmetic.gradient
     feedback.row = torch.ones_like(gradient)
-    step = begin()
-    del step.begin.plan[:]
-    seat.hears("a", ATTEMPT, step=step)
+    seat.hears("a", ATTEMPT, step=begin(microbatches=0))
     feedback.begin(ATTEMPT, gradient).fill_(torch.nan)
     seat.hears("a", ATTEMPT, reduce=pb.Reduce())
     scales = [1.0] * 3
@@ -451,8 +450,7 @@ EXCHANGES = "averaging auditor states crossings relearning holdings"
 def test_each_part_hears_of_what_concerns_it(
     happens: Any, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     seat.agent.fetching = seat.agent.exchanges.start(seat.agent.exchanges.sleep(60.0))
     heard: set[str] = set()
 
@@ -475,8 +473,7 @@ def test_each_part_hears_of_what_concerns_it(
 
 
 def test_who_lacks_what_is_home_says_so_when_its_time_is_up() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     seat.hears("a", ATTEMPT, reduce=pb.Reduce())
     seat.nodes.sleep(RUN.swarm.progress + 1)
     assert seat.sent_to("a")[-1] == "failed"
@@ -493,10 +490,8 @@ def test_who_gets_another_state_drops_its_error_feedback() -> None:
 def asked(seat: Seat) -> pb.StateManifest:
     """What the seat answers a joiner that wants its state."""
     seat.hears("c", ATTEMPT, state_request=pb.StateRequest(transfer=1, optimizer=True, stage=1))
-    to, answer = seat.net.sent[-1]
-    assert to == "c"
-    assert isinstance(answer, pb.Message)
-    return answer.state_manifest
+    manifest: pb.StateManifest = seat.answered("c").state_manifest
+    return manifest
 
 
 def test_what_a_node_that_hangs_has_is_copied_if_it_is_what_it_has_told_of_it() -> None:
@@ -552,8 +547,7 @@ def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) ->
 def answered(seat: Seat, frame: Frame) -> Frame:
     seat.agent.observers.compute("b/?1", frame, 1.0)
     seat.run()
-    to, answer = seat.net.sent[-1]
-    assert to == "b/?1"
+    answer = seat.answered("b/?1")
     assert isinstance(answer, Frame)
     assert answer.fields["transfer"] == 7
     return answer
@@ -565,8 +559,7 @@ def test_an_onlooker_sees_what_a_stage_makes_of_something_and_changes_nothing() 
         ("b", torch.ones(1, 3, 8), False, (1, 3, 8)),
         ("a", torch.ones(1, 3, 8), True, (1, 1, 16)),
     ):
-        seat = Seat(node)
-        seat.net.up.add("b/?1")
+        seat = Seat(node, "b/?1")
         before = seat.agent.arithmetic.digest()
         (seen,) = looked_at(seat, shown, head).descriptors
         assert (seen.dtype, seen.shape) == ("float32", shape)
@@ -575,8 +568,7 @@ def test_an_onlooker_sees_what_a_stage_makes_of_something_and_changes_nothing() 
 
 
 def test_an_onlooker_gets_files_of_the_tokenizer_part_by_part(monkeypatch, tmp_path) -> None:
-    seat = Seat("a")
-    seat.net.up.add("b/?1")
+    seat = Seat("a", "b/?1")
     text = b"{}" * (tokenizer.PART // 2 + 1)
     (tmp_path / "tokenizer.json").write_bytes(text)
     monkeypatch.setattr(seat.agent.arithmetic, "_folders", [tmp_path / "nothing", tmp_path])
@@ -593,8 +585,7 @@ def test_an_onlooker_gets_files_of_the_tokenizer_part_by_part(monkeypatch, tmp_p
 
 
 def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> None:
-    seat = Seat("b")
-    seat.net.up.add("b/?1")
+    seat = Seat("b", "b/?1")
     agent, shown = seat.agent, torch.ones(1, 3, 8)
     agent.member.committed = 5
     weights = agent.arithmetic.tensors["weights"]
@@ -624,8 +615,7 @@ def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> N
     ],
 )
 def test_an_onlooker_is_told_what_a_stage_can_not_look_at(node, shown, why) -> None:
-    seat = Seat(node)
-    seat.net.up.add("b/?1")
+    seat = Seat(node, "b/?1")
     assert why in looked_at(seat, shown).fields["error"]
     assert not seat.agent.observers.computing_for
 
@@ -638,9 +628,8 @@ def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
     def pinned(observer: str, step: int) -> pb.Pinned:
         seat.net.up.add(observer)
         seat.hears(observer, NEVER, pin_request=pb.PinRequest(step=step))
-        _, message = seat.net.sent[-1]
-        assert isinstance(message, pb.Message)
-        return message.pinned
+        pinned: pb.Pinned = seat.answered(observer).pinned
+        return pinned
 
     assert not pinned("c/?1", 6).error
     assert not pinned("c/?2", 7).error
@@ -652,18 +641,14 @@ def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
 
 
 def test_a_run_that_has_committed_nothing_has_nothing_to_be_taken_home() -> None:
-    seat = Seat("b")
-    seat.net.up.add("c/?1")
+    seat = Seat("b", "c/?1")
     for step in (0, 1):
         seat.hears("c/?1", NEVER, pin_request=pb.PinRequest(transfer=3, step=step))
-        _, message = seat.net.sent[-1]
-        assert isinstance(message, pb.Message)
-        assert message.pinned == pb.Pinned(transfer=3, step=step)
+        assert seat.answered("c/?1").pinned == pb.Pinned(transfer=3, step=step)
 
 
 def test_a_state_that_can_not_be_is_noticed() -> None:
-    seat = Seat("b")
-    seat.hears("a", ATTEMPT, step=begin())
+    seat = Seat("b", begun=begin())
     validate(seat.agent)
     seat.agent.member.attempt = NEXT
     with pytest.raises(AssertionError, match=r"at .*2.*, not .*3"):

@@ -22,6 +22,7 @@ from planaria.node.cli import BY_USE, app
 from planaria.node.launch import supervisor
 from planaria.node.launch.notices import ADDRESS_VARIABLE
 from planaria.node.machine.processes import NO_OPTIONS
+from tests.harness.ports import free_port
 
 LOADED = """
 import io, json, sys
@@ -55,11 +56,6 @@ def without_torch(commands: list[list[str]]) -> list[tuple[int, str]]:
     ended = json.loads(done.stdout)
     assert not any(loaded for _, _, loaded in ended), ended
     return [(status, error) for status, error, _ in ended]
-
-
-def refused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def listed(*arguments: str, **environment: str) -> str:
@@ -133,7 +129,7 @@ def test_every_option_has_the_environment_variable_that_one_expects() -> None:
 def test_the_environment_is_read() -> None:
     output = listed("data", "inspect", "-h", PLANARIA_DATA_INSPECT_CONTEXT="7")
     assert "PLANARIA_DATA_INSPECT_CONTEXT" in output
-    port = refused_port()
+    port = free_port()
     at = {"PLANARIA_JOIN": f"127.0.0.1:{port}", "PLANARIA_STATUS_JSON": "1"}
     assert f"127.0.0.1:{port} refuses" in CliRunner(env=at).invoke(app, ["status"]).output
 
@@ -159,7 +155,7 @@ def test_nodes_of_a_local_swarm_take_no_options_from_the_environment() -> None:
 
 @pytest.mark.parametrize("command", ["status", "probe", "regroup saves --out anew"])
 def test_a_registry_that_is_not_there_is_said_at_once(command: str) -> None:
-    port = refused_port()
+    port = free_port()
     result = CliRunner().invoke(app, [*command.split(), "--join", f"127.0.0.1:{port}"])
     assert result.exit_code == 1
     assert f"127.0.0.1:{port} refuses connections: nothing listens there" in result.output
@@ -174,7 +170,7 @@ NO_PROXIES = dict.fromkeys(
 
 
 def test_who_finds_no_registry_where_a_proxy_is_set_hears_that_it_is_not_used() -> None:
-    join = f"127.0.0.1:{refused_port()}"
+    join = f"127.0.0.1:{free_port()}"
     for command in ("status", "doctor"):
         environment = {**NO_PROXIES, "https_proxy": "http://127.0.0.1:1"}
         result = CliRunner(env=environment).invoke(app, [command, "--join", join])
@@ -186,7 +182,7 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
         return 3
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
-    join = f"127.0.0.1:{refused_port()}"
+    join = f"127.0.0.1:{free_port()}"
     result = CliRunner().invoke(app, ["node", "--join", join])
     assert result.exit_code == 3
     assert f"{join} refuses connections: nothing listens there" in result.output
@@ -246,7 +242,7 @@ def test_models_are_missed_without_loading_torch(tmp_path: Path) -> None:
     empty.mkdir()
     model.mkdir()
     (model / "config.json").touch()
-    known = {"empty": empty, "model": model, "port": refused_port()}
+    known = {"empty": empty, "model": model, "port": free_port()}
     ended = without_torch([command.format(**known).split() for command in MISSED])
     for (status, error), (command, says) in zip(ended, MISSED.items(), strict=True):
         assert status in (1, 2) and says.format(**known) in error, command

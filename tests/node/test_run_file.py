@@ -36,36 +36,10 @@ from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
 
 
-@pytest.mark.parametrize(
-    ("swarm", "problem"),
-    [
-        ("lease = 0.8", "swarm.lease.*greater than or equal to 1"),
-        ("silence = 0.9", "swarm.silence.*greater than or equal to 1"),
-        (
-            "progress = 8",
-            "progress = 8: with lease = 5 and silence = 3 it can take 5 s .*progress = 10 or more",
-        ),
-        ("progress = 50\nsilence = 30", "it can take 30 s .*progress = 60 or more"),
-        ("progress = 50\nlease = 60", "it can take 60 s .*progress = 120 or more"),
-    ],
-)
-def test_times_that_do_not_go_together_are_said(swarm: str, problem: str) -> None:
-    with pytest.raises(RunFileError, match=problem):
-        loads(f"[swarm]\n{swarm}")
-
-
-def test_short_times_that_go_together_are_taken() -> None:
-    run = loads("[swarm]\nlease = 1\nsilence = 1\nprogress = 5\n[recovery.relearn]\nseconds = 2")
-    assert (run.swarm.lease, run.swarm.silence, run.swarm.progress) == (1, 1, 5)
-
-
-def test_the_times_are_those_of_links_and_registry() -> None:
+def test_times_and_bounds_are_those_of_links_and_registry() -> None:
     assert LinkSettings().heartbeat == HEARTBEAT
     assert LEASE >= PAUSED_ABOVE
     LinkSettings(silence=2 * HEARTBEAT)
-
-
-def test_the_bounds_are_those_of_links_and_registry() -> None:
     assert MOST_PAYLOAD == PAYLOAD_LIMIT
     assert MembershipRules("run", 1).max_nodes == MOST_NODES
 
@@ -92,6 +66,11 @@ OUT_OF_BOUNDS = {
         ),
         ("attn_mask_type = 'full'", "model.attn_mask_type: .*'causal' or 'block_causal'"),
         ("attn_mask_type = 'block_causal'\n[wire]\nactivations = 'int4'", None),
+        (
+            "context = 4194304\n[training]\nmicrobatch = 16",  # no frame can carry it
+            "training.microbatch = 16: with model.context = 4194",
+        ),
+        ("from = 'm'\npreset = 'small'", "preset = small and from = m are two models"),
     ],
     "training": [
         ("lr = inf", "training.lr: Input should be a finite number .value: inf"),
@@ -111,6 +90,12 @@ OUT_OF_BOUNDS = {
         ("decay_share = 0", "training.decay_share: .*greater than 0"),
     ],
     "swarm": [
+        ("lease = 0.8", "swarm.lease.*greater than or equal to 1"),
+        ("silence = 0.9", "swarm.silence.*greater than or equal to 1"),
+        ("progress = 8", "with lease = 5 and silence = 3 it can take 5 s .*progress = 10 or more"),
+        ("progress = 50\nsilence = 30", "it can take 30 s .*progress = 60 or more"),
+        ("progress = 50\nlease = 60", "it can take 60 s .*progress = 120 or more"),
+        ("lease = 1\nsilence = 1\nprogress = 5\n[recovery.relearn]\nseconds = 2", None),
         ("lease = 1e-9", "swarm.lease: .*greater than or equal to 1"),
         ("silence = inf", "swarm.silence: .*finite"),
         ("progress = nan", "swarm.progress: .*finite"),
@@ -129,12 +114,6 @@ def test_what_can_not_be_is_refused(section: str, lines: str, problem: str | Non
     else:
         with pytest.raises(RunFileError, match=problem):
             loads(f"[{section}]\n{lines}")
-
-
-def test_a_microbatch_that_no_frame_can_carry_is_refused() -> None:
-    text = "[model]\ncontext = 4194304\n[training]\nmicrobatch = 16"
-    with pytest.raises(RunFileError, match=r"training.microbatch = 16: with model.context = 4194"):
-        loads(text)
 
 
 @pytest.mark.parametrize("command", ["up", "bootstrap"])
@@ -187,11 +166,6 @@ def test_a_tilde_is_expanded_where_the_file_lies_and_nowhere_else(
     folders = run.model.origin, run.data.names, run.recovery.checkpoint.dir
     assert folders == ("/home/ada/x", ["/home/ada/y"], "/home/ada")
     assert loads(text).model.origin == "~/x"
-
-
-def test_a_preset_beside_a_checkpoint_is_refused() -> None:
-    with pytest.raises(RunFileError, match="preset = small and from = m are two models"):
-        loads('[model]\nfrom = "m"\npreset = "small"')
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Listener:
 class Machine:
     """Node a with seats at stages 0 and 1, of which b has others."""
 
-    def __init__(self) -> None:
+    def __init__(self, *built: str) -> None:
         self.nodes, self.links = Nodes(), VirtualNet({"b"})
         self.told: list[tuple[str, str, str]] = []  # to onlookers: who, by which seat, what
         self.seats: Seats[Any] = Seats("a", self.links, self.tell, self.log)
@@ -77,6 +77,7 @@ class Machine:
         new, _ = self.seats.viewed(self.view, 0.0)
         assert list(new) == ["0", "1"]
         self.agents = {name: Listener(self.nodes.new()) for name in new}
+        self.build(*built)
 
     def tell(self, observer: str, item: pb.Message | Frame) -> None:
         kind = item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
@@ -117,8 +118,7 @@ def test_for_the_step_transaction_each_seat_is_a_member() -> None:
 
 
 def test_over_a_link_a_message_says_which_seat_it_is_for_and_by_whom() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     net = SeatNet(machine.seats, "1")
     assert net.send("b/3", pb.Message(query=pb.Query()))
     passed = frame()
@@ -134,8 +134,7 @@ def test_over_a_link_a_message_says_which_seat_it_is_for_and_by_whom() -> None:
 
 
 def test_two_seats_of_one_node_hear_each_other_without_a_link_what_was_said_then() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     net, payload = SeatNet(machine.seats, "0"), bytearray(b"12345678")
     assert net.linked("a/1")
     assert net.send("a/1", frame(payload=payload))
@@ -149,8 +148,7 @@ def test_two_seats_of_one_node_hear_each_other_without_a_link_what_was_said_then
 
 
 def test_messages_wait_for_a_seat_that_is_being_built_and_frames_do_not() -> None:
-    machine = Machine()
-    machine.build("0")
+    machine = Machine("0")
     machine.seats.on_message("b", pb.Message(seat="1", sender="2", query=pb.Query()), 0.0)
     machine.seats.on_frame("b", frame(seat="1", sender="2"), 0.0)
     SeatNet(machine.seats, "0").send("a/1", pb.Message(reduce=pb.Reduce()))
@@ -159,8 +157,7 @@ def test_messages_wait_for_a_seat_that_is_being_built_and_frames_do_not() -> Non
 
 
 def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
 
     def said(seat: str, number: int) -> pb.Message:
         return pb.Message(ballot=pb.Ballot(view=number), seat=seat, sender="2", query=pb.Query())
@@ -178,8 +175,7 @@ def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() 
 
 
 def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
 
     def said(number: int) -> pb.Message:
         query = pb.Query()
@@ -216,8 +212,7 @@ class Fragile(Listener):
 
 
 def test_a_message_that_cannot_be_dealt_with_is_its_senders_failure() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     fragile = machine.seats.agents["1"] = Fragile(machine.nodes.new())
     query = pb.Message(seat="1", sender="2", query=pb.Query())
     with pytest.raises(SenselessError, match="query that can't be handled: KeyError"):
@@ -231,8 +226,7 @@ def test_a_message_that_cannot_be_dealt_with_is_its_senders_failure() -> None:
 
 
 def test_a_node_that_cannot_handle_a_message_of_its_driver_crashes_and_accuses_nobody() -> None:
-    machine = Machine()
-    machine.build("1")
+    machine = Machine("1")
     machine.seats.viewed(view(2, b=[(0, 0)], a=[(1, 0)]), 0.0)
     fragile = machine.seats.agents["1"] = Fragile(machine.nodes.new())
     query = pb.Message(seat="1", sender="0", query=pb.Query())
@@ -245,8 +239,7 @@ def test_a_node_that_cannot_handle_a_message_of_its_driver_crashes_and_accuses_n
 
 
 def test_a_link_is_up_or_lost_for_each_seat_of_the_peer_and_who_sent_what_is_told_so() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     machine.seats.on_link_up("b", 0.0)
     lost = [frame("gradient", seat="3", sender="0"), frame("twin", seat="2", sender="1")]
     machine.seats.on_link_lost("b", "reset", lost, 0.0)
@@ -256,8 +249,7 @@ def test_a_link_is_up_or_lost_for_each_seat_of_the_peer_and_who_sent_what_is_tol
 
 
 def test_a_seat_that_was_given_back_neither_says_nor_hears_anything() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     net, compute = SeatNet(machine.seats, "1"), SeatCompute(machine.seats, "1", AtOnce())
     new, closed = machine.seats.viewed(view(2, a=[(0, 0)], b=[(1, 0)]), 1.0)
     assert (new, closed) == ({}, {"1": machine.agents["1"]})
@@ -279,8 +271,7 @@ def test_a_seat_that_is_given_back_while_it_is_built_is_not_taken() -> None:
 
 
 def test_an_onlooker_and_a_seat_of_the_node_that_it_asks_hear_each_other() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     machine.asked("a/1", pin_request=pb.PinRequest(step=3))
     machine.asked("a/1", state_request=pb.StateRequest(kind="pin"))
     assert machine.heard("1") == [("a/?1", "pin_request"), ("a/?1", "state_request")]
@@ -291,8 +282,7 @@ def test_an_onlooker_and_a_seat_of_the_node_that_it_asks_hear_each_other() -> No
 
 
 def test_what_an_onlooker_asks_another_node_for_goes_over_the_link_and_the_answer_back() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     machine.asked("b/2", pin_request=pb.PinRequest(step=3))
     ((to, message),) = machine.links.sent
     assert (to, message.seat, message.sender) == ("b", "2", "?1")
@@ -303,8 +293,7 @@ def test_what_an_onlooker_asks_another_node_for_goes_over_the_link_and_the_answe
 
 @pytest.mark.parametrize("seat", ["a/7", "c/7", "", "/", "a"])
 def test_an_onlooker_is_told_when_there_is_no_way_to_a_seat(seat: str) -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     machine.asked(seat, pin_request=pb.PinRequest(step=3))
     assert machine.told == [("?1", seat, "pinned")]
 
@@ -326,8 +315,7 @@ def test_a_node_shows_its_log_to_onlookers_of_its_own_and_of_others_and_to_nobod
 
 
 def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     for seat in ("a/1", "b/2"):
         machine.asked(seat, query=pb.Query())
         machine.asked(seat, halt=pb.Halt(finished=True))
@@ -338,8 +326,7 @@ def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> No
 
 
 def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     shown = frame("state", payload=(memoryview(b"tokens"),))
     machine.seats.on_shown("?1", replace(shown, seat="a/1", sender="b/2"), 0.0)
     machine.seats.on_shown("?1", replace(shown, seat="b/2"), 0.0)
@@ -353,7 +340,6 @@ def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:
 
 
 def test_all_seats_of_a_node_hear_that_an_onlooker_is_gone() -> None:
-    machine = Machine()
-    machine.build("0", "1")
+    machine = Machine("0", "1")
     machine.seats.on_gone("?1")
     assert machine.heard("0") == machine.heard("1") == [("a/?1", "is gone")]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import decide as deciding
-from planaria.recovery.decide import FRESH, RECENT, await_saves, nearest, resume
+from planaria.recovery.decide import FRESH, RECENT, Resume, await_saves, nearest, resume
 from planaria.recovery.facts import INEXACT, Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.policy import POLICIES
 
@@ -37,6 +37,12 @@ def rebuild(stage: int, left: Left, policy: str, relearns: bool = False) -> Rebu
 
 def nodes(decision: Rebuild) -> list[str]:
     return [source.node for source in decision.sources]
+
+
+def resumed(held: list[Held], stages: int) -> Resume:
+    found = resume(held, stages)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -126,11 +132,8 @@ def test_a_stage_that_would_be_guessed_comes_from_its_snapshot_where_there_is_on
     held = (holds("snapshot", 1, 39), holds("snapshot", 2, 40))
     for left in (without(1, held=held), without(0, 1, held=held), without(1, 2, held=held)):
         decision = rebuild(1, left, policy)
-        assert (decision.method, nodes(decision), decision.fallback) == (
-            "snapshot",
-            ["holder"],
-            False,
-        )
+        assert [decision.method, *nodes(decision)] == ["snapshot", "holder"]
+        assert not decision.fallback
         assert "1 step old" in decision.reason
     assert rebuild(1, without(1, held=held, origin=["n3"]), policy).method == "snapshot"
     of_now = replace(of_adapters(1), held=held)
@@ -162,29 +165,53 @@ def test_beside_adapters_stage_0_is_always_that_of_the_checkpoint(policy):
     assert (decision.method, decision.exact) == ("origin", True)
 
 
-def test_checkfree_averages_the_neighbours():
-    decision = rebuild(2, without(2), "checkfree")
-    assert (decision.method, nodes(decision)) == ("checkfree", ["n1", "n3"])
-    assert not decision.exact
-    assert not decision.fallback
+TWO = (holds("snapshot", 2, 33), holds("snapshot", 3, 38))
 
 
-@pytest.mark.parametrize(("stage", "other"), [(1, 2), (2, 1), (4, 5), (5, 4)])
-def test_checkfree_plus_copies_the_partner(stage, other):
-    decision = rebuild(stage, without(stage), "checkfree+")
-    assert (decision.method, nodes(decision)) == ("checkfree+", [f"n{other}"])
+@pytest.mark.parametrize(
+    ("policy", "lost", "held", "source", "why"),
+    [
+        ("checkfree", [2], (), "checkfree n1 n3", ""),
+        ("checkfree+", [3], (), "checkfree n2 n4", ""),  # which is never swapped
+        *(
+            ("checkfree+", [stage], (), f"checkfree+ n{partner}", "")
+            for stage, partner in ((1, 2), (2, 1), (4, 5), (5, 4))
+        ),
+        (
+            *("checkfree+", [0], (holds("snapshot", 0, 39, "a"), holds("snapshot", 0, 38, "b"))),
+            *("snapshot a", "1 step old"),
+        ),
+        ("snapshot", [2, 3], TWO, "snapshot holder", "7 steps old"),
+        ("snapshot", [3, 2], TWO, "snapshot holder", "2 steps old"),
+    ],
+)
+def test_what_a_policy_makes_a_lost_stage_of(policy, lost, held, source, why):
+    decision = rebuild(lost[0], without(*lost, held=held), policy)
+    assert [decision.method, *nodes(decision)] == source.split()
+    assert not (decision.exact or decision.fallback or decision.same_weights)
+    assert why in decision.reason
 
 
-def test_checkfree_plus_averages_what_is_never_swapped():
-    assert rebuild(3, without(3), "checkfree+").method == "checkfree"
+@pytest.mark.parametrize(
+    ("policy", "lost", "held", "source", "why"),
+    [
+        ("checkfree", [2, 3], (), "interpolate n1 n4", "checkfree"),
+        ("checkfree", [1], (), "interpolate n2", "checkfree"),
+        ("checkfree", [3, 1, 2, 4], (), "interpolate n5", "checkfree"),
+        ("redundant", [2], (holds("redundant", 2, 39),), "checkfree n1 n3", ""),
+        ("checkfree", [1], (holds("save", 1, 30, "n9"),), "save n9", "its last save, 10 steps old"),
+    ],
+)
+def test_what_the_policy_cannot_serve_comes_from_elsewhere_loudly(policy, lost, held, source, why):
+    left = without(*lost, held=held)
+    decision = rebuild(lost[0], left, policy)
+    assert (decision.exact, decision.fallback) == (False, True)
+    assert [decision.method, *nodes(decision)] == source.split()
+    assert why in decision.reason
 
 
-def test_stage_0_comes_back_from_its_newest_snapshot():
-    held = (holds("snapshot", 0, 39, "a"), holds("snapshot", 0, 38, "b"))
-    decision = rebuild(0, without(0, held=held), "checkfree+")
-    assert (decision.method, nodes(decision)) == ("snapshot", ["a"])
-    assert not decision.same_weights
-    assert "1 step old" in decision.reason
+def test_a_twin_of_the_very_step_is_exact():
+    assert rebuild(2, without(2, held=(holds("redundant", 2),)), "redundant").exact
 
 
 def test_what_is_newer_than_the_newest_commit_or_of_another_lineage_is_no_source():
@@ -192,56 +219,19 @@ def test_what_is_newer_than_the_newest_commit_or_of_another_lineage_is_no_source
         assert isinstance(decide(0, without(0, held=(other,)), "checkfree+"), Stop)
 
 
-def test_two_in_a_row_come_back_from_snapshots():
-    held = (holds("snapshot", 2, 33), holds("snapshot", 3, 38))
-    for stage, step in ((2, 33), (3, 38)):
-        decision = rebuild(stage, without(2, 3, held=held), "snapshot")
-        assert (decision.method, decision.sources[0].step) == ("snapshot", step)
-        assert f"{STEP - step} steps old" in decision.reason
-
-
-def test_a_twin_takes_over_only_when_it_is_of_the_very_step():
-    assert rebuild(2, without(2, held=(holds("redundant", 2),)), "redundant").exact
-    late = rebuild(2, without(2, held=(holds("redundant", 2, 39),)), "redundant")
-    assert late.method == "checkfree"
-    assert late.fallback
-
-
 def test_checkpoints_roll_all_back_to_the_newest_step_that_every_stage_has():
     held = [holds("checkpoint", stage, 30) for stage in range(6)]
     held += [holds("checkpoint", stage, 40) for stage in range(5)]
-    decision = decide(5, without(5, held=tuple(held)), "checkpoint")
-    assert isinstance(decision, RollBack)
-    assert decision.step == 30
-
-
-def test_without_a_whole_checkpoint_all_go_back_to_the_start():
-    decision = decide(5, without(5, held=(holds("checkpoint", 1),)), "checkpoint")
-    assert isinstance(decision, RollBack)
-    assert decision.step == 0
-
-
-@pytest.mark.parametrize(
-    ("lost", "stage", "between"), [((2, 3), 2, [1, 4]), ((1,), 1, [2]), ((1, 2, 3, 4), 3, [5])]
-)
-def test_what_the_policy_cannot_serve_is_interpolated_loudly(lost, stage, between):
-    left = without(*lost)
-    decision = rebuild(stage, left, "checkfree")
-    assert (decision.method, decision.fallback) == ("interpolate", True)
-    assert nearest(stage, left) == between
-    assert "checkfree" in decision.reason
+    for kept, step in ((held, 30), (held[1:2], 0)):
+        decision = decide(5, without(5, held=tuple(kept)), "checkpoint")
+        assert isinstance(decision, RollBack)
+        assert decision.step == step
 
 
 def test_a_stage_guessed_just_now_is_no_source_while_there_is_another():
     assert nearest(3, without(3, untrained=[2])) == [1, 4]
     assert rebuild(3, without(3, untrained=[2]), "checkfree").method == "interpolate"
     assert nearest(3, without(1, 3, 4, 5, untrained=[2])) == [2]
-
-
-def test_an_own_save_is_better_than_a_guess():
-    decision = rebuild(1, without(1, held=(holds("save", 1, 30, "n9"),)), "checkfree")
-    assert (decision.method, nodes(decision), decision.fallback) == ("save", ["n9"], True)
-    assert "its last save, 10 steps old" in decision.reason
 
 
 def test_a_save_of_a_commit_that_never_happened_is_a_fallback_that_says_so():
@@ -332,18 +322,16 @@ def test_weights_that_another_commit_made_or_of_before_the_run_went_back_are_non
 
 def test_a_run_of_which_all_that_is_left_had_come_to_heirs_goes_on_from_that() -> None:
     weights = [came("weights", stage, 12, (2, 3)) for stage in range(3)]
-    found = resume(weights, 2)
-    assert found is not None
+    found = resumed(weights, 2)
     assert (found.step, found.exact) == (12, False)
     assert "without Adam's moments stage 0, 1, 2" in found.reason
     whole = [*weights, came("memory", 1, 12, (2, 3))]
-    found = resume(whole, 2)
-    assert found is not None
+    found = resumed(whole, 2)
     kinds = {of: [one.kind for one in held] for of, held in found.held.items()}
     assert kinds == {0: ["weights"], 1: ["memory"], 2: ["weights"]}
+    assert resume([], 2) is None
     assert resume(weights[:2], 2) is None, "of one stage there is nothing"
-    exact = resume([*whole, *saves({10}, {10}, {10})], 2)
-    assert exact is not None
+    exact = resumed([*whole, *saves({10}, {10}, {10})], 2)
     assert (exact.step, exact.exact) == (10, True)
 
 
@@ -466,14 +454,12 @@ def saves(*steps: set[int]) -> list[Held]:
 
 
 def test_a_run_goes_on_from_the_newest_step_that_every_stage_has_saved():
-    found = resume(saves({10, 20}, {20, 30}, {10, 20, 30}), 2)
-    assert found is not None
+    found = resumed(saves({10, 20}, {20, 30}, {10, 20, 30}), 2)
     assert (found.step, found.exact, set(found.held)) == (20, True, {0, 1, 2})
 
 
 def test_without_a_common_step_the_newest_mix_is_taken_loudly():
-    found = resume(saves({10}, {20, 30}, set()), 2)
-    assert found is not None
+    found = resumed(saves({10}, {20, 30}, set()), 2)
     assert (found.step, found.exact) == (30, False)
     assert {of: held[0].source.step for of, held in found.held.items()} == {0: 10, 1: 30}
     assert "nothing of stage 2" in found.reason
@@ -483,13 +469,8 @@ def test_a_later_lineage_wins_over_a_later_step():
     old, new = (
         [holds("save", s, step, lineage=n) for s in range(2)] for step, n in ((40, 0), (30, 1))
     )
-    found = resume([*old, *new], 1)
-    assert found is not None
+    found = resumed([*old, *new], 1)
     assert (found.lineage, found.step) == (1, 30)
-
-
-def test_without_files_there_is_nothing_to_resume():
-    assert resume([], 3) is None
 
 
 def test_files_of_one_step_made_by_different_commits_are_no_common_step():
@@ -497,11 +478,9 @@ def test_files_of_one_step_made_by_different_commits_are_no_common_step():
         return [Held("save", Source(f"n{s}", s, step), by) for s, by in enumerate(made)]
 
     held = [*files(10, (1, 3), (1, 3)), *files(20, (2, 5), (3, 1))]
-    found = resume(held, 1)
-    assert found is not None
+    found = resumed(held, 1)
     assert (found.step, found.exact) == (10, True)
-    found = resume([*held, *files(20, (3, 1), (3, 1))], 1)
-    assert found is not None
+    found = resumed([*held, *files(20, (3, 1), (3, 1))], 1)
     assert (found.step, found.exact) == (20, True)
 
 
@@ -509,14 +488,13 @@ def test_of_different_files_of_one_step_and_commit_those_count_that_most_have():
     def of_1(node: str, digest: bytes) -> Held:
         return Held("save", Source(node, 1, 10), (1, 3), digest)
 
+    def sources_of_1(found: Resume) -> list[str]:
+        return [held.source.node for held in found.held[1]]
+
     first = [Held("save", Source("a", 0, 10), (1, 3), b"0")]
     guessed = [of_1(node, b"guessed") for node in "bd"]
-    resumed = resume([*first, of_1("c", b"true"), *guessed], 1)
-    assert resumed is not None
-    assert [held.source.node for held in resumed.held[1]] == ["b", "d"]
-    resumed = resume([*first, of_1("c", b"b"), of_1("b", b"c")], 1)
-    assert resumed is not None
-    assert [held.source.node for held in resumed.held[1]] == ["c"]
+    assert sources_of_1(resumed([*first, of_1("c", b"true"), *guessed], 1)) == ["b", "d"]
+    assert sources_of_1(resumed([*first, of_1("c", b"b"), of_1("b", b"c")], 1)) == ["c"]
 
 
 def test_what_is_in_memory_counts_as_a_save_does_and_is_read_before_it():
@@ -524,32 +502,23 @@ def test_what_is_in_memory_counts_as_a_save_does_and_is_read_before_it():
         return Held(kind, Source(f"n{stage}", stage, step), (2, step))
 
     files = [at("save", stage, 20) for stage in range(3)]
-    found = resume([*files, at("save", 0, 23), *(at("memory", stage, 23) for stage in range(3))], 2)
-    assert found is not None
+    in_memory = [at("memory", stage, 23) for stage in range(3)]
+    found = resumed([*files, at("save", 0, 23), *in_memory], 2)
     assert (found.step, found.exact) == (23, True)
     assert [[one.kind for one in held] for held in found.held.values()] == [["memory"]] * 3
-    found = resume([*files, at("memory", 0, 23), at("memory", 1, 23)], 2)
-    assert found is not None
+    found = resumed([*files, *in_memory[:2]], 2)
     assert (found.step, found.exact) == (20, True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_still_has_the_step_that_the_run_went_back_to_goes_there(policy):
-    held = [Held("memory", Source(node, 0, STEP, 0), (7, 2)) for node in ("a", "b")]
+@pytest.mark.parametrize(("kind", "holders"), [("memory", ["a", "b"]), ("save", ["n"])])
+def test_who_still_has_the_very_step_goes_on_exactly_even_under_a_strict_policy(
+    policy, kind, holders
+):
+    held = [Held(kind, Source(node, 0, STEP, 0), (7, 2)) for node in holders]
     left = Left(4, STEP, {s: [f"n{s}"] for s in range(1, 5)}, 1, held, made=(7, 2))
     decision = decide(0, left, policy, strict=True)
     assert isinstance(decision, Rebuild)
-    assert (decision.method, nodes(decision), decision.exact) == ("memory", ["a", "b"], True)
-    other = Left(4, STEP, left.survivors, 1, held, made=(7, 3))
-    assert not isinstance(decide(0, other, policy), Rebuild) or not decide(0, other, policy).exact
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_save_of_the_very_step_is_exact_under_every_policy_even_a_strict_one(policy):
-    held = Held("save", Source("n", 0, STEP, 0), (7, 2))
-    left = Left(4, STEP, {s: [f"n{s}"] for s in range(1, 5)}, 1, [held], made=(7, 2))
-    decision = decide(0, left, policy, strict=True)
-    assert isinstance(decision, Rebuild)
-    assert (decision.method, nodes(decision), decision.exact) == ("save", ["n"], True)
-    other = Left(4, STEP, left.survivors, 1, [held], made=(7, 3))
-    assert not isinstance(decide(0, other, policy), Rebuild) or not decide(0, other, policy).exact
+    assert (decision.method, nodes(decision), decision.exact) == (kind, holders, True)
+    other = decide(0, replace(left, made=(7, 3)), policy)
+    assert not isinstance(other, Rebuild) or not other.exact

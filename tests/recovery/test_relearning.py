@@ -32,21 +32,21 @@ from planaria.recovery.relearning import (
     time_for,
 )
 
+Loss = tuple[list[tuple[int, ...]], frozenset[int]]
+
 
 @st.composite
-def losses(draw: st.DrawFn) -> tuple[int, list[tuple[int, ...]], frozenset[int]]:
-    """Number of body stages, the orders in use, lost stages (0 may be among them)."""
+def losses(draw: st.DrawFn) -> Loss:
+    """The orders in use, lost stages (0 may be among them)."""
     stages = draw(st.integers(1, 9))
     swapped = stages >= 4 and draw(st.booleans())
     lost = draw(st.frozensets(st.integers(0, stages), min_size=1))
-    return stages, [order(microbatch, stages, swapped) for microbatch in (0, 1)], lost
+    return [order(microbatch, stages, swapped) for microbatch in (0, 1)], lost
 
 
 @given(losses())
-def test_runs_are_the_lost_stages_of_an_order_as_long_as_can_be(
-    loss: tuple[int, list[tuple[int, ...]], frozenset[int]],
-) -> None:
-    _, orders, lost = loss
+def test_runs_are_the_lost_stages_of_an_order_as_long_as_can_be(loss: Loss) -> None:
+    orders, lost = loss
     for visits in orders:
         found = runs(visits, lost)
         assert sorted(s for run in found for s in run.stages) == sorted(lost - {0})
@@ -57,20 +57,16 @@ def test_runs_are_the_lost_stages_of_an_order_as_long_as_can_be(
 
 
 @given(losses())
-def test_a_route_has_the_runs_of_its_order_one_visit_later(
-    loss: tuple[int, list[tuple[int, ...]], frozenset[int]],
-) -> None:
-    _, orders, lost = loss
+def test_a_route_has_the_runs_of_its_order_one_visit_later(loss: Loss) -> None:
+    orders, lost = loss
     for visits in orders:
         shifted = [Run(start + 1, stages) for start, stages in runs(visits, lost)]
         assert list(runs((0, *visits, 0), lost)) == shifted
 
 
 @given(losses())
-def test_blocks_are_a_partition_that_cuts_no_run(
-    loss: tuple[int, list[tuple[int, ...]], frozenset[int]],
-) -> None:
-    _, orders, lost = loss
+def test_blocks_are_a_partition_that_cuts_no_run(loss: Loss) -> None:
+    orders, lost = loss
     found = blocks(orders, lost)
     assert sorted(stage for block in found for stage in block) == sorted(lost - {0})
     together = [set(run.stages) for visits in orders for run in runs(visits, lost)]
@@ -82,10 +78,8 @@ def test_blocks_are_a_partition_that_cuts_no_run(
 
 
 @given(losses())
-def test_adjoining_stages_are_those_next_to_a_block_on_some_route(
-    loss: tuple[int, list[tuple[int, ...]], frozenset[int]],
-) -> None:
-    _, orders, lost = loss
+def test_adjoining_stages_are_those_next_to_a_block_on_some_route(loss: Loss) -> None:
+    orders, lost = loss
     for block in blocks(orders, lost):
         next_to = set()
         for route in ((0, *visits, 0) for visits in orders):

@@ -80,21 +80,15 @@ def test_what_is_no_address_is_not_told(wrong) -> None:
     [
         ("0.0.0.0:7401", BEHIND, True),
         ("172.17.0.2:7401", BEHIND, True),
-        (
-            "0.0.0.0:7401",
-            Endpoints("127.0.0.1", "127.0.0.1"),
-            True,
-        ),  # others join by its public address
+        # others join by its public address
+        ("0.0.0.0:7401", Endpoints("127.0.0.1", "127.0.0.1"), True),
         ("[::]:7401", Endpoints("fd00::2", "2606:4700::1111"), True),
         ("0.0.0.0:7401", Endpoints("5.6.7.8", "1.2.3.4"), False),  # it has one of the internet's
         ("5.6.7.8:7401", BEHIND, False),
         ("my.host.example.org:7401", BEHIND, False),
-        ("0.0.0.0:7401", Endpoints("10.0.0.7", "10.0.0.1"), False),  # one private network
-        (
-            "0.0.0.0:7401",
-            Endpoints("100.64.0.7", "100.64.0.1"),
-            False,
-        ),  # and one laid over the internet
+        # a private network, and one laid over the internet
+        ("0.0.0.0:7401", Endpoints("10.0.0.7", "10.0.0.1"), False),
+        ("0.0.0.0:7401", Endpoints("100.64.0.7", "100.64.0.1"), False),
         ("127.0.0.1:7401", BEHIND, False),
         ("localhost:7401", BEHIND, False),
     ],
@@ -153,24 +147,21 @@ async def test_aws_is_asked_for_the_public_address(
         assert "AWS reports no public address" in caplog.text
 
 
-@pytest.mark.parametrize("cloud", ["none", "gcp", "azure"])
-async def test_aws_is_not_asked_where_cloud_says_so(
-    monkeypatch: pytest.MonkeyPatch, cloud: str
+@pytest.mark.parametrize(
+    ("service", "cloud"),
+    [
+        *(("aws", cloud) for cloud in ("none", "gcp", "azure")),
+        *((other, "auto") for other in ("gcp", "azure", "nobody")),
+    ],
+)
+async def test_aws_is_not_asked_where_cloud_says_so_and_no_other_is_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, service: str, cloud: str
 ) -> None:
-    with metadata_service("aws") as service:
-        monkeypatch.setenv(ADDRESS_VARIABLE, service.address)
-        service.public_ipv4 = "54.10.20.30"
+    with metadata_service(service) as started:
+        monkeypatch.setenv(ADDRESS_VARIABLE, started.address)
+        started.public_ipv4 = "54.10.20.30"
         assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"
-        assert service.asked == []
-
-
-@pytest.mark.parametrize("service", ["gcp", "azure", "nobody"])
-async def test_what_is_not_aws_is_not_taken_for_it(
-    monkeypatch: pytest.MonkeyPatch, service: str
-) -> None:
-    with metadata_service(service) as other:
-        monkeypatch.setenv(ADDRESS_VARIABLE, other.address)
-        assert await tell(monkeypatch, "auto") == "172.17.0.2:7401"
+        assert service != "aws" or started.asked == []
 
 
 async def test_without_a_route_to_the_registry_another_start_may_have_one(

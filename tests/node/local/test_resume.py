@@ -68,8 +68,8 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def begun(tmp_path: Path, run: RunFile = RUN) -> KeptRun:
-    """A run with its folder, that has seen 7 views."""
+def begun(tmp_path: Path, *saved: int, run: RunFile = RUN) -> KeptRun:
+    """A run with its folder, that has seen 7 views, and of which each stage has saved these."""
     kept = KeptRun(run, tmp_path / "out", tmp_path / "saves")
     (kept.out / "logs").mkdir(parents=True)
     (kept.out / RUN_FILE).write_text(dumps(run))
@@ -80,6 +80,8 @@ def begun(tmp_path: Path, run: RunFile = RUN) -> KeptRun:
         journal.append(view)
     assert kept.save_dir is not None
     kept.save_dir.mkdir()
+    for stage in range(run.config.stages + 1) if saved else ():
+        save(kept, f"{stage}.0", stage, *saved)
     return kept
 
 
@@ -97,6 +99,10 @@ def at(kept: KeptRun, slot: str, stage: int) -> list[Age]:
 
 def slots_of(kept: KeptRun) -> list[str]:
     return places(kept.run.model.config.stages, kept.run.swarm.replicas)
+
+
+def taken_over(kept: KeptRun, new: KeptRun, **how: int) -> KeptRun:
+    return take_over(kept, new, slots_of(new), **how)
 
 
 # In the same numbers
@@ -134,12 +140,21 @@ def test_what_is_put_in_a_folder_takes_nothing_away(tmp_path: Path) -> None:
     assert len(at(kept, "1.0", 1)) == 6
 
 
-def test_a_shared_folder_is_everybodys(tmp_path: Path) -> None:
-    shared = {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
-    kept = begun(tmp_path, override(RUN, recovery=shared))._replace(save_dir=None)
+def shared_at(tmp_path: Path) -> dict[str, Any]:
+    return {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
+
+
+def with_checkpoints(tmp_path: Path) -> KeptRun:
+    """Of each stage, in a shared folder."""
+    kept = begun(tmp_path, run=override(RUN, recovery=shared_at(tmp_path)))
     for stage in range(3):
         config = RUN.model.config
         opened(tmp_path / "shared", kept.id, config, stage).write(state(config, stage))
+    return kept
+
+
+def test_a_shared_folder_is_everybodys(tmp_path: Path) -> None:
+    kept = with_checkpoints(tmp_path)._replace(save_dir=None)
     assert put_in_place(kept, slots_of(kept)) == []
 
 
@@ -219,13 +234,13 @@ def test_a_run_file_gives_its_settings_and_no_other_model(tmp_path: Path) -> Non
 
 
 def test_a_run_file_that_names_other_data_is_refused(tmp_path: Path, data: Path) -> None:
-    run = begun(tmp_path, resolve(override(RUN, data__content="c0ffee"))).run
+    run = begun(tmp_path, run=resolve(override(RUN, data__content="c0ffee"))).run
     with pytest.raises(RunFileError, match=r"^data.content = .* and the run has c0ffee"):
         with_settings_of(override(RunFile(), data__path=str(data)), run)
 
 
 def test_a_policy_that_needs_more_stages_is_refused(tmp_path: Path) -> None:
-    kept = begun(tmp_path, override(RUN, model__stages=4, recovery__policy="checkfree+"))
+    kept = begun(tmp_path, run=override(RUN, model__stages=4, recovery__policy="checkfree+"))
     with pytest.raises(RunFileError, match=r"needs 4 of them, and model.stages = 2"):
         differently(kept, model__stages=2)
 
@@ -234,11 +249,9 @@ def test_a_policy_that_needs_more_stages_is_refused(tmp_path: Path) -> None:
 def test_a_run_goes_on_in_other_numbers(
     tmp_path: Path, stages: int | list[int], replicas: int
 ) -> None:
-    kept = begun(tmp_path)
-    for stage in range(3):
-        save(kept, f"{stage}.0", stage, 4, 8)
+    kept = begun(tmp_path, 4, 8)
     new = differently(kept, model__stages=stages, swarm__replicas=replicas)
-    new = take_over(kept, new, slots_of(new))
+    new = taken_over(kept, new)
     was = ["model.stages=2", *(["swarm.replicas=1"] if replicas == 2 else [])]
     assert new.run.changes == (ChangeSection(step=8, was=was, anew=True),)
     assert new.id != kept.id
@@ -258,11 +271,10 @@ def test_the_checkpoints_digests_are_those_of_the_new_stages(
 ) -> None:
     exported(tmp_path / "model", GROUPED)
     model = {"from": str(tmp_path / "model"), "stages": 3, "context": 24}
-    kept = begun(tmp_path, resolve(from_fields({"model": model, "data": {"path": "elsewhere"}})))
-    for stage in range(4):
-        save(kept, f"{stage}.0", stage, 8)
+    run = resolve(from_fields({"model": model, "data": {"path": "elsewhere"}}))
+    kept = begun(tmp_path, 8, run=run)
     new = differently(kept, model__stages=stages)
-    new = take_over(kept, new, slots_of(new))
+    new = taken_over(kept, new)
     digests = contents(Checkpoint.open(tmp_path / "model"), new.run.config)
     assert new.run.model.content == new.run.original.model.content == digests
     assert len(digests) == new.run.config.stages + 1
@@ -270,12 +282,10 @@ def test_the_checkpoints_digests_are_those_of_the_new_stages(
 
 
 def test_with_other_settings_it_is_the_same_run_and_has_its_saves(tmp_path: Path) -> None:
-    kept = begun(tmp_path)
-    for stage in range(3):
-        save(kept, f"{stage}.0", stage, 8)
+    kept = begun(tmp_path, 8)
     for values in ({"steps": 200, "swarm__replicas": 2}, {"training__lr": 0.25}, {"steps": 100}):
         new = differently(kept, **values)
-        before, kept = kept, take_over(kept, new, slots_of(new))
+        before, kept = kept, taken_over(kept, new)
         assert (kept.id, kept.journal, kept.saves) == (before.id, before.journal, before.saves)
         assert load(kept.out / RUN_FILE) == kept.run
     assert [change.step for change in kept.run.changes] == [8, 8, 8]
@@ -293,11 +303,9 @@ def test_any_setting_goes_through_the_list_of_changes_unchanged(tmp_path: Path) 
 
 
 def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
-    kept = begun(tmp_path)
-    for stage in range(3):
-        save(kept, f"{stage}.0", stage, 8)
+    kept = begun(tmp_path, 8)
     new = differently(kept, training__batch=24, training__microbatch=3)
-    kept, new = new, take_over(kept, new, slots_of(new))
+    kept, new = new, taken_over(kept, new)
     assert new.run.batches == Batches(24, 3, (Batch(8, 16, 2),))
     sentences = describe_change(RUN, new.run)
     assert sentences == [
@@ -321,17 +329,15 @@ def test_another_rate_is_said(tmp_path: Path) -> None:
 
 
 def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) -> None:
-    first = begun(tmp_path)
-    for stage in range(3):
-        save(first, f"{stage}.0", stage, 4, 8, 12)
+    first = begun(tmp_path, 4, 8, 12)
     save(first, "1.0", 1, 16)
     wanted = differently(first, training__batch=24)
-    new = take_over(first, wanted, slots_of(wanted))
+    new = taken_over(first, wanted)
     with pytest.raises(SwarmError, match=r"not each stage has saved step 16; .* 4, 8, 12$"):
         new.find_at(16)
     for step in (8, 12):
         again = new._replace(run=goes_on_as(new, new.run, goes_back=True))
-        again = take_over(new, again, slots_of(again), at=step)
+        again = taken_over(new, again, at=step)
         assert again.run.changed_at == step
         assert again.run.batches.of(step).samples == 16
         assert again.run.batches.of(13).samples == 24
@@ -345,7 +351,7 @@ def test_a_copy_goes_on_and_the_run_stays_as_it_was(
 ) -> None:
     """Data is found where the environment says, and what hears of events is no change."""
     run = override(RUN, data__content=read_index(data).content)
-    kept = begun(tmp_path, run)._replace(save_dir=tmp_path / place)
+    kept = begun(tmp_path, run=run)._replace(save_dir=tmp_path / place)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8)
     write_plan(SwarmPlan(run, kept.out, kept.save_dir, "cpu"))
@@ -377,32 +383,27 @@ def test_a_copy_that_would_not_be_one_is_refused(tmp_path: Path) -> None:
             copied(plan, out)
     with kept.open_journal(), pytest.raises(SwarmError, match="in use by another registry"):
         copied(plan, tmp_path / "new")
-    shared = {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
-    plan = plan._replace(run=override(RUN, recovery=shared))
+    plan = plan._replace(run=override(RUN, recovery=shared_at(tmp_path)))
     with pytest.raises(SwarmError, match=r"shared for checkpoints, so the copy would write there"):
         copied(plan, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_fewer_steps_than_there_were_are_refused(tmp_path: Path) -> None:
-    kept = begun(tmp_path)
-    for stage in range(3):
-        save(kept, f"{stage}.0", stage, 8)
+    kept = begun(tmp_path, 8)
     new = differently(kept, steps=7)
     with pytest.raises(SwarmError, match=r"steps = 7: the run is at step 8 already"):
-        take_over(kept, new, slots_of(new))
+        taken_over(kept, new)
     assert load(kept.out / RUN_FILE) == kept.run
 
 
 def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
     """What the first division had saved is still there, and of no use."""
-    first = kept = begun(tmp_path)
-    for stage in range(3):
-        save(first, f"{stage}.0", stage, 4, 8)
+    first = kept = begun(tmp_path, 4, 8)
     save(first, "1.0", 1, 12)
     for stages in (4, 2, 4, 2, 4):
         new = differently(kept, model__stages=stages)
-        kept = take_over(kept, new, slots_of(new))
+        kept = taken_over(kept, new)
     assert kept.saves != first.save_dir
     assert [at(kept, f"{stage}.0", stage) for stage in range(5)] == [[Age(6, 8)]] * 5
     with kept.open_journal() as journal:
@@ -416,9 +417,7 @@ def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
 def test_what_is_cut_short_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    kept = begun(tmp_path)
-    for stage in range(3):
-        save(kept, f"{stage}.0", stage, 8)
+    kept = begun(tmp_path, 8)
     new = differently(kept, model__stages=4, swarm__replicas=2)
 
     def full(*_: object) -> None:
@@ -427,11 +426,11 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(when, full)
         with pytest.raises(SwarmError, match="somewhere: No space left on device; free space"):
-            take_over(kept, new, slots_of(new))
+            taken_over(kept, new)
     assert load(kept.out / RUN_FILE) == kept.run
     assert put_in_place(kept, slots_of(kept)) == []
     assert at(kept, "1.0", 1) == [Age(1, 8)]
-    assert take_over(kept, new, slots_of(new)).run.changed_at == 8
+    assert taken_over(kept, new).run.changed_at == 8
 
 
 def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
@@ -440,7 +439,7 @@ def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
         save(kept, f"{stage}.0", stage, 8)
     new = differently(kept, model__stages=4)
     with pytest.raises(SwarmError, match=r"can't be resumed: .* nothing of stage 1"):
-        take_over(kept, new, slots_of(new))
+        taken_over(kept, new)
     with pytest.raises(SwarmError, match=r"there is no save of the run under .*/saves"):
         bare = begun(tmp_path / "bare")
         save(bare, "0.0", 0)
@@ -453,18 +452,14 @@ def test_a_run_that_still_trains_is_left_alone(tmp_path: Path) -> None:
     new = differently(kept, model__stages=4)
     running = kept.open_journal()
     with pytest.raises(SwarmError, match="in use by another registry"):
-        take_over(kept, new, slots_of(new))
+        taken_over(kept, new)
     running.close()
 
 
 def test_checkpoints_go_to_a_folder_of_their_own(tmp_path: Path) -> None:
-    shared = {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
-    kept = begun(tmp_path, override(RUN, recovery=shared))
-    for stage in range(3):
-        config = RUN.model.config
-        opened(tmp_path / "shared", kept.id, config, stage).write(state(config, stage))
+    kept = with_checkpoints(tmp_path)
     new = differently(kept, model__stages=4)
-    new = take_over(kept, new, slots_of(new))
+    new = taken_over(kept, new)
     assert new.checkpoints == tmp_path / "shared-change1"
     assert len(find_saves(new.checkpoints)) == 5
     again = differently(new, model__stages=2)

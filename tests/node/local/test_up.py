@@ -45,6 +45,11 @@ from planaria.node.run_file import RunFile, dumps, loads, override
 RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
 
 
+def begin(plan: SwarmPlan) -> None:
+    claim(plan)
+    write_plan(plan)
+
+
 @pytest.mark.parametrize(
     ("text", "kill", "slots"),
     [
@@ -137,20 +142,12 @@ def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_is_found_from_either_folder(tmp_path):
-    plan = SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
-    claim(plan)
-    write_plan(plan)
-    assert read_plan(tmp_path / "out") == plan
-    assert read_plan(tmp_path / "saves") == plan
-
-
-def test_a_plan_moves_with_its_folder(tmp_path):
+def test_a_plan_is_found_from_either_folder_and_moves_with_them(tmp_path):
     run = override(RUN, recovery__policy="checkpoint", data__path=str(tmp_path / "data"))
     run = override(run, recovery__checkpoint__dir=str(tmp_path / "old/out/checkpoints"))
     plan = SwarmPlan(run, tmp_path / "old/out", tmp_path / "old/saves", "cpu")
-    claim(plan)
-    write_plan(plan)
+    begin(plan)
+    assert read_plan(plan.out) == read_plan(tmp_path / "old/saves") == plan
     (tmp_path / "old").rename(tmp_path / "new")
     for folder in ("out", "saves"):
         moved = read_plan(tmp_path / "new" / folder)
@@ -164,8 +161,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
     with pytest.raises(SwarmError, match=r"there is no run in .* Name the folder"):
         read_plan(tmp_path)
     plan = SwarmPlan(RUN, tmp_path / "out", None, "cpu")
-    claim(plan)
-    write_plan(plan)
+    begin(plan)
     with pytest.raises(SwarmError, match="has no saves: it was started without"):
         read_plan(tmp_path / "out")
 
@@ -268,14 +264,10 @@ def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     assert run_id(loads(whole + default)) == "run-44136fa3"
 
 
-def test_data_that_is_not_the_runs_is_refused(data):
-    path, _ = data
+def test_data_that_is_not_the_runs_or_has_more_tokens_than_the_model_knows_is_refused(data):
+    path, corpus = data
     with pytest.raises(CorpusError, match="is other data than the run's"):
         resolve(loads(f'[data]\npath = "{path}"\ncontent = "{"0" * 32}"'))
-
-
-def test_data_with_more_tokens_than_the_model_knows_is_refused(data):
-    path, corpus = data
     fewer = corpus.vocabulary - 1
     with pytest.raises(CorpusError, match=f"1 more than the model's .model.vocabulary = {fewer}"):
         resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer}'))
@@ -307,10 +299,7 @@ def test_the_shipped_prose_is_for_runs_that_say_nothing_else(tmp_path, monkeypat
         (["--replicas", "0"], "swarm.replicas"),
         (["--policy", "prayer"], "recovery.policy"),
         (["--stages", "2", "--kill", "7@3"], "no stage 7, choose 0 to 2"),
-        (
-            ["--stages", "5"],
-            "stages = 5 is more than layers = 4: choose fewer stages",
-        ),
+        (["--stages", "5"], "stages = 5 is more than layers = 4: choose fewer stages"),
         (["--stages", "200", "--layers", "200"], "are 201 nodes"),
         (
             ["--policy=checkfree+", "--layers=6", "--set=model.stages=[1, 2, 1, 2]"],
@@ -340,12 +329,6 @@ def test_a_number_of_seats_that_is_none_is_refused(tmp_path, monkeypatch, comman
     assert "use a number from 1, or auto" in result.output
     assert not list(tmp_path.iterdir())
     assert (parse_seats("3"), parse_seats("auto")) == (3, None)
-
-
-def test_status_says_which_registry_does_not_answer():
-    result = CliRunner().invoke(app, ["status", "--join", "127.0.0.1:1"])
-    assert result.exit_code == 1
-    assert "no registry can be reached: 127.0.0.1:1 refuses connections" in result.output
 
 
 def test_a_registry_that_goes_on_after_another_keeps_a_journal(data, tmp_path):
