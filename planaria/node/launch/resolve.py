@@ -17,7 +17,7 @@ from planaria.node.model.checkpoint import some
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.model.shape import matrix_names
-from planaria.node.run_file import DATA, WAIT, DataSection, RunFile, RunFileError, override
+from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, override
 from planaria.node.wire.frames import crossing_bytes
 from planaria.recovery.orders import partner
 
@@ -213,5 +213,5 @@ def registry_rules(run: RunFile) -> MembershipRules:
         data=run.data.content,
         policy=run.policy,
         load=Load(config.cut, training.microbatches, *sizes),
-        wait_for_saves=WAIT if wait is None else wait,
+        wait_for_saves=MembershipRules.wait_for_saves if wait is None else wait,
     )
