@@ -156,6 +156,9 @@ class PartsSection(Section):
     kinds: tuple[Annotated[int, Field(ge=0, le=16)], ...] = Field(
         default=(), max_length=2**14, description="0: like the block; N: like the Nth of the others"
     )
+    not_linear: tuple[ParameterName, ...] = Field(
+        default=(), max_length=1000, description="modules of a layer that adapters can't be for"
+    )
 
 
 def _known_stages(value: Any) -> Any:

@@ -24,7 +24,7 @@ from planaria.node.model.config import (
     read_json,
 )
 from planaria.node.model.layout import weights
-from planaria.node.model.shape import ModelConfig, named_shapes
+from planaria.node.model.shape import ModelConfig, matrices, named_shapes
 
 if TYPE_CHECKING:  # only nodes load it: a registry has no numpy
     import numpy as np
@@ -149,10 +149,6 @@ class Checkpoint:
             offset += len(piece)
         return values
 
-    def is_linear(self, name: str) -> bool:
-        """Whether this is a linear module's matrix, which `training.lora.base` applies to."""
-        return name.endswith("_proj.weight")
-
     def digest(self, config: ModelConfig, stage: int) -> str:
         """Digest of the stage's flat weights, or of its base's words. Raises OSError, and
         UnsupportedModelError for values that aren't finite."""
@@ -167,13 +163,13 @@ class Checkpoint:
         """The words of a tensor in the stage's base (quantized.py), and the values that these stand
         for, flat. Raises OSError, UnsupportedModelError."""
         values, base = check_finite(self.read(name), self.folder, name), config.base_of(stage)
-        if base is None or not self.is_linear(name):
+        shape = matrices(config, stage).get(name.removesuffix(".weight"))
+        if base is None or shape is None:
             return values, values
         import torch
 
         from planaria.node.model.quantized import rounded
 
-        shape = named_shapes(config, stage)[name]
         words, kept = rounded(torch.from_numpy(values).view(shape), base)
         return words.numpy(), kept.flatten().numpy()
 

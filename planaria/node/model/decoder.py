@@ -122,10 +122,14 @@ class Decoder:
     def own(self) -> Own:
         """The parameters' names and shapes."""
         kinds: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
-        numbers = []
+        numbers, not_linear = [], set()
         for layer in self._skeleton.get_submodule(self.list_name).children():
             shapes = tuple((name, tuple(part.shape)) for name, part in layer.named_parameters())
             numbers.append(kinds.setdefault(shapes, len(kinds)))
+            for name, module in layer.named_modules():
+                weight = None if isinstance(module, nn.Linear) else getattr(module, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 2:
+                    not_linear.add(name)
         ends = tuple(
             (name, tuple(part.shape))
             for name, part in self._skeleton.named_parameters()
@@ -135,7 +139,10 @@ class Decoder:
         known = {"model_type": self.config.model_type, "architectures": [self.kind.__name__]}
         text = json.dumps(self.config.to_diff_dict() | known)
         alike = () if not others else tuple(numbers)
-        return Own(self.name, self.source, ends, first, text, self.list_name, tuple(others), alike)
+        return Own(
+            *(self.name, self.source, ends, first, text, self.list_name, tuple(others), alike),
+            not_linear=tuple(sorted(not_linear)),
+        )
 
     def cut(self, layers: range) -> type[PreTrainedModel]:
         """The class with these layers only; without any, with all but its layers."""
@@ -203,16 +210,6 @@ class Decoder:
             raise DecoderError(f"{folder} has only part of a model: it lacks {some(missing)}")
         return {name: part.detach() for name, part in model.named_parameters()}
 
-    @cached_property
-    def linear(self) -> set[str]:
-        """Names of the layers' linear modules. Raises DecoderError."""
-        layers = self._skeleton.get_submodule(self.list_name)
-        return {
-            f"{self.list_name}.{name}"
-            for name, module in layers.named_modules()
-            if isinstance(module, nn.Linear)
-        }
-
     def ends(self) -> nn.Module:
         return self.stage(range(0), False)
 
@@ -245,9 +242,6 @@ class DecoderCheckpoint(Checkpoint):
     @property
     def names(self) -> set[str]:
         return {*named_shapes(self.config, 0), *named_shapes(self.config, 1)}
-
-    def is_linear(self, name: str) -> bool:
-        return name.removesuffix(".weight") in self.decoder.linear
 
     @cached_property
     def newest(self) -> dict[str, Any]:
