@@ -24,6 +24,7 @@ from planaria.node.model.config import (
     CONFIG,
     NO_SENSE,
     UnsupportedModelError,
+    is_quantized,
     needs_transformers,
     read_config,
 )
@@ -70,7 +71,8 @@ def take_in(run: RunFile) -> RunFile:
             return run
         run = override(run, **{f"model__{key}": str(folder)})
         lora = run.training.lora
-        if not needs_transformers(folder) and (lora is None or lora.base is None):
+        own_modules, packed = not needs_transformers(folder), lora is not None and lora.base
+        if own_modules and not packed and not is_quantized(folder):
             return take_in_here(run)
         return in_other_process("planaria.node.hugging_face.taking_in", run, TRIAL_SECONDS)
     except (UnsupportedModelError, OSError) as error:
