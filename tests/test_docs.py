@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from planaria.node.run_file import loads
+
 ROOT = Path(__file__).parent.parent
 QUOTED = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
 SHOWN = re.findall(r"^- \*\*`(.*?)`\*\*", (ROOT / "docs/tutorial.md").read_text(), re.M)
@@ -60,3 +62,10 @@ def test_each_promise_threat_and_remaining_risk_has_a_test() -> None:
     assert [
         row for row in rows if not re.search(r"`((lab/)?tests/|python -m planaria_lab)", row)
     ] == []
+
+
+def test_the_friends_run_file_is_that_of_three_machines() -> None:
+    text = (ROOT / "docs/friends.md").read_text()
+    (run_file,) = re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)
+    run = loads(run_file)
+    assert (run.model.body_stages, run.training.lora and run.training.lora.base) == (2, "nf4")

@@ -38,7 +38,9 @@ class MembershipRules:
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     policy: Policy = POLICIES["checkfree"]
     load: Load | None = None  # None: not known, so placements are not compared
-    wait_for_saves: float = 60.0  # for a lost stage's last holder, if that has saved it
+    # For lost stages' last holders that have saved them, where several stages would be guessed. A
+    # killed process or restarted machine is back by then, and such guesses cost most.
+    wait_for_saves: float = 60.0
     joins_per_second: float = 200.0
     max_nodes: int = 10_000
     max_per_block: int = 0  # nodes per address block; 0: unlimited

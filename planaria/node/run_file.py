@@ -52,14 +52,6 @@ HEARTBEAT = 0.5
 """Seconds between two heartbeats on a link (node/wire/link.py)."""
 
 
-WAIT: Final = 60.0
-"""Seconds that stages wait for their saves where several would be guessed.
-
-A killed process or restarted machine is back by then, and such guesses cost most: all wait while
-neighbours relearn. One stage alone is guessed at once: that takes a second, and costs little.
-"""
-
-
 LEASE = 1.0
 """Seconds: a node that loads a library, or shares its processor, is silent for nearly that long."""
 
@@ -163,6 +155,9 @@ class PartsSection(Section):
     )
     kinds: tuple[Annotated[int, Field(ge=0, le=16)], ...] = Field(
         default=(), max_length=2**14, description="0: like the block; N: like the Nth of the others"
+    )
+    not_linear: tuple[ParameterName, ...] = Field(
+        default=(), max_length=1000, description="modules of a layer that adapters can't be for"
     )
 
 
@@ -483,7 +478,7 @@ class RecoverySection(Section):
         default=None,
         ge=0,
         le=86_400,
-        description="seconds; else WAIT, and none for one stage",
+        description="seconds; else that of MembershipRules, and none for one stage",
     )
     lr_boost: float = Field(default=1.1, ge=1, le=100)
     lr_boost_steps: int = Field(

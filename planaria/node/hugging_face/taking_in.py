@@ -24,6 +24,7 @@ from planaria.node.model.config import (
     CONFIG,
     NO_SENSE,
     UnsupportedModelError,
+    is_quantized,
     needs_transformers,
     read_config,
 )
@@ -42,6 +43,8 @@ OWN: Final = {"origin", "blueprint", "content", "preset", "stages", "context", "
 """Keys of [model] that may be set beside `model.from` or `model.config`."""
 TRIAL_SECONDS: Final = 600.0
 """Seconds in which transformers is loaded and tried, and the weights are read."""
+PACKED: Final = 0.9
+"""Share of a stage's values that a packed base is expected to pack."""
 STAGES: Final = 4
 """Default number of body stages, if there are as many layers."""
 
@@ -68,7 +71,8 @@ def take_in(run: RunFile) -> RunFile:
             return run
         run = override(run, **{f"model__{key}": str(folder)})
         lora = run.training.lora
-        if not needs_transformers(folder) and (lora is None or lora.base is None):
+        own_modules, packed = not needs_transformers(folder), lora is not None and lora.base
+        if own_modules and not packed and not is_quantized(folder):
             return take_in_here(run)
         return in_other_process("planaria.node.hugging_face.taking_in", run, TRIAL_SECONDS)
     except (UnsupportedModelError, OSError) as error:
@@ -110,6 +114,7 @@ def take_in_here(run: RunFile) -> RunFile:
         checkpoint = None if origin is None else Checkpoint.open(folder)
         config = _shape(folder) if checkpoint is None else checkpoint.config
         run = with_shape(run, config, folder)
+        check_adapted(run)
         known = len(run.model.content or ()) == run.model.body_stages + 1
         content = run.model.content if known else None
         if config.own is not None:
@@ -152,16 +157,27 @@ def _try(run: RunFile) -> None:
     from planaria.node.model.decoder import Decoder
     from planaria.node.model.trial import check
 
-    lora, config = run.training.lora, run.config
+    config = run.config
     assert config.own is not None
-    decoder = Decoder(config.own.decoder)
-    check(decoder, config.cut, config.block_causal)
-    named = [name for name in lora.targets if name in matrix_names(config)] if lora else []
-    linear = {name.rpartition(".")[2] for name in decoder.linear}
-    if unfit := [name for name in named if name not in linear]:
+    check(Decoder(config.own.decoder), config.cut, config.block_causal)
+
+
+def check_adapted(run: RunFile) -> None:
+    """Check the adapters' targets, for a model whose shape is known. Raises RunFileError."""
+    if (lora := run.training.lora) is None:
+        return
+    names = matrix_names(run.config)
+    if unknown := [name for name in lora.targets if name not in names]:
         raise RunFileError(
-            f"training.lora.targets: {', '.join(unfit)} of {decoder.name} is no torch.nn.Linear, "
-            f"which adapters need; it has {', '.join(sorted(linear)) or 'none'}"
+            f"training.lora.targets: no linear module of a layer is called {', '.join(unknown)}; "
+            f"this model has {', '.join(names) or 'none, so it can have no adapters'}"
+        )
+    values, packed = run.config.values_in(1), run.config.packed_in(1)
+    if lora.base is not None and packed < PACKED * values:
+        log.warning(
+            "training.lora.base = %s: %s of the %s values of stage 1 stay in float32, since they "
+            "are in no matrix of a linear module (as with experts in one tensor)",
+            *(lora.base, f"{values - packed:,}", f"{values:,}"),
         )
 
 

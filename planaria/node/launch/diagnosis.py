@@ -4,7 +4,7 @@ network."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from planaria.bootstrap.reachability import NO_PROXY
 from planaria.node.averaging.coding import gradient_bytes
 from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
-from planaria.node.model.shape import COMPUTED, trained_shapes
+from planaria.node.model.shape import COMPUTED, ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import VALUE
 from planaria.node.wire.frames import crossing_bytes
@@ -325,7 +325,7 @@ def _disk(facts: Facts) -> Finding:
         return _unknown(about, UnknownFact(f"{_gib(free)} free; the run file can't be read"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
-    needed = saves * 3 * VALUE * _of_stage(facts, run.config.trained)
+    needed = saves * 3 * VALUE * _of_stage(facts, run.config, run.config.trained_in)
     description = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
@@ -393,7 +393,8 @@ def _memory(facts: Facts) -> Finding:
         return _unknown(about, UnknownFact("there is no device"))
     if isinstance(facts.run, UnknownFact):
         return _unknown(about, UnknownFact("the run's model isn't known"))
-    needed = COMPUTED * _of_stage(facts, facts.run.config.stage_bytes)
+    config = facts.run.config
+    needed = COMPUTED * _of_stage(facts, config, config.bytes_of)
     description = (
         f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     )
@@ -405,10 +406,11 @@ def _memory(facts: Facts) -> Finding:
     return Finding(about, Grade.OK, description)
 
 
-def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:
-    """The figure of the requested stage, else of the largest, from (stage 0, body stage)."""
-    first, body = figures
-    return max(first, body) if facts.stage is None else body if facts.stage else first
+def _of_stage(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
+    """The figure of the requested stage; the largest one if none, or one that the run lacks, is
+    requested."""
+    sizes = [figure(stage) for stage in range(config.stages + 1)]
+    return max(sizes) if (stage := facts.stage) is None else max(sizes[stage : stage + 1] or sizes)
 
 
 def _gib(size: float) -> str:

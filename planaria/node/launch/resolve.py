@@ -6,25 +6,25 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Final
 
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.step_time import Load
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
-from planaria.node.hugging_face.taking_in import check_tokenizer, in_other_process, take_in
+from planaria.node.hugging_face.taking_in import (
+    check_adapted,
+    check_tokenizer,
+    in_other_process,
+    take_in,
+)
 from planaria.node.model.checkpoint import some
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
-from planaria.node.model.shape import matrix_names
-from planaria.node.run_file import DATA, WAIT, DataSection, RunFile, RunFileError, override
+from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, override
 from planaria.node.wire.frames import crossing_bytes
 from planaria.recovery.orders import partner
 
 log = logging.getLogger("planaria")
-
-PACKED: Final = 0.9
-"""Share of a stage's values that a packed base is expected to pack."""
 
 SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
 """Prose in the package."""
@@ -165,25 +165,6 @@ def check_lora(run: RunFile) -> None:
         )
 
 
-def check_adapted(run: RunFile) -> None:
-    """Check the adapters' targets, for a model whose shape is known. Raises RunFileError."""
-    if (lora := run.training.lora) is None:
-        return
-    names = matrix_names(run.config)
-    if unknown := [name for name in lora.targets if name not in names]:
-        raise RunFileError(
-            f"training.lora.targets: no matrix of a layer is called {', '.join(unknown)}; use "
-            f"{', '.join(names)}"
-        )
-    values, packed = run.config.values_in(1), run.config.packed_in(1)
-    if lora.base is not None and packed < PACKED * values:
-        log.warning(
-            "training.lora.base = %s: %s of the %s values of stage 1 stay in float32, since they "
-            "are in no matrix of a linear module (as with experts in one tensor)",
-            *(lora.base, f"{values - packed:,}", f"{values:,}"),
-        )
-
-
 def run_id(run: RunFile) -> str:
     """Name of the run and a hash of its file's content; fit for a folder's name.
 
@@ -213,5 +194,5 @@ def registry_rules(run: RunFile) -> MembershipRules:
         data=run.data.content,
         policy=run.policy,
         load=Load(config.cut, training.microbatches, *sizes),
-        wait_for_saves=WAIT if wait is None else wait,
+        wait_for_saves=MembershipRules.wait_for_saves if wait is None else wait,
     )

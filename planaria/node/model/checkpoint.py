@@ -8,27 +8,31 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from xxhash import xxh3_128
 
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from planaria.node.data.tokenizer import SPECIAL, TEMPLATE
 from planaria.node.model.config import (
+    CONFIG,
     GENERATION_CONFIG,
     NO_SENSE,
     UnsupportedModelError,
     check_not_adapters,
+    is_quantized,
     needs_transformers,
     read_config,
     read_json,
 )
 from planaria.node.model.layout import weights
-from planaria.node.model.shape import ModelConfig, named_shapes
+from planaria.node.model.shape import ModelConfig, matrices, named_shapes
 
 if TYPE_CHECKING:  # only nodes load it: a registry has no numpy
     import numpy as np
     from numpy.typing import NDArray
+
+    from planaria.node.model.dequantized import FourBit, Scaled
 
 log = logging.getLogger("planaria")
 
@@ -58,13 +62,35 @@ class TensorPlace(NamedTuple):
     """Location of a tensor."""
 
     file: Path
-    kind: str  # a key of SIZES
+    kind: str  # of safetensors; a key of SIZES where the tensor isn't quantized
     shape: tuple[int, ...]
     first: int  # byte offset in the file
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def pieces(self) -> Iterator[NDArray[np.float32]]:
+        """The values, concatenated, CHUNK at a time. Raises OSError."""
+        import numpy as np
+
+        kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[self.kind]
+        with self.file.open("rb") as file:
+            file.seek(self.first)
+            remaining = self.size
+            while remaining:
+                size = min(remaining, CHUNK)
+                piece = np.fromfile(file, kind, size)
+                if len(piece) < size:
+                    raise OSError(f"{self.file} ends before its tensors do")
+                remaining -= size
+                if self.kind == "BF16":  # the upper half of a float32
+                    yield (piece.astype(np.uint32) << 16).view(np.float32)
+                else:
+                    yield piece.astype(np.float32, copy=False)
+
+
+Place: TypeAlias = "TensorPlace | FourBit | Scaled"
 
 
 @dataclass(frozen=True)
@@ -73,12 +99,12 @@ class Checkpoint:
 
     folder: Path
     config: ModelConfig  # with one body stage
-    places: Mapping[str, TensorPlace]
+    places: Mapping[str, Place]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Raises UnsupportedModelError unless the folder has exactly the tensors of its config's
-        model."""
+        model. Quantized matrices are read as the values that they stand for."""
         check_not_adapters(folder)
         if needs_transformers(folder):
             from planaria.node.model.decoder import DecoderCheckpoint  # loads torch
@@ -86,12 +112,7 @@ class Checkpoint:
             return DecoderCheckpoint.of(folder)
         try:
             config = read_config(folder)
-            places = {
-                name.replace(COMPILED, ""): place
-                for file in _files(folder)
-                for name, place in _header(file)
-                if not name.endswith("rotary_emb.inv_freq")
-            }
+            places = tensors_in(folder)
         except (OSError, *NO_SENSE) as error:
             raise UnsupportedModelError(
                 f"{folder} has no readable model: {error}. Name a folder written by "
@@ -140,18 +161,7 @@ class Checkpoint:
 
     def read(self, name: str) -> NDArray[np.float32]:
         """All values of the tensor, float32, in row-major order. Raises OSError."""
-        import numpy as np
-
-        values = np.empty(self.places[name].size, np.float32)
-        offset = 0
-        for piece in _pieces(self.places[name]):
-            values[offset : offset + len(piece)] = piece
-            offset += len(piece)
-        return values
-
-    def is_linear(self, name: str) -> bool:
-        """Whether this is a linear module's matrix, which `training.lora.base` applies to."""
-        return name.endswith("_proj.weight")
+        return values_of(self.places[name])
 
     def digest(self, config: ModelConfig, stage: int) -> str:
         """Digest of the stage's flat weights, or of its base's words. Raises OSError, and
@@ -167,22 +177,49 @@ class Checkpoint:
         """The words of a tensor in the stage's base (quantized.py), and the values that these stand
         for, flat. Raises OSError, UnsupportedModelError."""
         values, base = check_finite(self.read(name), self.folder, name), config.base_of(stage)
-        if base is None or not self.is_linear(name):
+        shape = matrices(config, stage).get(name.removesuffix(".weight"))
+        if base is None or shape is None:
             return values, values
         import torch
 
         from planaria.node.model.quantized import rounded
 
-        shape = named_shapes(config, stage)[name]
         words, kept = rounded(torch.from_numpy(values).view(shape), base)
         return words.numpy(), kept.flatten().numpy()
 
     def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:
-        for piece in _pieces(self.places[name]):
+        for piece in self.places[name].pieces():
             yield check_finite(piece, self.places[name].file, name)
 
 
-def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) -> ModelConfig:
+def tensors_in(folder: Path) -> dict[str, Place]:
+    """The folder's tensors, by name. Raises UnsupportedModelError, OSError, NO_SENSE."""
+    places = {
+        name.replace(COMPILED, ""): place
+        for file in _files(folder)
+        for name, place in _header(file)
+        if not name.endswith("rotary_emb.inv_freq")
+    }
+    if not is_quantized(folder):
+        return {**places}
+    from planaria.node.model.dequantized import dequantized  # loads torch
+
+    return dequantized(places, read_json(folder / CONFIG)["quantization_config"])
+
+
+def values_of(place: Place) -> NDArray[np.float32]:
+    """All values of a tensor, float32, in row-major order. Raises OSError."""
+    import numpy as np
+
+    values = np.empty(place.size, np.float32)
+    offset = 0
+    for piece in place.pieces():
+        values[offset : offset + len(piece)] = piece
+        offset += len(piece)
+    return values
+
+
+def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> ModelConfig:
     """The config, tied if the files are, whatever config.json says, as in transformers 5. Of two
     equal tensors `places` keeps the embedding. Raises OSError."""
     if not config.tied or HEAD not in places:
@@ -201,34 +238,14 @@ def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) 
     return replace(config, tied=False)
 
 
-def _same(first: TensorPlace, second: TensorPlace) -> bool:
+def _same(first: Place, second: Place) -> bool:
     """Whether two tensors are equal. Raises OSError."""
     import numpy as np
 
     if first.shape != second.shape or not {first.kind, second.kind} <= SIZES.keys():
         return False
-    pairs = zip(_pieces(first), _pieces(second), strict=True)
+    pairs = zip(first.pieces(), second.pieces(), strict=True)
     return all(np.array_equal(values, others) for values, others in pairs)
-
-
-def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
-    """Values of a tensor, concatenated, CHUNK at a time. Raises OSError."""
-    import numpy as np
-
-    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[place.kind]
-    with place.file.open("rb") as file:
-        file.seek(place.first)
-        remaining = place.size
-        while remaining:
-            size = min(remaining, CHUNK)
-            piece = np.fromfile(file, kind, size)
-            if len(piece) < size:
-                raise OSError(f"{place.file} ends before its tensors do")
-            remaining -= size
-            if place.kind == "BF16":  # the upper half of a float32
-                yield (piece.astype(np.uint32) << 16).view(np.float32)
-            else:
-                yield piece.astype(np.float32, copy=False)
 
 
 def check_finite(piece: NDArray[np.float32], file: Path, name: str) -> NDArray[np.float32]:

@@ -54,17 +54,15 @@ HARMLESS: Final = ("architectures", "initializer_range", "pretraining_tp", "use_
 IGNORED: Final = ("attention_dropout",)
 """Keys that affect only training, and are ignored."""
 NEVER: Final = (
-    *("quantization_config", "num_experts", "num_local_experts"),
+    *("num_experts", "num_local_experts"),
     "transformers_weights",  # a file of another name
 )
 """Keys of unsupported features."""
-QUANTIZED: Final = (
-    "its weights are quantized: download the model that it was made from, which "
-    "training.lora.base = nf4 or int8 quantizes as it is read"
-)
+READ: Final = ("bitsandbytes", "fp8", "compressed-tensors float-quantized")
+"""Quantizations that are read (dequantized.py)."""
 SUPPORTED: Final = (
     "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
-    "Face's model_type has them, unquantized and without experts"
+    "Face's model_type has them, without experts"
 )
 FIGURES: Final = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
@@ -98,15 +96,40 @@ def check_not_adapters(folder: Path) -> None:
         )
 
 
+def quantized_otherwise(content: dict[str, Any]) -> str:
+    """Why a config.json's quantized weights can't be read; empty: they can, or aren't quantized."""
+    if not (quantization := content.get("quantization_config")):
+        return ""
+    method = str(quantization.get("quant_method"))
+    if method == "compressed-tensors":
+        method += f" {quantization.get('format')}"
+    if method in READ:
+        return ""
+    return (
+        f"quantization_config = {json.dumps(quantization)[:80]}: its weights are quantized by "
+        f"{method}, and only {', '.join(READ)} can be read: download the model that it was made "
+        "from, which training.lora.base = nf4 or int8 quantizes as it is read"
+    )
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the folder's weights are quantized already."""
+    return bool(_said(folder).get("quantization_config"))
+
+
 def needs_transformers(folder: Path) -> bool:
     """Whether the folder's model is of another family than planaria's own modules, and has a
     name."""
-    try:
-        content = read_json(folder / CONFIG)
-    except (OSError, *NO_SENSE):
-        return False  # which is reported where it is read
-    kind = content.get("model_type")
+    kind = _said(folder).get("model_type")
     return isinstance(kind, str) and kind not in get_args(Family)
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """The content of config.json; empty where it can't be read, which is reported later."""
+    try:
+        return read_json(folder / CONFIG)
+    except (OSError, *NO_SENSE):
+        return {}
 
 
 def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
@@ -210,8 +233,8 @@ def _unsupported_features(content: dict[str, Any], family: Family) -> list[str]:
         if key not in HARMLESS + IGNORED and (content.get(key, value) or value) != value
     ]
     unsupported += [f"{key} = {json.dumps(content[key])[:80]}" for key in NEVER if content.get(key)]
-    if content.get("quantization_config"):
-        unsupported.append(QUANTIZED)
+    if why := quantized_otherwise(content):
+        unsupported.append(why)
     if "sliding_attention" in (content.get("layer_types") or ()):
         unsupported.append("layers with a sliding window beside others")
     rope = _rope(content)

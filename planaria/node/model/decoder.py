@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planaria.node.model.checkpoint import Checkpoint, check_finite, some
+from planaria.node.model.checkpoint import Checkpoint, check_finite, some, tensors_in, values_of
 from planaria.node.model.config import (
     CONFIG,
     NO_SENSE,
-    QUANTIZED,
     UnsupportedModelError,
+    is_quantized,
+    quantized_otherwise,
     read_json,
 )
 from planaria.node.model.modules import BodyStage, EmbeddingStage
@@ -45,7 +47,6 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers would load code f
 
 INSTALL: Final = "pip install 'planaria[transformers]' installs it"
 NEVER: Final = {
-    "quantization_config": QUANTIZED,
     "auto_map": "it needs code of its own, which is not loaded: write it as an architecture "
     "(docs/own-architecture.md)",
     "text_config": "it is a model of several modalities: save its text model alone",
@@ -54,7 +55,10 @@ NEVER: Final = {
     "not compute it: set it to false in config.json",
 }
 """Keys of config.json whose models are refused, and why."""
-OF_SOFTWARE: Final = ("torch_dtype", "dtype", "transformers_version", "use_cache", "architectures")
+OF_SOFTWARE: Final = (
+    *("torch_dtype", "dtype", "transformers_version", "use_cache", "architectures"),
+    "quantization_config",
+)
 """Keys that say nothing of the model's shape."""
 
 
@@ -122,10 +126,14 @@ class Decoder:
     def own(self) -> Own:
         """The parameters' names and shapes."""
         kinds: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
-        numbers = []
+        numbers, not_linear = [], set()
         for layer in self._skeleton.get_submodule(self.list_name).children():
             shapes = tuple((name, tuple(part.shape)) for name, part in layer.named_parameters())
             numbers.append(kinds.setdefault(shapes, len(kinds)))
+            for name, module in layer.named_modules():
+                weight = None if isinstance(module, nn.Linear) else getattr(module, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 2:
+                    not_linear.add(name)
         ends = tuple(
             (name, tuple(part.shape))
             for name, part in self._skeleton.named_parameters()
@@ -135,7 +143,10 @@ class Decoder:
         known = {"model_type": self.config.model_type, "architectures": [self.kind.__name__]}
         text = json.dumps(self.config.to_diff_dict() | known)
         alike = () if not others else tuple(numbers)
-        return Own(self.name, self.source, ends, first, text, self.list_name, tuple(others), alike)
+        return Own(
+            *(self.name, self.source, ends, first, text, self.list_name, tuple(others), alike),
+            not_linear=tuple(sorted(not_linear)),
+        )
 
     def cut(self, layers: range) -> type[PreTrainedModel]:
         """The class with these layers only; without any, with all but its layers."""
@@ -188,8 +199,10 @@ class Decoder:
         """The tensors of these layers, or of all but the layers, float32, by their names; no others
         are read. Raises DecoderError, OSError."""
         try:
+            tensors = self._dequantized(folder, layers) if is_quantized(folder) else None
             model, report = self.cut(layers).from_pretrained(
-                folder,
+                folder if tensors is None else None,
+                state_dict=tensors,
                 config=self.config,
                 dtype=torch.float32,
                 local_files_only=True,
@@ -203,15 +216,15 @@ class Decoder:
             raise DecoderError(f"{folder} has only part of a model: it lacks {some(missing)}")
         return {name: part.detach() for name, part in model.named_parameters()}
 
-    @cached_property
-    def linear(self) -> set[str]:
-        """Names of the layers' linear modules. Raises DecoderError."""
-        layers = self._skeleton.get_submodule(self.list_name)
-        return {
-            f"{self.list_name}.{name}"
-            for name, module in layers.named_modules()
-            if isinstance(module, nn.Linear)
-        }
+    def _dequantized(self, folder: Path, layers: range) -> dict[str, Tensor]:
+        """The file's tensors of these layers, or of all but the layers. Raises OSError, NO_SENSE,
+        UnsupportedModelError."""
+        number, tensors = rf"(?:^|\.){self.list_name.rpartition('.')[2]}\.(\d+)\.", {}
+        for name, place in tensors_in(folder).items():
+            found = re.search(number, name)
+            if int(found[1]) in layers if found else not layers:
+                tensors[name] = torch.from_numpy(values_of(place)).view(place.shape)
+        return tensors
 
     def ends(self) -> nn.Module:
         return self.stage(range(0), False)
@@ -246,9 +259,6 @@ class DecoderCheckpoint(Checkpoint):
     def names(self) -> set[str]:
         return {*named_shapes(self.config, 0), *named_shapes(self.config, 1)}
 
-    def is_linear(self, name: str) -> bool:
-        return name.removesuffix(".weight") in self.decoder.linear
-
     @cached_property
     def newest(self) -> dict[str, Any]:
         """The layers that were read last, and their tensors."""
@@ -262,6 +272,8 @@ def decoder_of(folder: Path) -> Decoder:
     """The decoder of the folder's config.json. Raises DecoderError."""
     try:
         content = read_json(folder / CONFIG)
+        if why := quantized_otherwise(content):
+            raise DecoderError(why)
         return Decoder(json.dumps({k: v for k, v in content.items() if k not in OF_SOFTWARE}))
     except DecoderError as error:
         raise DecoderError(f"{folder / CONFIG}: {error}") from error

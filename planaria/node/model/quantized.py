@@ -105,14 +105,14 @@ def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) ->
         case "nf4" if codes.device.type in BY_LIBRARY and (library := _library()) is not None:
             state = library.QuantState(
                 absmax=scales,
-                shape=shape,
+                shape=(len(scales), NF4_BLOCK),  # of others 0.50.2 unpacks some wrongly on CPUs
                 code=NF4.to(codes.device),
                 blocksize=NF4_BLOCK,
                 quant_type="nf4",
                 dtype=dtype,
             )
-            weight: Tensor = library.dequantize_4bit(codes[: -(-size // 2), None], state)
-            return weight
+            weight: Tensor = library.dequantize_4bit(codes[:, None], state)
+            return weight.flatten()[:size].view(shape)
         case "nf4":
             pairs = PAIRS.to(codes.device)[codes.int()]
             blocks = pairs.view(-1, NF4_BLOCK) * scales[:, None]

@@ -126,6 +126,7 @@ class Own(NamedTuple):
     layers: str = "layers"  # name of the list of layers
     others: tuple[Shapes, ...] = ()  # of layers whose shapes differ from the block's
     kinds: tuple[int, ...] = ()  # of each layer: 0 is the block's, 1 the first of the others
+    not_linear: tuple[str, ...] = ()  # modules of a layer with a matrix, that are no nn.Linear
 
     def of_layer(self, layer: int) -> Shapes:
         return (self.block, *self.others)[self.kinds[layer] if self.kinds else 0]
@@ -410,11 +411,16 @@ def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
 
 
 def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """The stage's modules whose weight is a matrix, and its shape."""
+    """The linear modules of a body stage, and the shape of each one's matrix: what adapters and
+    packed bases apply to."""
     shapes: dict[str, tuple[int, int]] = {}
+    others: set[str] = set()
+    if (own := config.own) is not None:
+        layers = config.layers_of(stage)
+        others = {f"{own.layers}.{layer}.{name}" for layer in layers for name in own.not_linear}
     for name, shape in named_shapes(config, stage).items():
         module, _, parameter = name.rpartition(".")
-        if parameter == "weight" and len(shape) == 2:
+        if parameter == "weight" and len(shape) == 2 and module not in others:
             rows, columns = shape
             shapes[module] = rows, columns
     return shapes

@@ -139,6 +139,16 @@ def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path)
         take_in(run_from(tmp_path, context=25))
 
 
+def test_targets_that_the_model_lacks_are_refused_before_weights_are_read(
+    tmp_path, monkeypatch
+) -> None:
+    exported(tmp_path, GROUPED)
+    monkeypatch.setattr(Checkpoint, "digest", lambda *_: pytest.fail("weights were read"))
+    fields = {"model": {"from": str(tmp_path)}, "training": {"lora": {"targets": ["c_attn"]}}}
+    with pytest.raises(RunFileError, match="is called c_attn; this model has q_proj, k_proj"):
+        take_in(from_fields(fields))
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [

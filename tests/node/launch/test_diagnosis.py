@@ -24,6 +24,7 @@ from planaria.node.launch.diagnosis import (
     lines,
     worst,
 )
+from planaria.node.model.shape import COMPUTED
 from planaria.node.run_file import loads, override
 
 RUN = loads("[model]\npreset = 'small'\nvocabulary = 2048\n")
@@ -81,6 +82,15 @@ def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
     assert refused.verdict is Grade.PROBLEM
     assert "start the node with --allow-module gpt2:build" in refused.description
     assert found("code", run=own, allow_module="gpt2:build").verdict is Grade.OK
+
+
+def test_the_requested_stage_is_what_needs_memory() -> None:
+    uneven = override(RUN, model__stages=(1, RUN.model.config.layers - 1))
+    needs = [COMPUTED * uneven.config.bytes_of(stage) for stage in range(3)]
+    between = Device("cpu", int(2 * needs[1]), "2.6", 0, "")
+    assert needs[1] < needs[2]
+    for stage, verdict in ((1, OK), (2, P), (None, P), (9, P)):
+        assert found("memory", run=uneven, stage=stage, device=between).verdict is verdict
 
 
 def test_the_exit_status_is_by_the_worst() -> None:

@@ -14,10 +14,11 @@ from planaria.node.hugging_face.taking_in import take_in, take_in_here
 from planaria.node.model import trial
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.decoder import Decoder, DecoderError, decoder_of, positions_of
+from planaria.node.model.decoder import Decoder, DecoderError, decoder_of, positions_of, shape_of
 from planaria.node.model.lora import adapt, initial_adapters
 from planaria.node.model.modules import build_stage, empty_stage, with_weights
-from planaria.node.model.shape import Base
+from planaria.node.model.quantized import QuantizedLinear, slots
+from planaria.node.model.shape import Base, Lora
 from planaria.node.run_file import RunFile, RunFileError, from_fields
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
@@ -197,7 +198,7 @@ def test_adapters_need_linear_modules(tmp_path) -> None:
     saved(tmp_path / "gpt2", "gpt2")
     fields = {"model": {"from": str(tmp_path / "gpt2"), "stages": 2, "context": 24}}
     lora = {"training": {"lora": {"targets": ["c_attn"]}}}
-    with pytest.raises(RunFileError, match=r"c_attn of GPT2LMHeadModel .* is no torch\.nn\.Linear"):
+    with pytest.raises(RunFileError, match="is called c_attn; this model has none"):
         take_in_here(from_fields(fields | lora))
     saved(tmp_path / "granite", "granite")
     fields["model"]["from"] = str(tmp_path / "granite")
@@ -209,6 +210,15 @@ def test_adapters_need_linear_modules(tmp_path) -> None:
     assert len(trained) == 2 * 7 * 2
     x = torch.ones(1, 5, 32)
     assert torch.equal(stage(x), build_stage(run.config, 1, 0, own)(x))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "qwen3_moe"])
+def test_what_a_base_packs_is_what_is_a_linear_module(kind) -> None:
+    config = replace(shape_of(of(kind)), lora=Lora(2, 4.0, (), "nf4"))
+    stage = of(kind).stage(config.layers_of(1), False, "nf4")
+    packed = [part for part in slots(stage) if isinstance(part, QuantizedLinear)]
+    assert config.packed_in(1) == sum(part.shape.numel() for part in packed)
+    assert (kind == "gpt2") == (not packed)
 
 
 def test_positions_begin_anew_with_each_document() -> None:

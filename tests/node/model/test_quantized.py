@@ -61,6 +61,15 @@ def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None) -> None
     assert torch.equal(plain, functional.dequantize_4bit(codes, state))
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 160), (5, 96)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_library_unpacks_what_plain_torch_does(shape, kind, monkeypatch) -> None:
+    packed, size = pack(matrix(shape), "nf4"), torch.Size(shape)
+    by_library = unpack(packed, size, "nf4", kind)
+    monkeypatch.setattr(quantized, "_library", lambda: None)
+    assert torch.equal(by_library, unpack(packed, size, "nf4", kind))
+
+
 @BASES
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_matrix_is_close_and_packs_to_itself(base, shape) -> None:
