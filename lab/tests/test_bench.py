@@ -63,4 +63,4 @@ def test_the_models_that_are_timed_have_their_published_width(model: str) -> Non
     run = paper.run_of(paper.MODELS[model][0])
     config = run.config_for(2048)
     assert (config.vocabulary, config.hidden) == (32_000, 4 * config.dim)
-    assert (run.training.batch, run.policy.guesses) in {(4, True), (1, True)}
+    assert (run.training.batch, run.policy.guesses) in {(4, True), (1, False)}

@@ -1,6 +1,6 @@
 """CheckFree's models at their published widths on a CPU: seconds and memory by stage.
 
-    OUT=lab/results/paper-on-cpu python -m planaria_lab.bench.paper
+    OUT=lab/results/paper-on-cpu python -m planaria_lab.bench.paper [MODEL...]
 
 Of 124M and 500M two iterations of four samples, with a loss of a stage between. Of 1.5B, which
 takes more memory than most machines have, stage 0 and one body stage, one sample of 4,096 tokens.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -40,7 +41,7 @@ MODELS: Final[dict[str, tuple[dict[str, Any], int | None]]] = {
             "model__layers": 4,
             "model__stages": 1,
             "training__batch": 1,
-            "training__microbatch": 1,
+            "recovery__policy": "checkpoint",  # so that no snapshots take memory
         },
         None,
     ),
@@ -62,7 +63,8 @@ class StageFigures:
 
 def run_of(changes: dict[str, Any]) -> RunFile:
     run = from_fields({**PUBLISHED, "model": {"vocabulary": 32_000, "norm_eps": 1e-6}})
-    return override(run, recovery__relearn__passes=0, **changes)
+    always = {"training__microbatch": 1, "recovery__relearn__passes": 0}
+    return override(run, **always, recovery__snapshot__moments=False, **changes)
 
 
 def measure(swarm: TrainingSwarm, lost: int | None) -> tuple[list[StageFigures], list[float]]:
@@ -133,11 +135,12 @@ def table(model: str, figures: Iterable[StageFigures], losses: Iterable[float]) 
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(*models: str) -> None:
     with TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         prepare(Recipe(["corpus/austen"], vocabulary=2048), data)
-        for model, (changes, lost) in MODELS.items():
+        for model in models or MODELS:
+            changes, lost = MODELS[model]
             swarm = TrainingSwarm(run_of(changes), Corpus.open(data), Ablation(clip_scope="stage"))
             figures, losses = measure(swarm, lost)
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -149,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
