@@ -105,12 +105,19 @@ def lab_run(
 
 
 def _prepare(loaded: Study, wanted: Sequence[Job]) -> None:
-    """Makes the data of these runs where it is not there yet. Raises CorpusError."""
+    """Makes the data of these runs where it is not there yet. Raises CorpusError, and StudyError
+    where the study names no text for it."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
+    from planaria_lab.convergence.study import StudyError
 
     for path in sorted({path for job in wanted for path in job.run.data.folders}):
         if not path.exists():
+            if not loaded.text:
+                raise StudyError(
+                    f"{path} has no prepared data, and the study's text is empty: prepare it with "
+                    "`planaria data prepare`, as the comment of its text says"
+                )
             console.print(f"{path} has no prepared data; preparing {loaded.text}")
             with terminal.tracking("documents") as track:
                 prepare(Recipe([loaded.text], vocabulary=loaded.vocabulary), path, track=track)

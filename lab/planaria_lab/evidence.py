@@ -47,8 +47,10 @@ def of_rows(path: Path) -> Iterator[str]:
 
 
 def of_study(path: Path, name: Path) -> Iterator[str]:
-    """`name`: of the study's file, in its table."""
+    """`name`: of the study's file, in its table. A study without runs claims nothing."""
     study, lines = load(path), read_results(path.with_name(RESULTS)).values()
+    if not lines:
+        return
     by_run = {(line["variant"], line["seed"]): line for line in lines}
     rows = report.rows(study, by_run)
     for row in rows:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from planaria.node.data.corpus import Corpus
 from planaria_lab import bench
+from planaria_lab.bench import paper
 from planaria_lab.bench.rows import keep
+from planaria_lab.convergence.training import TrainingSwarm
 from planaria_lab.origin import lacking, machine
 
 BENCH = Path(bench.__file__).parent
@@ -39,3 +42,25 @@ def test_every_measurement_keeps_its_figures() -> None:
     for name in named:
         text = (BENCH / f"{name}.py").read_text(encoding="utf-8")
         assert re.search(rf'keep\(\s*"{name}",', text), name
+
+
+def test_a_model_is_timed_by_stage_without_changing_what_it_learns(data: Path) -> None:
+    (changes, lost), corpus = paper.MODELS["124M"], Corpus.open(data)
+    run = paper.run_of({**changes, "model__preset": "tiny"})
+    figures, losses = paper.measure(TrainingSwarm(run, corpus), lost)
+    assert [figure.stage for figure in figures] == [0, 1, 2, 3, 4]
+    for figure in figures:
+        assert min(figure.forward, figure.backward, figure.update, figure.rss) > 0
+    untimed = TrainingSwarm(run, corpus)
+    expected = [untimed.step()]
+    untimed.lose([2])
+    assert losses == [*expected, untimed.step()]
+    assert "| 4 | 65,664 |" in paper.table("tiny", figures, losses)
+
+
+@pytest.mark.parametrize("model", paper.MODELS)
+def test_the_models_that_are_timed_have_their_published_width(model: str) -> None:
+    run = paper.run_of(paper.MODELS[model][0])
+    config = run.config_for(2048)
+    assert (config.vocabulary, config.hidden) == (32_000, 4 * config.dim)
+    assert (run.training.batch, run.policy.guesses) in {(4, True), (1, False)}

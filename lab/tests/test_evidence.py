@@ -41,6 +41,13 @@ def change(top: Path, **fields: object) -> None:
     path.write_text("\n".join([*lines, json.dumps({**json.loads(last), **fields})]) + "\n")
 
 
+def test_a_study_without_runs_claims_nothing(top: Path) -> None:
+    (top / STUDY / "runs.jsonl").unlink()
+    (top / STUDY / "table.md").unlink()
+    (top / "docs/page.md").unlink()
+    assert [*complaints(top)] == []
+
+
 def test_what_is_missing_is_named(top: Path) -> None:
     assert [*complaints(top)] == []
     (top / "README.md").write_text("[0.2](lab/results/gone/) `python -m planaria_lab.bench.gone`")

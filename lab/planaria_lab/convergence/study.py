@@ -50,7 +50,10 @@ class Study(Section):
     title: str
     seeds: list[int] = Field(min_length=1)
     run: dict[str, Any] = Field(description="a run file")
-    text: str = Field(default="corpus/austen", description="prepared where the run's data is not")
+    text: str = Field(
+        default="corpus/austen",
+        description="prepared where the run's data is not; empty: that is an error",
+    )
     vocabulary: int = Field(default=2048, ge=2, description="tokens, of that data")
     losses: Losses = Losses()
     variants: list[Variant] = Field(min_length=1)

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
@@ -41,7 +42,7 @@ from planaria.recovery.checkfree import Trained
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import Learner, Muon, UpdateRule
-from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
+from planaria.recovery.orders import blocks, order, runs
 from planaria.recovery.relearning import PULL, parts
 from planaria.recovery.snapshot import (
     Group,
@@ -56,23 +57,36 @@ from planaria_lab.convergence.averaging import Replicas
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
 from planaria_lab.simulator.swarm import orthogonalizing_flops
 
-Omega = Literal["squared", "norm", "uniform"]
+Omega = Literal["squared", "norm", "clipped", "uniform"]
 """What a neighbour's share in an average goes by: the squared norm of its last gradient, as nodes
-do it, that norm, or neither."""
+do it, that norm, that norm clipped and plus `ADDED`, or neither."""
+ADDED: Final = 1e-4
+"""What CheckFree's published code adds to a clipped norm."""
 
 
 class LostError(Exception):
     """The run can't go on; the message says what is lost."""
 
 
-def going_by(kind: Omega, source: Trained) -> float:
-    return {"squared": source.omega, "norm": math.sqrt(source.omega), "uniform": 1.0}[kind]
+def going_by(kind: Omega, source: Trained, clip: float) -> float:
+    """`clip`: the norm to which a stage's gradient is clipped."""
+    norm = math.sqrt(source.omega)
+    shares = {"squared": source.omega, "norm": norm, "uniform": 1.0}
+    return min(norm, clip) + ADDED if kind == "clipped" else shares[kind]
 
 
 class Ablation(Section):
     """The settings beyond those of the daemon."""
 
     omega: Omega = "squared"  # what the neighbours' shares in an average go by
+    clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
+    swapped: tuple[tuple[int, int], ...] = ()
+    """Pairs of stages that every second microbatch visits in swapped order, instead of the
+    policy's."""
+    copied: dict[int, int] = Field(default_factory=dict)
+    """Lost stage -> the stage whose weights it gets. A stage named for itself gets its own weights
+    of up to `kept_every` steps ago."""
+    kept_every: int = Field(default=100, ge=1)
     snapshot_choice: Choice = "priority"  # which rows go next
     start: Literal["policy", "copy", "random"] = "policy"
     """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
@@ -221,7 +235,10 @@ STATE_CLASSES: Final[Sequence[Any]] = (
     *(BlockSamples, LessonState),
 )
 """Of all that `TrainingSwarm.state` is made of."""
-KEPT: Final = ("committed", "lineage", "alone", "beside", "since", "checkpoints", "snapshots")
+KEPT: Final = (
+    *("committed", "lineage", "alone", "beside", "since", "checkpoints", "snapshots"),
+    "own_weights",
+)
 """Of a swarm, beside its stages and its boundary tensors."""
 
 
@@ -268,6 +285,8 @@ class TrainingSwarm:
             )
         self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
+        self.own_weights: dict[int, Tensor] = {}  # of stages that are copied from themselves
+        self._check_named_stages()
         first = run.recovery.snapshot.first
         learning = [
             number for number, stage in enumerate(self.stages) if len(stage.optimizer.weights)
@@ -281,6 +300,20 @@ class TrainingSwarm:
         else:
             module = build_stage(self.config, stage, seed, self.beginning.own)
         return Stage(module, StageOptimizer.of_run(module, self.device, self.run))
+
+    def _check_named_stages(self) -> None:
+        """Raises ValueError for stages of the ablation that the model doesn't have."""
+        swapped, copied = chain(*self.ablation.swapped), chain(*self.ablation.copied.items())
+        for key, stages in {"swapped": [*swapped], "copied": [*copied]}.items():
+            if absent := {*stages} - {*range(1, self.config.stages + 1)}:
+                raise ValueError(
+                    f"ablation.{key} names stage {min(absent)}: choose of the body stages 1 to "
+                    f"{self.config.stages}"
+                )
+            if key == "swapped" and len({*stages}) < len(stages):
+                raise ValueError(
+                    f"ablation.swapped = {self.ablation.swapped}: a stage can be in one pair only"
+                )
 
     # --- all of it
 
@@ -316,8 +349,9 @@ class TrainingSwarm:
         ahead = self._ahead()
         losses, crossed = [], []
         scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
-        orders = window_orders(step, training.microbatches, self.config.stages, self.policy.swapped)
-        for microbatch, visits in enumerate(orders):
+        before = self.committed * training.microbatches
+        for microbatch in range(training.microbatches):
+            visits = self.order(before + microbatch)
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
             loss, tensors = self._forward(visits, *self._samples(TRAIN, chosen))
             with nullcontext() if replicas is None else replicas.computing(microbatch):
@@ -331,6 +365,14 @@ class TrainingSwarm:
             self.boundary.append((step, crossed))
         self._keep_ready()
         return math.fsum(losses) / scored
+
+    def order(self, microbatch: int) -> tuple[int, ...]:
+        """The visits of a microbatch of the run, counted from 0."""
+        pairs = self.ablation.swapped
+        if not pairs or microbatch % 2 == 0:
+            return order(microbatch, self.config.stages, self.policy.swapped and not pairs)
+        partners = dict([*pairs, *(pair[::-1] for pair in pairs)])
+        return tuple(partners.get(stage, stage) for stage in range(1, self.config.stages + 1))
 
     @property
     def window_tokens(self) -> int:
@@ -409,10 +451,11 @@ class TrainingSwarm:
         training, recovery = self.run.training, self.run.recovery
         for stage in self.stages:
             stage.omega = stage.optimizer.squared_norm()
-        norm = math.sqrt(math.fsum(stage.omega for stage in self.stages))
+        whole = math.fsum(stage.omega for stage in self.stages)
         lr = of_run(step, self.run)
         until, alone = self.alone
         for number, stage in enumerate(self.stages):
+            norm = math.sqrt(whole if self.ablation.clip_scope == "global" else stage.omega)
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)
             if step <= self.beside.get(number, 0):
                 scale *= self.ablation.neighbours_lr
@@ -443,6 +486,9 @@ class TrainingSwarm:
 
     def _keep_ready(self) -> None:
         recovery = self.run.recovery
+        for number, source in self.ablation.copied.items():
+            if number == source and (self.committed - 1) % self.ablation.kept_every == 0:
+                self.own_weights[number] = self.stages[number].optimizer.weights.clone()
         if self.policy.checkpoints and self.committed % recovery.checkpoint.every == 0:
             state = [State.of(stage) for stage in self.stages]
             self.checkpoints = {(self.lineage, self.committed): state}
@@ -546,7 +592,7 @@ class TrainingSwarm:
             self.since[stage] = self.committed
         inexact = [number for number, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
-            for block in blocks(all_orders(self.config.stages, self.policy.swapped), inexact):
+            for block in blocks(map(self.order, range(2)), inexact):
                 relearned = self._relearn(block)
                 for stage in block:
                     lines[stage]["relearned"] = relearned
@@ -645,9 +691,14 @@ class TrainingSwarm:
             for s in decision.sources
         ]
         _, stage.omega = guess_stage(self.beginning, number, decision.method, sources)
-        sources = [of._replace(omega=going_by(ablation.omega, of)) for of in sources]
+        clip = self.run.training.clip
+        sources = [of._replace(omega=going_by(ablation.omega, of, clip)) for of in sources]
         weights, _ = guess_stage(self.beginning, number, decision.method, sources)
-        if self.committed <= ablation.anew_until:
+        if (source := ablation.copied.get(number)) is not None:
+            weights = self.stages[source].optimizer.weights
+            if source == number:
+                weights = self.own_weights[number]
+        elif self.committed <= ablation.anew_until:
             weights = self._new(number).optimizer.weights
         elif ablation.start == "random":
             weights = self._new(number, self.run.seed + self.committed + 1).optimizer.weights

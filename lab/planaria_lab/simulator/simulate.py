@@ -215,30 +215,20 @@ def _nodes(outcome: RunOutcome) -> int:
 
 @app.command()
 def table2(
-    out: Annotated[Path, typer.Option(help="Folder for the table.")],
-    draws: Annotated[int, typer.Option(min=1, help="Number of random choices of five sites.")] = 40,
-    study: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUNS.jsonl",
-            help="Results of a study, whose iterations are used too.",
-            exists=True,
-        ),
-    ] = None,
-    links: Table = None,
-    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the table and its rows.")],
 ) -> None:
     """Write CheckFree's Table 2: iteration and train times, four policies, three failure rates."""
-    from rich.progress import track
+    import json
 
     from planaria_lab.emulation.links import WAN_LINKS, read_links
-    from planaria_lab.simulator.table2 import draw, findings, lab_factors, table
+    from planaria_lab.origin import origin
+    from planaria_lab.simulator.table2 import rows, simulated, table
 
-    site_links = read_links(links or WAN_LINKS)
-    drawn = [draw(site_links, seed, number) for number in track(range(draws), "choices of sites")]
-    factors = lab_factors(study) if study is not None else None
-    text = f"{table(drawn, factors)}\n{findings(drawn, factors)}"
+    cells = simulated(read_links(WAN_LINKS))
+    text = table(cells)
     out.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) + "\n" for row in rows(cells, origin())]
+    (out / "table2.jsonl").write_text("".join(lines), encoding="utf-8")
     (out / "table2.md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 

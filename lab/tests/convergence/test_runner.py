@@ -98,3 +98,14 @@ def test_a_run_of_another_study_is_taken_over_if_this_processor_did_it(
     assert asked == [key] * todo
     taken = read_results(path.with_name(RESULTS))
     assert [line["variant"] for line in taken.values()] == ["none"] * (1 - todo)
+
+
+def test_data_of_a_study_without_a_text_is_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    path.write_text(
+        'title = "Mine"\nseeds = [0]\nbaseline = "none"\ntarget = 1\nvariants = [{name = "none"}]\n'
+        f'text = ""\n[run]\nsteps = 2\ndata.path = "{tmp_path / "absent"}"\n'
+    )
+    result = CliRunner().invoke(app, ["lab", "run", str(path)])
+    assert result.exit_code == 1
+    assert "and the study's text is empty" in " ".join(result.output.split())

@@ -8,18 +8,24 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from planaria.node.data.corpus import Corpus
+from planaria.node.data.mixture import inputs_and_targets, windows
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.run_file import RunFile, from_fields, loads, override
+from planaria.node.stage.optimizer import StageOptimizer
 from planaria.recovery.checkfree import Trained, average, weights_of
 from planaria_lab.bench.peft_losses import losses_of_peft
 from planaria_lab.convergence.training import (
@@ -397,6 +403,129 @@ def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None
     assert losses == pytest.approx(list(losses_of_peft(run, corpus)), abs=1e-4)
 
 
+class Reference:
+    """CheckFree by transformers' model, torch's Adam and its clipping, a window at a time; its
+    stages begin as those of a swarm. Formulas are Algorithm 1's and those of the published code."""
+
+    def __init__(self, swarm: TrainingSwarm) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config, self.run, self.corpus = swarm.config, swarm.run, swarm.corpus
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocabulary,
+                hidden_size=config.dim,
+                intermediate_size=config.hidden,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                rms_norm_eps=config.norm_eps,
+                max_position_embeddings=config.context,
+                use_cache=False,
+            )
+        )
+        self.layers = list(self.model.model.layers)
+        ends = [self.model.model.embed_tokens, self.model.model.norm, self.model.lm_head]
+        self.parameters = [[p for module in ends for p in module.parameters()]]
+        self.parameters += [[*layer.parameters()] for layer in self.layers]
+        for number, stage in enumerate(swarm.stages):
+            weights = dict(stage.module.named_parameters())
+            for name, parameter in self.named(number).items():
+                parameter.data.copy_(weights[name])
+        lr = swarm.run.training.lr
+        assert lr is not None
+        self.lr = lr
+        self.optimizers = [self.adam(stage, 1.0) for stage in range(len(self.parameters))]
+        self.drawn = windows(self.corpus, self.run.seed, config.context, self.run.batches)
+        self.norms: list[float] = []  # of the stages' last gradients
+        self.clipped: list[float] = []
+
+    def named(self, stage: int) -> dict[str, nn.Parameter]:
+        """The parameters of a stage by the names that they have in ours."""
+        names = ["embed_tokens.weight", "norm.weight", "lm_head.weight"]
+        if stage:
+            names = [f"layers.0.{name}" for name, _ in self.layers[stage - 1].named_parameters()]
+        return dict(zip(names, self.parameters[stage], strict=True))
+
+    def adam(self, stage: int, factor: float) -> torch.optim.Adam:
+        return torch.optim.Adam(self.parameters[stage], factor * self.lr, betas=(0.9, 0.999))
+
+    def step(self, step: int, pairs: Sequence[tuple[int, int]], scope: str) -> float:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        context = self.model.config.max_position_embeddings
+        pair = inputs_and_targets(self.corpus, "train", context, self.drawn.ids(step))
+        size, total = self.run.training.microbatch, 0.0
+        split = [torch.split(torch.from_numpy(array), size) for array in pair]
+        for number, (inputs, targets) in enumerate(zip(*split, strict=True)):
+            order = list(range(len(self.layers)))
+            for a, b in pairs if number % 2 else ():
+                order[a - 1], order[b - 1] = b - 1, a - 1
+            self.model.model.layers = nn.ModuleList(self.layers[layer] for layer in order)
+            logits = self.model(inputs).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(split[0])
+            loss.backward()
+            total += loss.item()
+        clip = self.run.training.clip
+        if scope == "stage":
+            norms = [nn.utils.clip_grad_norm_(stage, clip) for stage in self.parameters]
+        else:
+            norms = [nn.utils.get_total_norm([p.grad for p in s]) for s in self.parameters]
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.norms = [norm.item() for norm in norms]
+        after = [nn.utils.get_total_norm([p.grad for p in stage]) for stage in self.parameters]
+        self.clipped = [norm.item() for norm in after]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return total
+
+    def recover(self, stage: int, shares: Mapping[int, float]) -> None:
+        """The stage as the weighted mean of others, with a new Adam at 1.1 times the rate."""
+        whole = sum(shares.values())
+        with torch.no_grad():
+            for place, parameter in enumerate(self.parameters[stage]):
+                parts = [w * self.parameters[of][place] for of, w in shares.items()]
+                parameter.copy_(torch.stack(parts).sum(dim=0) / whole)
+        self.optimizers[stage] = self.adam(stage, 1.1)
+
+
+FORMULAS: dict[str, tuple[str, dict[str, Any], int, Callable[[Reference], dict[int, float]]]] = {
+    "squared": ("checkfree", {}, 3, lambda r: {2: r.norms[2] ** 2, 4: r.norms[4] ** 2}),
+    "norm": ("checkfree", {"omega": "norm"}, 3, lambda r: {2: r.norms[2], 4: r.norms[4]}),
+    "published code": (
+        "checkfree",
+        {"omega": "clipped", "clip_scope": "stage"},
+        *(3, lambda r: {2: r.clipped[2] + 1e-4, 4: r.clipped[4] + 1e-4}),
+    ),
+    "uniform": ("checkfree", {"omega": "uniform"}, 3, lambda _: {2: 1, 4: 1}),
+    "copy": ("checkfree", {"start": "copy"}, 3, lambda _: {2: 1}),
+    "checkfree+": ("checkfree+", {"clip_scope": "stage"}, 5, lambda _: {4: 1}),
+    "named": ("checkfree", {"swapped": [(1, 2)], "copied": {1: 2}}, 1, lambda _: {2: 1}),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_iterations_and_a_recovery_are_those_of_a_plain_loop(corpus: Corpus, formula: str) -> None:
+    policy, settings, lost, shares = FORMULAS[formula]
+    run = run_with(policy=policy, relearn__passes=0, lr_boost=1.1, lr_boost_steps=0)
+    run = override(run, training__schedule="constant", training__warmup=0, training__clip=0.3)
+    swarm = TrainingSwarm(run, corpus, Ablation(**settings))
+    reference = Reference(swarm)
+    pairs = [(1, 2), (4, 5)] if swarm.policy.swapped else list(swarm.ablation.swapped)
+    for step in range(1, 5):
+        assert swarm.step() == pytest.approx(
+            reference.step(step, pairs, swarm.ablation.clip_scope), rel=1e-5
+        )
+        assert max(reference.norms) > run.training.clip  # something is clipped
+        if step == 2:
+            swarm.lose([lost])
+            reference.recover(lost, shares(reference))
+    for number, stage in enumerate(swarm.stages):
+        ours = dict(stage.module.named_parameters())
+        for name, parameter in reference.named(number).items():
+            apart = (ours[name] - parameter).abs().max().item()
+            assert apart < 0.02 * reference.lr, (number, name)
+
+
 def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
     """As the daemon has it; the weights beside them stay."""
     lora = {"rank": 4, "alpha": 16, "targets": ["q_proj", "v_proj"]}
@@ -430,15 +559,72 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
+@pytest.mark.parametrize("scope", ["global", "stage"])
+def test_gradients_are_clipped_by_all_of_the_model_or_by_stage(
+    corpus: Corpus, scope: Literal["global", "stage"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = TrainingSwarm(run_with(), corpus, Ablation(clip_scope=scope))
+    clip, scales = 0.5 * swarm.run.training.clip, []
+    swarm.run = override(swarm.run, training__clip=clip)
+    monkeypatch.setattr(StageOptimizer, "step", lambda _, lr, scale: scales.append(scale))
+    swarm.step()
+    norms = [math.sqrt(stage.omega) for stage in swarm.stages]
+    whole = [math.hypot(*norms)] * len(norms)
+    expected = [min(1, clip / norm) for norm in (norms if scope == "stage" else whole)]
+    assert min(expected) < 1
+    assert scales == pytest.approx(expected, rel=1e-4)
+
+
+def test_named_pairs_are_swapped_for_every_second_microbatch_of_the_run(corpus: Corpus) -> None:
+    swarm = TrainingSwarm(run_with(), corpus, Ablation(swapped=((1, 2),)))
+    assert [*map(swarm.order, range(3))] == [(1, 2, 3, 4, 5), (2, 1, 3, 4, 5), (1, 2, 3, 4, 5)]
+    both = Ablation(swapped=((1, 2), (4, 5)))
+    as_named = TrainingSwarm(run_with(policy="checkfree"), corpus, both)
+    as_policy = TrainingSwarm(run_with(policy="checkfree+"), corpus)
+    assert [as_named.step() for _ in range(3)] == [as_policy.step() for _ in range(3)]
+
+
+def test_a_lost_stage_gets_the_weights_of_the_stage_that_is_named(corpus: Corpus) -> None:
+    run = run_with(policy="checkfree", relearn__passes=0)
+    swarm = TrainingSwarm(run, corpus, Ablation(copied={2: 5, 3: 3}, kept_every=2))
+    first = []
+    for _ in range(4):
+        swarm.step()
+        first.append(swarm.stages[3].optimizer.weights.clone())
+    swarm.lose([3])
+    assert swarm.stages[3].optimizer.weights.equal(first[2])  # of step 3; kept at steps 1 and 3
+    (line,) = swarm.lose([2])
+    assert line["perturbation"] > 0
+    two, five = swarm.stages[2].optimizer, swarm.stages[5].optimizer
+    assert two.weights.equal(five.weights) and two.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"swapped": [(1, 2), (5, 6)]}, "swapped names stage 6: choose of the body stages 1 to 5"),
+        ({"swapped": [(1, 2), (2, 3)]}, "a stage can be in one pair only"),
+        ({"copied": {"5": "6"}}, "copied names stage 6: choose of the body stages 1 to 5"),
+        ({"copied": {"0": "1"}}, "copied names stage 0"),
+    ],
+)
+def test_stages_that_the_model_does_not_have_are_refused(
+    corpus: Corpus, named: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainingSwarm(run_with(), corpus, Ablation(**named))
+
+
 def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
-    run, guessed = run_with(policy="checkfree", relearn__passes=0), []
-    omegas: tuple[Omega, ...] = ("squared", "norm", "uniform")
+    run = override(run_with(policy="checkfree", relearn__passes=0), training__clip=0.1)
+    guessed = []
+    omegas: tuple[Omega, ...] = ("squared", "norm", "clipped", "uniform")
     for omega in omegas:
         swarm = TrainingSwarm(run, corpus, Ablation(omega=omega))
         swarm.step()
         sides = [(of, swarm.stages[of]) for of in (2, 4)]
         sources = [Trained(of, s.optimizer.weights, s.omega) for of, s in sides]
-        shares = [going_by(omega, source) for source in sources]
+        shares = [going_by(omega, source, run.training.clip) for source in sources]
         swarm.lose([3])
         guessed.append(swarm.stages[3].optimizer.weights)
         assert guessed[-1].equal(

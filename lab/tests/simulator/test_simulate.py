@@ -150,43 +150,36 @@ def test_the_papers_iterations_follow_from_its_times() -> None:
     assert table2.iterations("checkfree+")[0] == 14_002
 
 
-def test_a_batch_is_found_for_any_sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table2, "TARGET", 8.0)  # sooner simulated
+def test_the_swarm_is_the_published_rig() -> None:
     links = read_links(WAN_LINKS)
-    places = ("Oregon", "Iowa", "LA", "Canada", "NL")
-    batch = table2.fit_batch(places, links)
-    step = simulate_step(table2.swarm(places, links, "checkpoint", batch), steps=2)
-    assert step.seconds == pytest.approx(8.0, rel=0.1)
-    redundant = table2.swarm(places, links, "redundant", batch)
-    assert redundant.run.training.microbatches == 2 * batch / table2.MICROBATCH
-    assert [redundant.replicas(stage) for stage in range(7)] == [3] * 7
+    rig = table2.swarm(links, "checkfree", "forward")
+    assert [rig.replicas(stage) for stage in range(7)] == [3] * 7
+    assert [group.site for group in rig.groups[:8]] == [*table2.PLACES, "Australia"]
+    assert rig.groups[3].seconds.forward == pytest.approx(8 * 4 * 0.055)
+    assert rig.run.training.microbatches == 3 * 6
+    both = table2.swarm(links, "checkfree", "both").groups[3].seconds
+    assert both.forward + both.backward == pytest.approx(8 * 4 * 0.055)
+    redundant = table2.swarm(links, "redundant", "forward")
+    assert redundant.run.training.microbatches == 2 * 3 * 6
+    assert redundant.groups[3].seconds.forward == pytest.approx(4 * 4 * 0.055)
 
 
-def test_the_table_has_all_draws() -> None:
-    policies = list(table2.PAPER_ITERATION)
-    slow = dict.fromkeys(policies, (100.0, 110.0, 120.0))
-    fast = dict.fromkeys(policies, (50.0, 60.0, 70.0))
-    drawn = [
-        table2.Drawn(("a", "b"), 400, figures, hours, (1.0, 2.0, 3.0))
-        for figures, hours in ((slow, slow), (fast, slow), (fast, fast))
+def test_the_table_has_each_policy_and_rate_beside_the_papers() -> None:
+    seconds: list[tuple[table2.Passes, float]] = [("forward", 90.0), ("both", 45.0)]
+    cells = [
+        table2.Simulated(policy, rate, passes, each)
+        for policy in table2.PAPER_ITERATION
+        for rate in table2.RATES
+        for passes, each in seconds
     ]
-    factors = dict.fromkeys(policies, (1.0, 1.0, 1.0))
-    text = table2.table(drawn, factors)
-    assert "| checkfree, 5 % | 91.3 | 50.0 (50.0 to 95.0) | 367.8 | 100 (55 to 100) | 139 |" in text
-    findings = table2.findings(drawn, None)
-    assert "takes 1.00 (1.00 to 1.00) of one with checkpoints; 1.65 in the paper" in findings
-    assert "paper redundant < checkfree+ < checkfree < checkpoint" in findings
-    assert "the paper's order in 0 of 3 choices" in findings
-    as_there = [replace(choice, train=table2.PAPER_TRAIN) for choice in drawn]
-    assert "the paper's order in 3 of 3 choices" in table2.findings(as_there, None)
-
-
-def test_iterations_of_the_lab_are_taken_from_its_runs() -> None:
-    factors = table2.lab_factors(RESULTS / "failure-rates/runs.jsonl")
-    assert factors["redundant"] == (1.0, 1.0, 1.0)
-    low, middle, high = factors["checkpoint"]
-    assert 1 < low < middle < high
-    assert all(1 < factor < high for factor in factors["checkfree"])
+    text = table2.table(cells)
+    assert "| checkfree, 5 % | 91.3 | 45.0 | 90.0 | 367.8 | 181 | 363 |" in text
+    assert text.count("\n") == 2 + 4 * 3
+    row = table2.rows(cells, {"machine": "m"})[0]
+    assert row == {
+        **{"machine": "m", "policy": "checkpoint", "rate": "5 %", "passes": "forward"},
+        "seconds": 90.0,
+    }
 
 
 # --- the command

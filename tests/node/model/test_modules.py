@@ -258,11 +258,9 @@ def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
         ("tiny", 2048, 0.525),
         ("mini", 2048, 2.62),
         ("midi", 2048, 7.87),
-        ("small", 81_145, 124),
-        ("medium", 93_588, 500),
-        ("large", 65_130, 1500),
-        ("small", 50_257, 92.4),
-        ("large", 50_257, 1439),
+        ("small", 32_000, 83),
+        ("medium", 32_000, 468),
+        ("large", 32_000, 1742),
     ],
 )
 def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: float) -> None:
@@ -270,11 +268,24 @@ def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: f
     assert parameters(config) == pytest.approx(millions * 1e6, rel=0.005)
 
 
-def test_presets_are_table_4_of_the_paper() -> None:
-    small = shape.model_config(ModelSection(preset="small"), 32_000)
-    assert (small.dim, small.heads, small.kv_heads, small.layers) == (512, 8, 8, 12)
-    assert (small.cut, small.context) == ((3, 3, 3, 3), 512)
-    assert (small.hidden, small.learning_rate) == (1536, 6e-4)
+@pytest.mark.parametrize(
+    ("preset", "dim", "heads", "layers", "context"),
+    [
+        ("small", 512, 8, (3,) * 4, 512),
+        ("medium", 1024, 16, (4,) * 6, 1024),
+        ("large", 2048, 16, (4,) * 6, 4096),
+    ],
+)
+def test_presets_are_table_4_of_the_paper_and_modules_those_of_its_code(
+    preset: str, dim: int, heads: int, layers: tuple[int, ...], context: int
+) -> None:
+    """A block of the published code has four square matrices, three of four times the width, and
+    two norms; its first stage two tables of 32,000 tokens, and a norm."""
+    config = shape.model_config(ModelSection(preset=preset), 32_000)
+    assert (config.dim, config.heads, config.kv_heads) == (dim, heads, heads)
+    assert (config.cut, config.context) == (layers, context)
+    block = 4 * dim**2 + 3 * dim * 4 * dim + 2 * dim
+    assert parameters(config) == 2 * 32_000 * dim + dim + sum(layers) * block
 
 
 def test_stages_divide_the_layers_evenly_or_as_it_is_said() -> None:
