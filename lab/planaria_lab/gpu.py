@@ -188,7 +188,7 @@ def of_loss(model: str, place: Place) -> Figures:
         left.training(run, Path(out), place.device) as watched,
     ):
         loss = left.lose(watched, stage=2)
-    return {"stage": loss.stage, "method": loss.method, "measured": loss._asdict()}
+    return {"stage": loss.stage, "measured": loss._asdict()}
 
 
 def of_run(policy: str, seed: int, place: Place) -> Figures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ def measure(
     sizes, speeds = {}, {}
     for codec in CODECS:
         descriptors, buffers = encode([tensor], codec)
-        ways = {
+        ways: dict[str, Callable[[], object]] = {
             "encode": partial(encode, [tensor], codec),
             "decode": partial(decode, descriptors, buffers, device),
         }

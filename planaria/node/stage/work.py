@@ -141,7 +141,7 @@ class TorchWork:
         shape = self.run.training.microbatch, self.config.context, self.config.crossing
         with self._mode():
             y = self._blocks(torch.zeros(shape, device=self.device, requires_grad=True))
-        y.backward(torch.zeros_like(y))  # type: ignore[no-untyped-call]
+        y.backward(torch.zeros_like(y))
 
     # --- passes
 
