@@ -22,7 +22,6 @@ __all__ = ["the_same_attention"]
 SHAPE = {"preset": "tiny", "dim": 16, "heads": 2, "context": 8, "stages": 3, "layers": 3}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "relearned": ({"recovery": {"policy": "checkfree"}}, {}),
-    "relearned by Adam": ({"recovery": {"policy": "checkfree"}}, {"relearn_adam": 0.01}),
     "checkpoints": ({"recovery": {"policy": "checkpoint"}}, {}),
     "averaged": ({"wire": {"averaging": "int8"}}, {"replicas": 2}),
     "a share is lost": ({"recovery": {"policy": "snapshot"}}, {"lost_share": 0.5}),
