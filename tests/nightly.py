@@ -70,6 +70,9 @@ def pieces(seeds: int, seconds: int) -> Iterator[Piece]:
         fuzz = *python, "tests.fuzz", target, "--seconds", str(seconds)
         yield Piece(f"fuzz {target} for {seconds} s", command=fuzz)
     yield Piece("families of decoders", command=(*python, "planaria_lab.bench.decoders"))
+    rows = OUT / f"gpu-{_git('rev-parse', '--short=12', 'HEAD')}"
+    on_cpu = *python, "planaria_lab.gpu", "--device", "cpu", "--out", str(rows)
+    yield Piece("pieces of the GPU command", command=on_cpu)
     for folder in sorted({test.parent for test in ROOT.glob("**/tests/**/test_*.py")}):
         tests = map(str, sorted(folder.glob("test_*.py")))
         test = *OTHER_PROCESSOR, *python, "pytest", *tests

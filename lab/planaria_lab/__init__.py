@@ -5,7 +5,7 @@ entry points. `convergence`: what losses cost in learning. `emulation`: live swa
 with delay and bandwidth. `chaos`: live swarms under injected faults. `saves`: what writing
 them costs a live swarm. `simulator`: swarms in simulated time. `planning`: what to rent. `scar` and
 `spare`: the experiments of two papers. `bench`: measurements, each beside a
-reference. origin.py: where a row of results comes from, and which rows are a pair. evidence.py:
-what pages claim without rows. lines.py: distinct styles of lines in plots. choices.py: rows of
-snapshots, otherwise chosen than by nodes.
+reference. gpu.py: measurements on a card that is borrowed. origin.py: where a row of results comes
+from, and which rows are a pair. evidence.py: what pages claim without rows. lines.py: distinct
+styles of lines in plots. choices.py: rows of snapshots, otherwise chosen than by nodes.
 """

@@ -22,11 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
+from planaria_lab.bench.pipeline import CPU, one_each
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import LOOK, Lines, Watched, swarm
 
@@ -89,14 +92,14 @@ class Handover(NamedTuple):
 
 
 @contextmanager
-def training(run: RunFile, out: Path) -> Iterator[Watched]:
+def training(run: RunFile, out: Path, device: torch.device = CPU) -> Iterator[Watched]:
     nodes = {
-        str(stage): [
-            *("node", "--stage", str(stage), "--threads", "1", "--cloud", "none"),
-            *("--seats", str(STAGES + 1 if stage == STAYS else 1), "--save-dir", "none"),
-            *("--grace", str(NOTICE)),
+        slot: [
+            *arguments,
+            *("--seats", str(run.model.body_stages + 1 if slot == str(STAYS) else 1)),
+            *("--save-dir", "none", "--grace", str(NOTICE)),
         ]
-        for stage in range(STAGES + 1)
+        for slot, arguments in one_each(run, device).items()
     }
     with swarm(run, run_planaria, out, nodes, nodes.keys() - {str(STAYS)}) as look:
         yield Watched(look, out / "logs")

@@ -26,11 +26,13 @@ from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
 from planaria_lab.bench.rows import keep
+from planaria_lab.bench.stage import seconds
 from planaria_lab.bench.swarm import Living, swarm
 from planaria_lab.bench.torch_pipeline import torch_pipeline
 from planaria_lab.convergence.training import TrainingSwarm
 
 STAGES, CONTEXT = 4, 256
+CPU = torch.device("cpu")
 ONE, SWARM, TORCH = "one process", "swarm", "torch.distributed.pipelining"
 ROUNDS = 5
 LOOK = 0.005  # seconds
@@ -58,16 +60,13 @@ class Trains(Protocol):
 
 
 class OneProcess:
-    """One process that trains with all cores."""
+    """One process that trains with all threads of torch."""
 
-    def __init__(self, run: RunFile, corpus: Corpus) -> None:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self._swarm = TrainingSwarm(run, corpus)
+    def __init__(self, run: RunFile, corpus: Corpus, device: torch.device) -> None:
+        self._swarm, self._device = TrainingSwarm(run, corpus, device=device), device
 
     def step(self) -> float:
-        started = time.perf_counter()
-        self._swarm.step()
-        return time.perf_counter() - started
+        return seconds(self._swarm.step, self._device)
 
 
 class Processes:
@@ -109,24 +108,21 @@ def turns(trainers: dict[str, Trains]) -> Iterator[dict[str, float]]:
 
 def ratio(rounds: list[dict[str, float]], name: str, reference: str) -> float:
     """The median ratio of tokens per second."""
-    return statistics.median(seconds[reference] / seconds[name] for seconds in rounds)
+    return statistics.median(turn[reference] / turn[name] for turn in rounds)
 
 
 def main() -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         corpus, _ = prepare(Recipe([str(SHIPPED)]), out / "data")
         run = resolve(override(loads(RUN), data__path=str(out / "data")))
-        nodes = {
-            str(stage): ["node", "--stage", str(stage), "--threads", "1", "--cloud", "none"]
-            for stage in range(STAGES + 1)
-        }
         with (
-            swarm(run, run_planaria, out / "swarm", nodes) as ours,
+            swarm(run, run_planaria, out / "swarm", one_each(run, CPU)) as ours,
             torch_pipeline(run, out / "torch") as theirs,
         ):
             starters: dict[str, Callable[[], Trains]] = {
-                ONE: lambda: OneProcess(run, corpus),
+                ONE: lambda: OneProcess(run, corpus, CPU),
                 SWARM: lambda: Processes(ours),
                 TORCH: lambda: Processes(theirs),
             }
@@ -134,18 +130,25 @@ def main() -> None:
     tokens = run.training.batch * CONTEXT
     keep(
         "pipeline",
-        tokens_per_second=[{n: tokens / s for n, s in seconds.items()} for seconds in rounds],
+        tokens_per_second=[{name: tokens / s for name, s in turn.items()} for turn in rounds],
     )
     print(f"ratio swarm / one process: {ratio(rounds, SWARM, ONE):.2f} (goal {GOAL})")
     print(f"ratio swarm / {TORCH}: {ratio(rounds, SWARM, TORCH):.2f} (goal {GOAL_OF_TORCH})")
 
 
+def one_each(run: RunFile, device: torch.device) -> dict[str, list[str]]:
+    """Arguments of a node for each stage, all on this device."""
+    arguments = ["--threads", "1", "--cloud", "none", "--device", str(device)]
+    stages = range(run.model.body_stages + 1)
+    return {str(stage): ["node", "--stage", str(stage), *arguments] for stage in stages}
+
+
 def measure(starters: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
     """Seconds of a step of each, in rounds. Each begins when the one before is stopped."""
     rounds = []
-    for seconds in turns({name: begin() for name, begin in starters.items()}):
-        rounds.append(seconds)
-        print("   ".join(f"{name}: {s:.2f} s a step" for name, s in seconds.items()), flush=True)
+    for turn in turns({name: begin() for name, begin in starters.items()}):
+        rounds.append(turn)
+        print("   ".join(f"{name}: {s:.2f} s a step" for name, s in turn.items()), flush=True)
     return rounds
 
 

@@ -62,7 +62,7 @@ class Replicas:
         self.sent, rows = state
         for feedbacks, stage_rows in zip(self._held_back, rows, strict=True):
             for feedback, row in zip(feedbacks, stage_rows, strict=True):
-                feedback.row = row
+                feedback.row = None if row is None else row.to(self._rows[0][0].device)
 
     def forget(self, stage: int) -> None:
         """Drops the error feedback of a stage whose nodes are lost or went back."""

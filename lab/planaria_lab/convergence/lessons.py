@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from planaria.recovery import relearning
@@ -22,12 +23,16 @@ class BlockSamples(NamedTuple):
 
     step: int
     stages: tuple[int, ...]
-    x: Tensor
+    x: Tensor  # on the CPU, as y
     y: Tensor
 
     @property
     def stage_tokens(self) -> int:
         return self.x.shape[0] * self.x.shape[1] * len(self.stages)
+
+    def pair(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """x and y on the device, float32."""
+        return self.x.to(device).float(), self.y.to(device).float()
 
 
 class LessonState(NamedTuple):
@@ -55,6 +60,7 @@ class Lesson:
     in_order: bool
     constant: bool
     within: int  # steps beside which it goes on
+    device: torch.device
     done: int = 0
     steps: int = 0
     line: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +84,7 @@ class Lesson:
         if not self.constant:
             for learner in self.learners.values():
                 learner.lr = rate(self.lr, self.done / self.updates, self.steps / self.within)
-        learn([self.learners[stage] for stage in piece.stages], piece.x.float(), piece.y.float())
+        learn([self.learners[stage] for stage in piece.stages], *piece.pair(self.device))
         self.done += 1
         self.line["updates"] = self.done
         self.line["stage_tokens"] += piece.stage_tokens
@@ -124,16 +130,18 @@ class Lesson:
 
     def residual(self) -> float:
         """The residual over all of the newest step's pairs, of any run of stages."""
-        return residual(self.learners, self.measured)
+        return residual(self.learners, self.measured, self.device)
 
 
-def residual(learners: Mapping[int, Learner], pieces: Iterable[BlockSamples]) -> float:
-    chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-    for _, visited, x, y in pieces:
-        chains.setdefault(visited, []).append((x, y))
+def residual(
+    learners: Mapping[int, Learner], pieces: Iterable[BlockSamples], device: torch.device
+) -> float:
+    chains: dict[tuple[int, ...], list[BlockSamples]] = {}
+    for piece in pieces:
+        chains.setdefault(piece.stages, []).append(piece)
     error = norm = 0.0
-    for visited, pairs in chains.items():
-        wide = [(x.float(), y.float()) for x, y in pairs]
+    for visited, of_chain_pieces in chains.items():
+        wide = [piece.pair(device) for piece in of_chain_pieces]
         of_chain = math.fsum(squared_distance(y, x) for x, y in wide)
         error += (
             residual_error([learners[visited_stage] for visited_stage in visited], wide) * of_chain

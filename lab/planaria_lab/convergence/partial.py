@@ -42,7 +42,7 @@ class PartialRun:
             return None
         try:
             with torch.serialization.safe_globals([Progress, *STATE_CLASSES]):
-                saved = torch.load(self._path, map_location=swarm.device, weights_only=True)
+                saved = torch.load(self._path, map_location="cpu", weights_only=True)
             swarm.put(saved["swarm"])
             progress: Progress = saved["progress"]
         except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:

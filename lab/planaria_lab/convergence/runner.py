@@ -155,8 +155,8 @@ def run_one(
     started -= progress.seconds
     curve, rebuilds = progress.curve, progress.rebuilds
     try:
-        for iteration, lost in _iterations(job, swarm, progress.iteration):
-            swarm.step()
+        for iteration, lost, loss_soon in _iterations(job, swarm, progress.iteration):
+            swarm.step(loss_soon)
             if lost:
                 rebuilds += [{"iteration": iteration, **line} for line in swarm.lose(lost)]
             every = run.training.validate_every
@@ -186,17 +186,20 @@ def run_one(
     }
 
 
-def _iterations(job: Job, swarm: TrainingSwarm, done: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Counted from 1, without the first that are `done`, with the stages that are lost after each,
-    until all steps are committed. Who loses more than it gains is stopped at three times as
-    many."""
+def _iterations(
+    job: Job, swarm: TrainingSwarm, done: int
+) -> Iterator[tuple[int, tuple[int, ...], bool]]:
+    """Counted from 1, without the first that are `done`, until all steps are committed. With each
+    come the stages that are lost after it, and whether any is lost while its boundary tensors are
+    of use. Who loses more than it gains is stopped at three times as many."""
     steps = job.run.steps
     planned = schedule(job.losses, job.seed, 3 * steps, swarm.config.stages)
     for iteration in range(done + 1, 3 * steps + 1):
         if swarm.committed >= steps:
             return
         last = swarm.committed + 1 >= steps
-        yield iteration, () if last else planned.get(iteration, ())
+        useful = range(iteration, iteration + (swarm.boundary.maxlen or 0))
+        yield iteration, () if last else planned.get(iteration, ()), any(map(planned.get, useful))
 
 
 def _other(swarm: TrainingSwarm, folder: Path) -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_an
 from planaria.node.data.windows import microbatch_ids
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.learning_rate import boost, of_run
+from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
@@ -33,7 +34,7 @@ from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
-from planaria.node.stage.work import put_together, taken_apart
+from planaria.node.stage.work import in_precision, passes_of, put_together, taken_apart
 from planaria.node.state.copies import snapshot_section
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode
@@ -128,6 +129,7 @@ class Stage:
 
     module: EmbeddingStage | BodyStage
     optimizer: StageOptimizer
+    passes: Sequence[Callable[..., Any]]  # the module's, as `work.passes_of` has them
     omega: float = 0.0  # squared norm of the last gradient
     boosted_at: int = 0
 
@@ -202,15 +204,16 @@ class Crossing(torch.autograd.Function):
 
 def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
     figures, *beside = taken_apart(x, config, kind)
-    sent = encode([figures], codec)
-    return put_together([*decode(*sent, figures.device), *beside], config)
+    if codec != "none":  # its bytes needn't leave the device
+        (figures,) = decode(*encode([figures], codec), figures.device)
+    return put_together([figures, *beside], config)
 
 
 class Crossings(NamedTuple):
     """The tensors of one microbatch in one step: before its first visit, after it, and so on."""
 
     order: tuple[int, ...]
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # on the CPU
 
 
 @dataclass
@@ -299,7 +302,10 @@ class TrainingSwarm:
             module = self.beginning.stage(stage)
         else:
             module = build_stage(self.config, stage, seed, self.beginning.own)
-        return Stage(module, StageOptimizer.of_run(module, self.device, self.run))
+        if self.config.lora is not None:
+            Frozen(module, self.run.training.precision == "bf16")
+        optimizer = StageOptimizer.of_run(module, self.device, self.run)
+        return Stage(module, optimizer, passes_of(module, self.run))
 
     def _check_named_stages(self) -> None:
         """Raises ValueError for stages of the ablation that the model doesn't have."""
@@ -332,6 +338,8 @@ class TrainingSwarm:
             saved_stage.put(stage)
         for name in KEPT:
             setattr(self, name, state[name])
+        for running in self.snapshots.values():
+            running.sent.sent = running.sent.sent.to(self.device)
         self.boundary.extend(state["boundary"])
         if self.replicas is not None:
             self.replicas.put(state["replicas"])
@@ -341,28 +349,34 @@ class TrainingSwarm:
 
     # --- training
 
-    def step(self) -> float:
-        """Trains the next step; returns its mean loss, nats a token."""
+    def step(self, loss_soon: bool = True) -> float:
+        """Trains the next step; returns its mean loss, nats a token. Without a `loss_soon`, its
+        boundary tensors are not kept."""
         training, replicas = self.run.training, self.replicas
         step = self.committed + 1
         ids = self.windows.ids(step)
         ahead = self._ahead()
+        keeps = self.relearns and loss_soon
         losses, crossed = [], []
         scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
         before = self.committed * training.microbatches
         for microbatch in range(training.microbatches):
             visits = self.order(before + microbatch)
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
-            loss, tensors = self._forward(visits, *self._samples(TRAIN, chosen))
+            tensors: list[Tensor] | None = [] if keeps else None
+            with in_precision(self.run, self.device):
+                loss = self._forward(visits, tensors, *self._samples(TRAIN, chosen))
             with nullcontext() if replicas is None else replicas.computing(microbatch):
                 (loss / scored).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
-            crossed.append(Crossings(visits, tensors))
+            crossed.append(Crossings(visits, tensors or []))
         if replicas is not None:
             replicas.average(step, training.microbatches)
         self._commit(step, ahead)
-        if self.relearns:
+        if keeps:
             self.boundary.append((step, crossed))
+        else:
+            self.boundary.clear()
         self._keep_ready()
         return math.fsum(losses) / scored
 
@@ -410,42 +424,32 @@ class TrainingSwarm:
     def _forward(
         self,
         visits: Sequence[int],
+        crossed: list[Tensor] | None,
         inputs: Tensor,
         targets: Tensor,
         begins: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The sum of the tokens' losses, and what crossed from stage to stage."""
-        ends = self.stages[0].module
-        assert isinstance(ends, EmbeddingStage)
-        crossed: list[Tensor] = []
-        with self._precision():
-            x = ends.embed(inputs, begins)
-            for stage in visits:
-                x = self._crosses(x, crossed)
-                x = self.stages[stage].module(x)
-            x = self._crosses(x, crossed)
-            return ends.loss(x, targets), crossed
+    ) -> Tensor:
+        """The sum of the tokens' losses. What crosses from stage to stage goes to `crossed`, if it
+        is to be kept."""
+        embed, loss = self.stages[0].passes
+        x = embed(inputs, begins)
+        for stage in visits:
+            (blocks,) = self.stages[stage].passes
+            x = blocks(self._crosses(x, crossed))
+        total: Tensor = loss(self._crosses(x, crossed), targets)
+        return total
 
-    def _crosses(self, x: Tensor, crossed: list[Tensor]) -> Tensor:
+    def _crosses(self, x: Tensor, crossed: list[Tensor] | None) -> Tensor:
         received: Tensor = Crossing.apply(x, self.run.wire, self.config)  # type: ignore[no-untyped-call]
-        crossed.append(self._packed(received))
+        if crossed is not None:
+            crossed.append(self._packed(received.detach()))
         return received
 
     def _packed(self, x: Tensor) -> Tensor:
-        if not self.relearns or not torch.is_grad_enabled():
-            return torch.empty(0)
         if self.ablation.relearn_codec == "int8":
-            cpu = x.detach().float().cpu()
-            return decode(*encode([cpu], "int8"))[0].to(x.device, torch.bfloat16)
-        return x.detach().to(torch.float32 if self._exact else torch.bfloat16, copy=True)
-
-    @property
-    def _exact(self) -> bool:
-        return self.ablation.relearn_codec == "none"
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        bf16 = self.run.training.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+            return decode(*encode([x.float().cpu()], "int8"))[0].to(torch.bfloat16)
+        exact = self.ablation.relearn_codec == "none"
+        return x.to("cpu", torch.float32 if exact else torch.bfloat16, copy=True)
 
     def _commit(self, step: int, ahead: Mapping[int, Tensor]) -> None:
         training, recovery = self.run.training, self.run.recovery
@@ -479,7 +483,7 @@ class TrainingSwarm:
             tensors = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]
         natural = order(0, self.config.stages, swapped=False)
         parts = zip(*(torch.split(tensor, 64) for tensor in tensors), strict=True)
-        losses = [self._forward(natural, *part)[0].item() for part in parts]
+        losses = [self._forward(natural, None, *part).item() for part in parts]
         return math.fsum(losses) / max(1, int((tensors[1] != UNSCORED).sum()))
 
     # --- what is kept for the day of a loss
@@ -625,7 +629,8 @@ class TrainingSwarm:
             before = optimizer.weights.clone()
             tensors = [flat for _, flat in optimizer.state(optimizer=True)]
             for flat, held_tensor in zip(tensors, running.held.tensors, strict=False):
-                layout.scatter(flat, lost, layout.gather(held_tensor, lost))
+                rows = layout.gather(held_tensor, lost)
+                layout.scatter(flat, lost, [of_width.to(flat.device) for of_width in rows])
             moved = torch.linalg.vector_norm(optimizer.weights - before, dtype=torch.float64)
             squared += moved.item() ** 2
             ages += (self.committed - taken_at[lost]).tolist()
@@ -774,7 +779,8 @@ class TrainingSwarm:
                 update = Adam(stage.optimizer)
             learners[number] = Learner(stage.module, lr, bf16, update)
         ways = ablation.relearn_in_order, ablation.relearn_constant
-        return Lesson(learners, pieces, passes, lr, *ways, self.run.recovery.relearn.within)
+        within = self.run.recovery.relearn.within
+        return Lesson(learners, pieces, passes, lr, *ways, within, self.device)
 
     def _passes(self, block: Sequence[int]) -> int:
         wanted = self.run.recovery.relearn.passes

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import distributed
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import planaria.node.data.spread
@@ -16,6 +18,7 @@ from planaria.node.data.corpus import CorpusError
 from planaria_lab.convergence import runner
 from planaria_lab.convergence.runner import resolved, run_all_over_dask, run_one
 from planaria_lab.convergence.study import RESULTS, Job, Study, jobs, load, read_results
+from planaria_lab.convergence.training import TrainingSwarm
 from planaria_lab.origin import origin
 
 
@@ -109,3 +112,76 @@ def test_data_of_a_study_without_a_text_is_not_made(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["lab", "run", str(path)])
     assert result.exit_code == 1
     assert "and the study's text is empty" in " ".join(result.output.split())
+
+
+def relearned(data: Path, **training: object) -> tuple[str, Job]:
+    """A run with its only loss after iteration 6, before which three steps are kept."""
+    study = Study.model_validate(
+        {
+            "title": "One loss",
+            "seeds": [0],
+            "run": {
+                "steps": 9,
+                "data": {"path": str(data)},
+                "model": {"preset": "tiny", "dim": 32, "context": 32, "stages": 3, "layers": 3},
+                "training": {"batch": 4, "microbatch": 2, "warmup": 2, **training},
+                "recovery": {"relearn": {"steps": 3}},
+            },
+            "losses": {"at": ["2@6"]},
+            "baseline": "relearned",
+            "target": 2,
+            "variants": [{"name": "relearned"}],
+        }
+    )
+    ((key, job),) = resolved(jobs(study))
+    return key, job
+
+
+def test_boundary_tensors_are_kept_in_the_steps_before_a_loss_only(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TrainingSwarm] = []
+
+    def make(*args: Any) -> TrainingSwarm:
+        made.append(TrainingSwarm(*args))
+        return made[0]
+
+    class AlwaysKeeping(TrainingSwarm):
+        def step(self, loss_soon: bool = True) -> float:
+            return super().step()
+
+    key, job = relearned(data)
+    kept: list[int] = []
+    monkeypatch.setattr(runner, "TrainingSwarm", make)
+    few = run_one(key, job, "cpu", trained=lambda: kept.append(len(made[0].boundary)))
+    assert kept == [0, 0, 0, 1, 2, 3, 0, 0, 0]
+    monkeypatch.setattr(runner, "TrainingSwarm", AlwaysKeeping)
+    assert few["rebuilds"][0]["relearned"]["updates"] > 0
+    assert {**few, "seconds": 0, "at": 0} == {**run_one(key, job, "cpu"), "seconds": 0, "at": 0}
+
+
+def test_a_run_recomputes_and_computes_in_bf16_as_a_node_does(data: Path) -> None:
+    losses = {}
+    for name, training in {
+        "plain": {},
+        "recomputed": {"recompute": True},
+        "bf16": {"precision": "bf16"},
+    }.items():
+        key, job = relearned(data, **training)
+        losses[name] = run_one(key, job, "cpu")["validation"][-1][2]
+    assert losses["recomputed"] == losses["plain"]
+    assert losses["bf16"] != losses["plain"]
+    assert losses["bf16"] == pytest.approx(losses["plain"], rel=1e-2)
+
+
+def test_a_run_compiles_what_a_node_does(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compiling(passes: Any) -> Any:
+        compiled.append(getattr(passes, "__name__", type(passes).__name__))
+        return passes
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    key, job = relearned(data, compile=True)
+    run_one(key, job, "cpu")
+    assert compiled == ["embed", "loss", *["LlamaBody"] * 3]

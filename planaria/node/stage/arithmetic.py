@@ -81,8 +81,6 @@ class TorchStage:
         self._module = module.to(device)
         bf16 = run.training.precision == "bf16"
         self._base = None if config.lora is None else Frozen(self._module, bf16)
-        if isinstance(self._module, BodyStage):
-            self._module.recompute = run.training.recompute
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
         self.tensors = dict(self.optimizer.state(optimizer=True))
         self.gradient = self.optimizer.gradient

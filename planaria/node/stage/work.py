@@ -103,11 +103,11 @@ class TorchWork:
         self._room = room or DeviceRoom(self.device)
         stage = 0 if isinstance(module, EmbeddingStage) else 1
         self._needs = saved(run, config, stage) + (working(run, config, stage) if stage else 0)
-        compiled: Callable[..., Any] = torch.compile if run.training.compile else _as_it_is
+        passes = passes_of(module, run)
         if isinstance(module, EmbeddingStage):
-            self._embed, self._loss = compiled(module.embed), compiled(module.loss)
+            self._embed, self._loss = passes
         else:
-            self._blocks: Callable[[Tensor], Tensor] = compiled(module)
+            (self._blocks,) = passes
         if corpus is not None:
             self._windows = windows(corpus, run.seed, config.context, run.batches)
 
@@ -141,7 +141,7 @@ class TorchWork:
         shape = self.run.training.microbatch, self.config.context, self.config.crossing
         with self._mode():
             y = self._blocks(torch.zeros(shape, device=self.device, requires_grad=True))
-        y.backward(torch.zeros_like(y))  # type: ignore[no-untyped-call]
+        y.backward(torch.zeros_like(y))
 
     # --- passes
 
@@ -326,9 +326,7 @@ class TorchWork:
     def _mode(self) -> AbstractContextManager[Any]:
         if self._evaluating:
             return torch.no_grad()
-        if self.run.training.precision == "float32":
-            return nullcontext()  # not every device has autocast
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return in_precision(self.run, self.device)
 
     # --- gradients
 
@@ -393,5 +391,17 @@ def put_together(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
     return x
 
 
-def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
-    return call
+def passes_of(module: EmbeddingStage | BodyStage, run: RunFile) -> list[Callable[..., Any]]:
+    """The pass of a body stage, or embedding and loss of stage 0, as `run.training` says."""
+    if isinstance(module, EmbeddingStage):
+        passes: list[Callable[..., Any]] = [module.embed, module.loss]
+    else:
+        module.recompute = run.training.recompute
+        passes = [module]
+    return [torch.compile(each) for each in passes] if run.training.compile else passes
+
+
+def in_precision(run: RunFile, device: torch.device) -> AbstractContextManager[Any]:
+    if run.training.precision == "float32":
+        return nullcontext()  # not every device has autocast
+    return torch.autocast(device.type, torch.bfloat16)

@@ -1,6 +1,7 @@
-"""All that computes on a node's device, on one that is neither CPU nor CUDA: it has the CPU's bits.
+"""All that computes on a node's device, on the one that DEVICE names, against the CPU.
 
-test_any_device.py runs these in a process of their own, in which torch has that device.
+test_any_device.py runs these in a process of their own. `other` is neither CPU nor CUDA, and has
+the CPU's bits; a GPU sums in an order of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ from planaria.recovery.snapshot import SentSnapshot
 from tests.harness.reducing import Network, gradients, reduce_all
 
 LACKS: Final = os.environ.get("LACKS", "")
-OTHER: Final = register(LACKS)
+DEVICE: Final = os.environ.get("DEVICE", "other")
+EMULATED: Final = DEVICE == "other"
+OTHER: Final = register(LACKS) if EMULATED else torch.device(DEVICE)
+FAR: Final = 0.05
+"""How far apart, relative to their norm, tensors may be that a GPU has summed: Adam's first steps
+turn rounding errors of a gradient near 0 into whole ones."""
+emulated = pytest.mark.skipif(not EMULATED, reason="of a device that is neither CPU nor CUDA")
 rounds = pytest.mark.skipif(LACKS == "rounding", reason="passes and codecs divide")
 SECTION: Final = {"dim": 8, "heads": 2, "stages": STAGES, "layers": 2, "context": 4, "hidden": 8}
 RUNS: Final[dict[str, dict[str, Any]]] = {
@@ -108,18 +115,29 @@ def trained(settings: dict[str, Any], corpus: Corpus, device: torch.device) -> d
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
 def test_a_swarm_trains(settings: dict[str, Any], data: Path) -> None:
     corpus = Corpus.open(data)
-    same(partial(trained, settings, corpus))
+    same(partial(trained, settings, corpus), sums=True)
 
 
-def same(computed: Callable[[torch.device], dict[str, Any]]) -> None:
-    """Each value, bit for bit."""
+def same(computed: Callable[[torch.device], dict[str, Any]], sums: bool = False) -> None:
+    """Each value, bit for bit; on a GPU nearly, if it `sums` values of a tensor."""
     found, wanted = computed(OTHER), computed(CPU)
     assert found.keys() == wanted.keys()
     for name, value in found.items():
         if isinstance(value, Tensor):
-            assert value.device.type == "cpu" and torch.equal(value, wanted[name]), name
+            assert value.device.type == "cpu", name
+            assert torch.equal(value, wanted[name]) or near(value, wanted[name], sums), name
         else:
-            assert value == wanted[name], name
+            assert repr(value) == repr(wanted[name]) or near(value, wanted[name], sums), name
+
+
+def near(value: Any, wanted: Any, sums: bool) -> bool:
+    if EMULATED:
+        return False
+    if isinstance(value, Tensor):
+        return sums and bool((value - wanted).norm() <= FAR * wanted.norm())
+    if isinstance(value, float):
+        return bool(value == pytest.approx(wanted, rel=1e-2 if sums else 1e-9))
+    return sums and isinstance(value, bytes)  # a digest
 
 
 def stage_on(device: torch.device, corpus: Corpus, **settings: Any) -> TorchStage:
@@ -172,7 +190,7 @@ def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: An
             stage.optimizer.load(zip(stage.tensors, tensors, strict=True), step + 1)
             update = sent.take((1, step), list(stage.tensors.values()))
             found[f"payload {step}"] = update.payload
-            found[f"perturbation {step}"] = repr(update.perturbation)
+            found[f"perturbation {step}"] = update.perturbation
         saves = Saves(tmp_path / device.type, "run", 1, 4, Contents.of(config, 1))
         writer = Writer(saves, 1, pytest.fail, lambda age: None)
         state = StageState(StateId.after(commit, 1, 1, 3), stage.tensors, 0.5, 0, commit, 6)
@@ -193,7 +211,7 @@ def test_replicas_sum_their_gradients(codec: Any) -> None:
         assert reduce_all(Network(nodes, codec), values) == [None] * len(nodes)
         return {node: of.cpu() for node, of in zip(nodes, values, strict=True)}
 
-    same(summed)
+    same(summed, sums=codec in ("int4", "lowrank"))
 
 
 @rounds
@@ -218,7 +236,7 @@ def test_a_stage_relearns(corpus: Corpus, settings: dict[str, Any]) -> None:
         lesson.finish(undo=False)
         return found | {"weights": stage.optimizer.weights.cpu(), "digest": stage.digest()}
 
-    same(learned)
+    same(learned, sums=True)
 
 
 @rounds
@@ -238,7 +256,7 @@ def test_a_stage_answers_what_it_is_shown(corpus: Corpus) -> None:
             "other": ends.look([y], True, other).cpu(),
         }
 
-    same(answered)
+    same(answered, sums=True)
 
 
 @rounds
@@ -255,7 +273,7 @@ def test_frozen_weights_and_other_adapters_come_from_elsewhere(corpus: Corpus) -
             "frozen": stage._base.words().cpu(),
         }
 
-    same(answered)
+    same(answered, sums=True)
 
 
 @rounds
@@ -271,7 +289,7 @@ def test_packed_matrices_are_multiplied(base: Base) -> None:
         assert x.grad is not None
         return {"output": y.detach().cpu(), "gradient": x.grad.cpu()}
 
-    same(multiplied)
+    same(multiplied, sums=True)
 
 
 @rounds
@@ -285,9 +303,10 @@ def test_a_whole_model_scores(corpus: Corpus) -> None:
                 parameter.data.copy_(drawn(*parameter.shape, seed=number))
         return {"logits": model.logits(tokens).cpu(), "loss": model.loss(tokens, tokens)}
 
-    same(scored)
+    same(scored, sums=True)
 
 
+@emulated
 def test_it_is_found_and_described(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert pick_device("auto") == pick_device("other") == pick_device("other:0") == OTHER
     assert pick_device("cpu") == CPU
@@ -306,5 +325,5 @@ def test_it_is_found_and_described(monkeypatch: pytest.MonkeyPatch, capsys: Any)
 
 def test_a_device_without_room_frees_what_it_can() -> None:
     room = DeviceRoom(OTHER)
-    with pytest.raises(NoRoomError, match="other:0 has no room for one"), room.guarding(0, True):
+    with pytest.raises(NoRoomError, match=f"{OTHER} has no room for one"), room.guarding(0, True):
         raise RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)")

@@ -1,4 +1,4 @@
-"""Stages on a device that is neither CPU nor CUDA."""
+"""Stages on a device that is neither CPU nor CUDA, and on a GPU."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 RUN = "import os, pytest, sys; status = pytest.main(); sys.stdout.flush(); os._exit(status)"
 """Without an end of the interpreter: torch has threads for the device, which don't outlive it."""
+HERE = torch.cuda.is_available()
+CUDA = pytest.mark.cuda, pytest.mark.skipif(not HERE, reason="torch sees no GPU by CUDA")
 
 
-@pytest.mark.parametrize("lacks", ["", "float64", "rounding"])
-def test_all_computes_on_a_device_of_any_kind(lacks: str) -> None:
-    tests = str(Path(__file__).with_name("on_other_device.py"))
-    command = [sys.executable, "-c", RUN, tests, "-p", "no:cacheprovider", "-p", "no:xdist"]
+def run_on(device: str, lacks: str, tests: Path) -> None:
+    """Run a file of tests in a process that has this device."""
+    command = [sys.executable, "-c", RUN, str(tests), "-p", "no:cacheprovider", "-p", "no:xdist"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = {**own, "LACKS": lacks}
+    environment = {**own, "DEVICE": device, "LACKS": lacks}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "lacks"),
+    [
+        ("other", ""),
+        ("other", "float64"),
+        ("other", "rounding"),
+        pytest.param("cuda:0", "", marks=CUDA),
+    ],
+)
+def test_all_computes_on_a_device_of_any_kind(device: str, lacks: str) -> None:
+    run_on(device, lacks, Path(__file__).with_name("on_other_device.py"))
