@@ -34,7 +34,8 @@ CODECS: Final = get_args(Codec)
 SIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 """Bytes of a value, by dtype."""
 FLOATING: Final = ("float32", "float16", "bfloat16")
-# In order of urgency. A gradient comes early: it frees memory and ends a microbatch.
+# In order of urgency. A gradient comes early: it frees memory and ends a microbatch. A joiner needs
+# a state before the gradients that follow it, of which a slow link holds many.
 KINDS: Final = (
     "call",
     "gradient",
@@ -42,9 +43,9 @@ KINDS: Final = (
     "relayed",
     "average",
     "twin",
+    "state",
     "follow",
     "audit",
-    "state",
     "boundary",
     "relearn",
     "probe",
