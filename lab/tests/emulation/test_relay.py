@@ -73,6 +73,22 @@ def test_packets_reach_who_they_are_for_when_they_are_due(machines):
     assert traffic_between[0, 2].late == pytest.approx(0.03 - 25e-6)
 
 
+def test_links_change_on_the_way(machines):
+    (a, b), devices = machines(2)
+    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(8)], 0.1)})
+    a.send(packet(address(1), b"quick"))
+    relay.take(devices[0], 5.0)
+    relay.change({(0, 1): Pipe([TokenBucket(8)], 0.5)})
+    a.send(packet(address(1), b"slow"))
+    relay.take(devices[0], 5.0)
+    relay.deliver(5.2)
+    assert received(b) == [b"quick"]
+    relay.deliver(5.6)
+    assert received(b) == [b"slow"]
+    [(_, _, traffic)] = relay.traffic()
+    assert traffic.packets == 2
+
+
 def test_what_is_for_nobody_is_passed_over(machines):
     (a, b), devices = machines(2)
     relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(8)], 0.0)})
