@@ -104,7 +104,7 @@ def high_water(process: int) -> int:
     return next((int(line.split()[1]) << 10 for line in status.splitlines() if "VmHWM" in line), 0)
 
 
-def _size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -177,7 +177,8 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
         lines = look()
     began = lines[0]["step"]
     print(
-        f"{name}: went on at step {began}, {_size(trained.saves) / MB:.0f} MB of saves", flush=True
+        f"{name}: went on at step {began}, {folder_size(trained.saves) / MB:.0f} MB of saves",
+        flush=True,
     )
     started = time.monotonic()
     exported = out / "exported"
@@ -185,7 +186,7 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
     command += ["--run", str(out / "again" / "run.toml"), "--out", str(exported)]
     subprocess.run(command, check=True, capture_output=True)
     took = time.monotonic() - started
-    print(f"{name}: exported, {_size(exported) / MB:.0f} MB in {took:.1f} s", flush=True)
+    print(f"{name}: exported, {folder_size(exported) / MB:.0f} MB in {took:.1f} s", flush=True)
     keep("large", model=name, step_seconds=seconds, again=began, export_seconds=took)
     compare(name, trained, replicas, base, {other: "relearning"})
 
@@ -206,7 +207,7 @@ def large_stage(run: RunFile, out: Path, base: int) -> None:
     for event in joined:
         print(f"{name}, {_summary(event)}", flush=True)
         keep("large", model=name, rebuilt=event)
-    print(f"{name}: {_size(trained.saves) / MB:.0f} MB of saves", flush=True)
+    print(f"{name}: {folder_size(trained.saves) / MB:.0f} MB of saves", flush=True)
     compare(name, trained, {0: 1, 1: 3}, base, dict.fromkeys(("1.0", "1.1"), "a newcomer"))
 
 
