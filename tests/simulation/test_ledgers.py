@@ -45,7 +45,7 @@ async def votes_at_once(reducing: Reducing) -> None:
 
 @pytest.mark.parametrize(
     ("of", "name", "faulty", "first"),
-    [(Reducing, "_is_noted", votes_at_once, 1), (attempting, "unrecorded", lambda ledgers: "", 71)],
+    [(Reducing, "_is_noted", votes_at_once, 2), (attempting, "unrecorded", lambda ledgers: "", 89)],
 )
 def test_a_step_that_is_in_no_ledger_is_caught(
     of: object, name: str, faulty: object, first: int
