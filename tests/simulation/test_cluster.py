@@ -207,7 +207,7 @@ class Interrupted(Scenario):
 
 def test_weights_that_are_not_fit_to_train_are_caught() -> None:
     """It takes a query in the very moment in which they are relearned."""
-    seeds = 7, *range(190)  # the first that had it comes first
+    seeds = 32, *range(190)  # the first that had it comes first
     for seed in seeds[:3]:
         run(seed, policy="checkfree", kind=Interrupted)
     with pytest.raises(ScenarioError, match=r"I[245]"):
