@@ -103,14 +103,14 @@ USED = {
     "node/launch/resolve.py": ["data.path", "data.corpora"],
     "node/node.py": ["swarm.silence"],
     "node/run_file.py": ["wire.rank_after", "changes"],
-    "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
+    "node/stage/arithmetic.py": ["training.precision"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/model/learning_rate.py": [
         *("training.lr", "training.warmup", "training.schedule", "training.lr_floor"),
         *("training.decay_share", "training.rewarm"),
     ],
     "node/stage/optimizer.py": ["training.betas", "training.weight_decay"],
-    "node/stage/work.py": ["training.compile"],
+    "node/stage/work.py": ["training.compile", "training.recompute"],
     "node/state/copies.py": [
         *("recovery.snapshot.fraction", "recovery.snapshot.period", "recovery.snapshot.codec"),
         *("recovery.snapshot.moments", "recovery.snapshot.mbps"),

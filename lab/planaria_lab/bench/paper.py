@@ -95,8 +95,7 @@ def measure(swarm: TrainingSwarm, lost: int | None) -> tuple[list[StageFigures],
 
     for figure, stage in zip(figures, swarm.stages, strict=True):
         module: nn.Module = stage.module
-        for name in ("forward",) if figure.stage else ("embed", "loss"):
-            setattr(module, name, timed(figure, getattr(module, name)))
+        stage.passes = [timed(figure, each) for each in stage.passes]
         if figure.stage:
             module.register_full_backward_pre_hook(backward_begins(figure))
             module.register_full_backward_hook(backward_ends(figure))

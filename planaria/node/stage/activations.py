@@ -77,7 +77,7 @@ def working(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False)
         logits = VALUE * tokens * config.vocabulary
         kept, cast = (logits // 2, HALF * values) if half else (logits, 0)
         cast = 0 if narrow and config.lora is not None else cast
-        return max(3 * logits, kept + matrix) + cast + 4 * VALUE * tokens * config.dim
+        return max(3 * logits, kept + matrix) + cast + 5 * VALUE * tokens * config.dim
     again = _block(run, config, narrow) if run.training.recompute else 0
     hidden = 2 if config.lora is None else 3
     return VALUE * tokens * (hidden * config.hidden + config.dim) + matrix + again

@@ -602,7 +602,7 @@ def test_the_status_page_tells_what_a_notice_is_good_for():
     ]
     text = text_of(page(described(*members, run_file=run)))
     assert "handover when a stage's only node gets a notice" in text
-    assert "120 s of notice: exact: stages 0-1 (within 42 s)" in text
+    assert "120 s of notice: exact: stages 0-1 (within 49 s)" in text
     assert (
         "30 s of notice: exact: stage 0 (within 8 s); weights without moments: stage 1 (all" in text
     )
