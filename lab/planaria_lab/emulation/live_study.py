@@ -58,6 +58,7 @@ POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "recovery__checkpoint__every": 1_000_000,
         "recovery__relearn__passes": 0,
     },
+    "auto": {"recovery__policy": "auto"},
     "checkfree": {"recovery__policy": "checkfree"},
     "checkfree+": {"recovery__policy": "checkfree+"},
     "snapshot": {"recovery__policy": "snapshot"},
