@@ -88,7 +88,7 @@ def main() -> None:
         for slot, most in sorted(trained.most.items()):
             print(f"{slot}: {most / MB:,.0f} MB at most")
         keep(
-            "fine-tuned",
+            "fine_tuned",
             **{"model": MODEL, "stages": STAGES, "taken_in": taken_in, "step": seconds},
             **{"stall": stall, "rebuilt": events, "export": exported, "memory": trained.most},
             **{"checkpoint": folder_size(model), "merged": folder_size(out / "merged")},
