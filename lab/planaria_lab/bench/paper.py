@@ -2,8 +2,7 @@
 
     OUT=lab/results/paper-on-cpu python -m planaria_lab.bench.paper [MODEL...]
 
-Of 124M and 500M two iterations of four samples, with a loss of a stage between; those of 500M have
-128 tokens. Of 1.5B, which takes more memory than most machines have, stage 0 and one body stage,
+Of 124M and 500M two iterations of four samples, with a loss of a stage between. Of 1.5B, which takes more memory than most machines have, stage 0 and one body stage,
 and one sample of 4,096 tokens. Each iteration is forward, backward and update, in the lab's swarm.
 """
 
@@ -34,7 +33,7 @@ from planaria_lab.convergence.training import Ablation, TrainingSwarm
 GB: Final = 1e9
 MODELS: Final[dict[str, tuple[dict[str, Any], int | None]]] = {
     "124M": ({"model__preset": "small", "training__batch": 4}, 2),
-    "500M": ({"model__preset": "medium", "model__context": 128, "training__batch": 4}, 2),
+    "500M": ({"model__preset": "medium", "training__batch": 4}, 2),
     "1.5B, stages 0 and 1": (
         {
             "model__preset": "large",
