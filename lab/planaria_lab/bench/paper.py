@@ -2,8 +2,9 @@
 
     OUT=lab/results/paper-on-cpu python -m planaria_lab.bench.paper [MODEL...]
 
-Of 124M and 500M two iterations of four samples, with a loss of a stage between. Of 1.5B, which takes more memory than most machines have, stage 0 and one body stage,
-and one sample of 4,096 tokens. Each iteration is forward, backward and update, in the lab's swarm.
+Of 124M and 500M two iterations of four samples, with a loss of a stage between. Of 1.5B, which
+takes more memory than most machines have, stage 0 and one body stage, and one sample of 4,096
+tokens. Each iteration is forward, backward and update, in the lab's swarm.
 """
 
 from __future__ import annotations
