@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -26,8 +25,9 @@ from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
 from planaria_lab.bench.frozen import MODELS, written
 from planaria_lab.bench.peft_losses import losses_of_peft
-from planaria_lab.bench.pipeline import Processes, Trains, measure, ratio
+from planaria_lab.bench.pipeline import CPU, Processes, Trains, measure, one_each, ratio
 from planaria_lab.bench.rows import keep
+from planaria_lab.bench.stage import seconds
 from planaria_lab.bench.swarm import swarm
 
 SWARM, PEFT, GOAL = "swarm", "peft", 1.0
@@ -55,9 +55,7 @@ class Peft:
         self._losses = losses_of_peft(run, corpus)
 
     def step(self) -> float:
-        started = time.perf_counter()
-        next(self._losses)
-        return time.perf_counter() - started
+        return seconds(lambda: next(self._losses), CPU)
 
 
 def main() -> None:
@@ -70,11 +68,7 @@ def main() -> None:
         model = written(MODELS["SmolLM2-135M"], out / "data", out / "model")
         changes = {"model__from": str(model), "training__microbatch": microbatch}
         run = resolve(override(loads(RUN), data__path=str(out / "data"), **changes))
-        nodes = {
-            str(stage): ["node", "--stage", str(stage), "--threads", "1", "--cloud", "none"]
-            for stage in range(run.model.body_stages + 1)
-        }
-        with swarm(run, run_planaria, out / "swarm", nodes) as ours:
+        with swarm(run, run_planaria, out / "swarm", one_each(run, CPU)) as ours:
             starters: dict[str, Callable[[], Trains]] = {
                 SWARM: lambda: Processes(ours),
                 PEFT: lambda: Peft(run, open_data(run.data)),
@@ -84,7 +78,7 @@ def main() -> None:
     keep(
         "peft_speed",
         microbatch=microbatch,
-        tokens_per_second=[{n: tokens / s for n, s in seconds.items()} for seconds in rounds],
+        tokens_per_second=[{name: tokens / s for name, s in turn.items()} for turn in rounds],
     )
     print(f"ratio swarm / peft: {ratio(rounds, SWARM, PEFT):.2f} (goal {GOAL})")
 
