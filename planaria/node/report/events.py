@@ -60,6 +60,8 @@ class Event:
     """An event. Each kind is a dataclass, whose fields are those of its JSON, in the same order."""
 
     kind: ClassVar[str]
+    says: ClassVar[str]
+    """Format of the sentence: its names are fields, and `writer`, the argument of `sentence`."""
     _severity: ClassVar[Severity]
 
     def __init_subclass__(cls, kind: str, severity: Severity) -> None:
@@ -72,7 +74,7 @@ class Event:
 
     def sentence(self, node: str | None) -> str:
         """Sentence for people. `node`: the writer, or the node that the event is about."""
-        raise NotImplementedError
+        return self.says.format(writer=node, **vars(self))
 
 
 # --- a node's life
@@ -82,9 +84,7 @@ class Joined(Event, kind="joined", severity=Severity.INFO):
     reason: str
     host: str
     pid: Count
-
-    def sentence(self, node: str | None) -> str:
-        return f"joined as {node}: {self.reason}"
+    says = "joined as {writer}: {reason}"
 
 
 class Serving(Event, kind="serving", severity=Severity.INFO):
@@ -101,9 +101,7 @@ class GivenBack(Event, kind="given back", severity=Severity.INFO):
     """The node has one seat less."""
 
     stage: Count
-
-    def sentence(self, node: str | None) -> str:
-        return f"{node} no longer serves stage {self.stage}"
+    says = "{writer} no longer serves stage {stage}"
 
 
 class Preempted(Event, kind="preempted", severity=Severity.WARNING):
@@ -119,9 +117,7 @@ class Preempted(Event, kind="preempted", severity=Severity.WARNING):
 class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
     to: str  # node
     stage: Count
-
-    def sentence(self, node: str | None) -> str:
-        return f"{node} has handed its state over to {self.to}"
+    says = "{writer} has handed its state over to {to}"
 
 
 class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
@@ -140,9 +136,7 @@ class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
     """A hanging task has ended."""
 
     task: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"{node} no longer hangs: `{self.task}` has ended"
+    says = "{writer} no longer hangs: `{task}` has ended"
 
 
 class ComputeSlow(Event, kind="slow", severity=Severity.NOTICE):
@@ -167,9 +161,7 @@ class LinkLost(Event, kind="link lost", severity=Severity.INFO):
 
     peer: str
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"lost the link to {self.peer}: {self.reason}"
+    says = "lost the link to {peer}: {reason}"
 
 
 class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
@@ -190,9 +182,7 @@ class MessageRefused(Event, kind="refused", severity=Severity.INFO):
     peer: str
     body: str | None
     why: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"refused {self.body} from {self.peer}: {self.why}"
+    says = "refused {body} from {peer}: {why}"
 
 
 class Wall(Event, kind="wall", severity=Severity.DEBUG):
@@ -204,9 +194,7 @@ class Wall(Event, kind="wall", severity=Severity.DEBUG):
     send: Figure
     idle: Figure
     total: Figure
-
-    def sentence(self, node: str | None) -> str:
-        return f"{node} computed {self.compute:.1f} of {self.total:.1f} s"
+    says = "{writer} computed {compute:.1f} of {total:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -264,9 +252,7 @@ class Applied(Event, kind="applied", severity=Severity.DEBUG):
     lineage: Count
     step: Count
     digest: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"{node} is at step {self.step}"
+    says = "{writer} is at step {step}"
 
 
 class Validated(Event, kind="validated", severity=Severity.NOTICE):
@@ -292,9 +278,7 @@ class Aborted(Event, kind="aborted", severity=Severity.WARNING):
     step: Count
     view: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"an attempt at step {self.step} is aborted: {self.reason}"
+    says = "an attempt at step {step} is aborted: {reason}"
 
 
 class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
@@ -339,9 +323,7 @@ class HeldUp(Event, kind="held up", severity=Severity.ERROR):
     node: str
     stage: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"step {self.step} is held up by {self.node} of stage {self.stage}: {self.reason}"
+    says = "step {step} is held up by {node} of stage {stage}: {reason}"
 
 
 class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
@@ -366,9 +348,7 @@ class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
     node: str
     stage: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"{self.node} of stage {self.stage} computed a non-finite tensor: {self.reason}"
+    says = "{node} of stage {stage} computed a non-finite tensor: {reason}"
 
 
 class Accused(Event, kind="accused", severity=Severity.WARNING):
@@ -378,9 +358,7 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
     stage: Count
     by: str  # the receiver
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"{self.by} accuses {self.node} of stage {self.stage}: {self.reason}"
+    says = "{by} accuses {node} of stage {stage}: {reason}"
 
 
 class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
@@ -391,12 +369,10 @@ class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
     stage: Count
     by: str  # the comparing node
     difference: Figure  # relative
-
-    def sentence(self, node: str | None) -> str:
-        return (
-            f"{self.node} of stage {self.stage} computes another result than two other replicas in "
-            f"step {self.step}: relative difference {self.difference:.2g}, measured by {self.by}"
-        )
+    says = (
+        "{node} of stage {stage} computes another result than two other replicas in "
+        "step {step}: relative difference {difference:.2g}, measured by {by}"
+    )
 
 
 class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
@@ -422,9 +398,7 @@ class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WAR
     node: str
     stage: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"{self.node} of stage {self.stage} fails an audit of gradients: {self.reason}"
+    says = "{node} of stage {stage} fails an audit of gradients: {reason}"
 
 
 class StepSkipped(Event, kind="step skipped", severity=Severity.WARNING):
@@ -432,9 +406,7 @@ class StepSkipped(Event, kind="step skipped", severity=Severity.WARNING):
 
     step: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"step {self.step} is skipped: {self.reason}"
+    says = "step {step} is skipped: {reason}"
 
 
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
@@ -466,9 +438,7 @@ class Finished(Event, kind="finished", severity=Severity.INFO):
     step: Count
     reason: str
     validation: Figure  # nats a token
-
-    def sentence(self, node: str | None) -> str:
-        return f"all {self.step} steps are committed"
+    says = "all {step} steps are committed"
 
 
 class Stopped(Event, kind="stopped", severity=Severity.ERROR):
@@ -477,9 +447,7 @@ class Stopped(Event, kind="stopped", severity=Severity.ERROR):
     step: Count
     reason: str
     validation: Figure  # nats a token
-
-    def sentence(self, node: str | None) -> str:
-        return f"the run is stopped at step {self.step}: {self.reason}"
+    says = "the run is stopped at step {step}: {reason}"
 
 
 # --- losses and recoveries
@@ -491,9 +459,7 @@ class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
     node: str
     stage: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"noticed: the link to {self.node} of stage {self.stage} is broken"
+    says = "noticed: the link to {node} of stage {stage} is broken"
 
 
 class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
@@ -510,9 +476,7 @@ class Paused(Event, kind="paused", severity=Severity.ERROR):
     """No step begins until the trouble is over."""
 
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"the run pauses: {self.reason}"
+    says = "the run pauses: {reason}"
 
 
 class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
@@ -695,9 +659,7 @@ class SnapshotPaced(Event, kind="snapshot paced", severity=Severity.NOTICE):
 class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
     node: str
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"a rebuild failed and is repeated: {self.reason}"
+    says = "a rebuild failed and is repeated: {reason}"
 
 
 class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
@@ -706,9 +668,7 @@ class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
     lost: Annotated[Count, Field(alias="from")] = field(metadata={"key": "from"})  # newest step
     step: Count
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"rolled back from step {self.lost} to {self.step}: {self.reason}"
+    says = "rolled back from step {lost} to {step}: {reason}"
 
 
 class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
@@ -732,18 +692,14 @@ class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
 class Saved(Event, kind="saved", severity=Severity.INFO):
     holding: str  # "save" or "checkpoint"
     step: Count
-
-    def sentence(self, node: str | None) -> str:
-        return f"step {self.step} is on disk ({self.holding})"
+    says = "step {step} is on disk ({holding})"
 
 
 class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
     """A write to the node's files of the run failed: events or ledger."""
 
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"{node}: {self.reason}"
+    says = "{writer}: {reason}"
 
 
 class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
@@ -757,9 +713,7 @@ class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
 
 class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"save failed at {node}: {self.reason}"
+    says = "save failed at {writer}: {reason}"
 
 
 # --- processes of a local swarm, as `planaria up` sees them
@@ -815,8 +769,7 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
 class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
     """`planaria up` is about to end its processes: later exits are no losses."""
 
-    def sentence(self, node: str | None) -> str:
-        return "the swarm's processes are being stopped"
+    says = "the swarm's processes are being stopped"
 
 
 # --- parts of sentences
