@@ -24,7 +24,6 @@ class MetadataService(ThreadingHTTPServer):
         self.cloud = cloud
         self.tokens: set[str] = set()
         self.action: dict[str, str] | None = None  # AWS
-        self.rebalance: dict[str, str] | None = None  # AWS
         self.public_ipv4: str | None = None  # AWS
         self.preempted = False  # GCP
         self.events: list[dict[str, Any]] = []  # Azure
@@ -82,7 +81,6 @@ class _Handler(BaseHTTPRequestHandler):
     def aws(self) -> None:
         items = {
             "/latest/meta-data/spot/instance-action": self.server.action,
-            "/latest/meta-data/events/recommendations/rebalance": self.server.rebalance,
             "/latest/meta-data/public-ipv4": self.server.public_ipv4,
         }
         if self.headers.get("X-aws-ec2-metadata-token") not in self.server.tokens:

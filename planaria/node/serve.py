@@ -42,7 +42,7 @@ from planaria.node.launch.advertised import (
 from planaria.node.launch.begin import Setup, check_writable
 from planaria.node.launch.errors import NodeCrashed, NodeError
 from planaria.node.launch.instance import Instance, find_instance, release
-from planaria.node.launch.notices import Aws, Notice, NoticeWatch, ask
+from planaria.node.launch.notices import Aws, Notice, ask, watch_notices
 from planaria.node.launch.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.launch.supervisor import Pauses
 from planaria.node.machine.cores import available_cores
@@ -355,11 +355,7 @@ def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
     def noticed(notice: Notice) -> None:
         departure.tell(notice.grace(options.grace), notice.event)
 
-    NoticeWatch(
-        options.cloud,
-        noticed,
-        lambda risk: log.warning("this machine may be reclaimed soon: %s", risk),
-    )
+    watch_notices(options.cloud, noticed)
 
 
 async def _live_until(node: DaemonNode, departure: Departure) -> str:

@@ -1,16 +1,15 @@
 """Notices of clouds that a spot instance will end, from the metadata service at 169.254.169.254.
 
 - AWS, with a token (IMDSv2): `spot/instance-action` exists two minutes before the end, and has
-  its time; hibernation has no notice. `events/recommendations/rebalance` reports an elevated
-  risk. docs.aws.amazon.com/AWSEC2/latest/UserGuide, pages
-  spot-instance-termination-notices.html and rebalance-recommendations.html.
+  its time; hibernation has no notice.
+  docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html.
 - GCP: `instance/preempted` is TRUE for up to 30 seconds, or 120 where the machine was made so; it
   doesn't say. cloud.google.com/compute/docs/instances/create-use-spot.
 - Azure: `scheduledevents` has an event of type Preempt at least 30 seconds before the end.
   learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 
-Each `Cloud` knows its requests and answers; `ask` sends one, `NoticeWatch` polls beside an event
-loop.
+Each `Cloud` knows its requests and answers; `ask` sends one, `watch_notices` polls beside an
+event loop.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 from planaria.node.state.handover import MARGIN, POLL
 
 log = logging.getLogger("planaria")
-
-T = TypeVar("T")
 
 ADDRESS: Final = "169.254.169.254:80"
 ADDRESS_VARIABLE: Final = "PLANARIA_METADATA_ADDRESS"
@@ -90,9 +87,6 @@ class Cloud(Protocol):
     def look(self, now: float) -> Notice | None:
         """The present notice; `now` in Unix seconds. Raises OSError; ValueError if invalid."""
 
-    def risk(self) -> str:
-        """Reason for an elevated risk of an end, in words; empty: none. Raises as `look` does."""
-
 
 class Aws:
     name = "AWS"
@@ -111,12 +105,6 @@ class Aws:
         action, at = _text(fields, "action"), _text(fields, "time")
         left = _iso(at) - now
         return Notice(f"AWS: {action} at {at}", left) if left > -STALE else None
-
-    def risk(self) -> str:
-        answer = self._get("/latest/meta-data/events/recommendations/rebalance")
-        if answer is None:
-            return ""
-        return f"AWS recommends to rebalance, since {_text(_fields(answer), 'noticeTime')}"
 
     def public_ipv4(self) -> str:
         """This machine's public address; empty: it has none. Raises as `look` does. See
@@ -156,9 +144,6 @@ class Gcp:
             raise ValueError(f"{self.path} is neither TRUE nor FALSE, but {body[:40]!r}")
         return Notice("GCP: preempted", None) if body == "TRUE" else None
 
-    def risk(self) -> str:
-        return ""
-
 
 class Azure:
     name = "Azure"
@@ -186,9 +171,6 @@ class Azure:
             if self._name in event["Resources"] and event["EventType"] in ENDING
         ]
         return min(notices, key=lambda notice: notice.left or 0.0, default=None)
-
-    def risk(self) -> str:
-        return ""
 
 
 CLOUDS: Final[Mapping[str, Callable[[Ask], Cloud]]] = {"gcp": Gcp, "azure": Azure, "aws": Aws}
@@ -283,48 +265,34 @@ def find(name: str, ask: Ask) -> Cloud | None:
     return None
 
 
-class NoticeWatch:
-    """Polls for notices in its own daemon thread. Callbacks run on the event loop: `on_notice`
-    once, `on_risk` for each new risk."""
+def watch_notices(name: str, on_notice: Callable[[Notice], None], ask: Ask = ask) -> None:
+    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop. See `find`
+    for `name` and `ask`."""
+    loop = asyncio.get_running_loop()
 
-    def __init__(
-        self,
-        name: str,
-        on_notice: Callable[[Notice], None],
-        on_risk: Callable[[str], None],
-        ask: Ask = ask,
-    ) -> None:
-        self._name, self._ask = name, ask
-        self._on_notice, self._on_risk = on_notice, on_risk
-        self._loop = asyncio.get_running_loop()
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="notices", daemon=True).start()
+    def run() -> None:
+        notice = _await_notice(name, ask)
+        if notice is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(on_notice, notice)
 
-    def stop(self) -> None:
-        self._stopped.set()
+    threading.Thread(target=run, name="notices", daemon=True).start()
 
-    def _call(self, callback: Callable[[T], None], value: T) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback, value)
 
-    def _run(self) -> None:
-        cloud = find(self._name, self._ask)
-        if cloud is None:
-            return
-        log.info("polling %s for notices of this machine's end", cloud.name)
-        risk = trouble = ""
-        while not self._stopped.is_set():
-            last_trouble, trouble = trouble, ""
-            try:
-                notice = cloud.look(time.time())
-                if notice and (notice.left is None or notice.left <= SOON):
-                    self._call(self._on_notice, notice)
-                    return
-                last, risk = risk, cloud.risk()
-                if risk and risk != last:
-                    self._call(self._on_risk, risk)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                trouble = f"{type(error).__name__}: {error}"
-                if not last_trouble:
-                    log.warning("%s's notices can't be read: %s", cloud.name, trouble)
-            self._stopped.wait(POLL)
+def _await_notice(name: str, ask: Ask) -> Notice | None:
+    """The notice of an end that comes soon; None: this machine is in no cloud that has notices."""
+    cloud, trouble = find(name, ask), ""
+    if cloud is None:
+        return None
+    log.info("polling %s for notices of this machine's end", cloud.name)
+    while True:
+        last_trouble, trouble = trouble, ""
+        try:
+            notice = cloud.look(time.time())
+            if notice and (notice.left is None or notice.left <= SOON):
+                return notice
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            trouble = f"{type(error).__name__}: {error}"
+            if not last_trouble:
+                log.warning("%s's notices can't be read: %s", cloud.name, trouble)
+        time.sleep(POLL)

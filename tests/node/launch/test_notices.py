@@ -23,9 +23,9 @@ from planaria.node.launch.notices import (
     Gcp,
     MetadataAnswer,
     Notice,
-    NoticeWatch,
     ask,
     find,
+    watch_notices,
 )
 from tests.metadata_service import NAME, MetadataService, metadata_service
 
@@ -60,7 +60,7 @@ def test_each_cloud_is_found_and_says_nothing_at_first(start: Start, cloud: str)
     for name in ("auto", cloud):
         it = found(name)
         assert isinstance(it, CLOUDS[cloud])
-        assert (it.look(NOW), it.risk()) == (None, "")
+        assert it.look(NOW) is None
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
@@ -72,13 +72,6 @@ def test_aws_says_what_and_when_and_a_machine_that_it_has_not_taken_after_all_is
     assert aws.look(NOW) == Notice(f"AWS: {action} at 2026-09-18T08:22:00Z", 120.0)
     assert aws.look(NOW + 120 + 299) is not None
     assert aws.look(NOW + 120 + 301) is None
-
-
-def test_aws_recommends_to_rebalance(start: Start) -> None:
-    start("aws").rebalance = {"noticeTime": "2026-10-27T08:22:00Z"}
-    aws = found("aws")
-    assert aws.look(NOW) is None
-    assert aws.risk() == "AWS recommends to rebalance, since 2026-10-27T08:22:00Z"
 
 
 def test_a_token_is_renewed_when_it_has_run_out(start: Start) -> None:
@@ -212,18 +205,16 @@ def test_a_container_to_which_no_token_gets_is_told(caplog: pytest.LogCaptureFix
     assert "hop limit to 2" in caplog.text
 
 
-async def test_a_watch_tells_of_risks_and_then_of_the_notice(start: Start) -> None:
+async def test_a_watch_tells_of_the_notice(start: Start) -> None:
     service = start("aws")
-    service.rebalance = {"noticeTime": "2026-10-27T08:22:00Z"}
-    told: asyncio.Queue[Notice | str] = asyncio.Queue()
-    watch = NoticeWatch("auto", told.put_nowait, told.put_nowait)
-    assert "rebalance" in str(await asyncio.wait_for(told.get(), 60))
+    told: asyncio.Queue[Notice] = asyncio.Queue()
+    watch_notices("auto", told.put_nowait)
+    await asyncio.to_thread(service.wait_until_asked, 3)
+    assert told.empty()
     service.action = {"action": "terminate", "time": datetime.now(UTC).isoformat()}
     notice = await asyncio.wait_for(told.get(), 60)
-    assert isinstance(notice, Notice)
     assert notice.left is not None
     assert notice.left < SOON
-    watch.stop()
 
 
 async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
@@ -233,8 +224,8 @@ async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
     service = start("azure")
     now = datetime.now(UTC).timestamp()
     service.events = [event("Redeploy", now - NOW + 7 * 86400, NAME)]
-    told: asyncio.Queue[Notice | str] = asyncio.Queue()
-    watch = NoticeWatch("azure", told.put_nowait, told.put_nowait)
+    told: asyncio.Queue[Notice] = asyncio.Queue()
+    watch_notices("azure", told.put_nowait)
 
     await asyncio.to_thread(service.wait_until_asked, 3)
     service.events = [{"Resources": None}]
@@ -242,10 +233,8 @@ async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
     assert told.empty()
     service.events = [event("Preempt", now - NOW + 30, NAME)]
     notice = await asyncio.wait_for(told.get(), 60)
-    assert isinstance(notice, Notice)
     assert notice.event.startswith("Azure: Preempt not before ")
     assert caplog.text.count("Azure's notices can't be read: TypeError") == 1
-    watch.stop()
 
 
 def test_the_examples_of_the_documentation_are_understood() -> None:
