@@ -24,7 +24,6 @@ from planaria.node.report.events import Severity, figure, shown
 from planaria.node.report.live_view import progress, sampled, stage_table, state_words, styled
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile, RunFileError, loads
-from planaria.node.state.handover import NOTICES, Handover, notice_summary
 
 PATIENCE = 5.0
 """Seconds to wait for the registry's answer."""
@@ -121,7 +120,6 @@ def page(description: Description) -> RenderableType:
     parts += [Rule(style="dim"), _members(state)]
     for title, lines in (
         ("samples", _samples(description)),
-        ("handover when a stage's only node gets a notice", _handovers(state, run)),
         ("seats, and why", _reasons(state)),
         ("missing links", _cuts(state)),
         ("quarantined", _quarantine(state)),
@@ -236,30 +234,6 @@ def _reasons(state: RunState) -> list[Text]:
         Text(f"{seat.place}, {seat.entry.member.node}: {seat.why}")
         for seat in _by_stage(state.seats)
         if seat.why
-    ]
-
-
-def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
-    """Which handovers fit into a notice, at stages with one node, by measured links (`planaria
-    probe`)."""
-    if run is None or run.model.vocabulary is None:
-        return []
-    config = run.config
-    rate = state.tokens_per_second
-    step = run.training.batch * config.context / rate if rate else 0.0
-    heirs = []
-    for stage in sorted({seat.stage for seat in state.seats if seat.stage is not None}):
-        seats = state.at(stage)
-        links = seats[0].entry.report.links
-        if len(seats) == 1 and links:
-            parameters = config.trained_in(stage)
-            rtt = max(link.rtt_ms for link in links) / 1e3
-            mbps = min(link.mbps for link in links)
-            heirs.append(Handover(stage, parameters, step, rtt, mbps))
-    return [
-        Text(f"{notice:.0f} s of notice: {notice_summary(heirs, notice)}")
-        for notice in NOTICES
-        if heirs
     ]
 
 

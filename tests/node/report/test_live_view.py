@@ -13,7 +13,6 @@ from rich.console import Console
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.registry_pb2 import (
     Description,
-    LinkReport,
     Member,
     MemberDescription,
     Report,
@@ -585,29 +584,6 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
     assert "worse, permanently, 3 times: divergence" in text
     assert "free" not in text
     assert re.search(rf"[\d:]+ bad \(stage 1\): {hang}", text)
-
-
-def test_the_status_page_tells_what_a_notice_is_good_for():
-    """For stages of which one node is left, over the slowest link that it has measured."""
-    model = "preset = 'small'\nstages = 2\nlayers = 6\nvocabulary = 32000"
-    run = f"[model]\n{model}\n[training]\nbatch = 4"
-    fast = LinkReport(peer="x", rtt_ms=1, mbps=10_000)
-    slow = LinkReport(peer="y", rtt_ms=80, mbps=30)
-    members = [
-        member(OLD, 0, links=[fast], tokens_per_second=2048),
-        member("b", 1, links=[fast, slow]),
-        member("c", 2, links=[slow]),
-        member(NEW, 2, links=[slow]),
-        member("d", 2, standby=True, links=[slow]),
-    ]
-    text = text_of(page(described(*members, run_file=run)))
-    assert "handover when a stage's only node gets a notice" in text
-    assert "120 s of notice: exact: stages 0-1 (within 49 s)" in text
-    assert (
-        "30 s of notice: exact: stage 0 (within 8 s); weights without moments: stage 1 (all" in text
-    )
-    unmeasured = text_of(page(described(member(OLD, 0), run_file=run)))
-    assert "ahead" not in unmeasured
 
 
 def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
