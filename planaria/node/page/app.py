@@ -35,14 +35,6 @@ QUIET = 15.0
 """Seconds of silence after which an event stream gets a comment."""
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 """Host names of this machine, the only ones accepted by a page for this machine alone."""
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 State = Mapping[str, Any]
 
 
@@ -144,9 +136,7 @@ def _metrics(figures: Figures) -> Route:
 
 
 def _guarded(routes: list[Route], token: str, local: bool) -> Starlette:
-    guards = [Middleware(_Headers)]
-    if local:
-        guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL))
+    guards = [Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)] if local else []
     if token:
         guards.append(Middleware(_Gate, token=token))
     return Starlette(routes=routes, middleware=guards)
@@ -183,22 +173,6 @@ async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
             last_sent = clock()
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), REFRESH)
-
-
-class _Headers:
-    """Middleware that adds HEADERS to each answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *added]}
-            await send(message)
-
-        await self._app(scope, receive, with_headers)
 
 
 class _Gate:

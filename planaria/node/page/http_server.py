@@ -21,6 +21,15 @@ LONGEST_REQUEST = 16 * 2**10
 """Limit of a request's first line and headers in bytes."""
 FAREWELL = 1
 """Seconds for answers to end when the server stops."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of each answer."""
 
 
 class Connection(H11Protocol):
@@ -89,6 +98,7 @@ def _config(app: ASGIApp, keys: Keys | None) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        headers=list(HEADERS.items()),
         h11_max_incomplete_event_size=LONGEST_REQUEST,
         timeout_graceful_shutdown=FAREWELL,
         ssl_certfile=str(keys.certificate) if keys else None,

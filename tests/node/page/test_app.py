@@ -53,9 +53,6 @@ def test_what_nodes_say_is_never_made_markup() -> None:
     script = (STATIC / "page.js").read_text()
     for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "DOMParser", "eval("):
         assert way not in script
-    policy = client(Shown()).get("/").headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "script-src 'self';" in policy
-    assert "unsafe" not in policy
 
 
 def test_the_state_is_made_once_for_all_who_ask() -> None:

@@ -82,6 +82,18 @@ async def test_idle_connections_of_one_address_keep_out_nobody_else() -> None:
             other.transport.abort()
 
 
+async def test_each_answer_says_what_a_browser_may_load_and_keep() -> None:
+    async with served() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        head = (await closed(reader)).decode().lower().split("\r\n\r\n")[0]
+        writer.close()
+    assert "\r\ncache-control: no-store\r\n" in head
+    policy = head.partition("content-security-policy: ")[2].partition("\r\n")[0]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy
+    assert "unsafe" not in policy
+
+
 async def test_an_address_that_is_taken_is_said_with_the_option_to_change() -> None:
     with bind(Address.parse("127.0.0.1:0"), "--http") as bound:
         taken = Address("127.0.0.1", bound.getsockname()[1])
