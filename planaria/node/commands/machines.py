@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.markup import escape
@@ -139,6 +139,12 @@ def exit_status_by_error() -> Iterator[None]:
 class BootstrapOptions:
     """Options of `planaria bootstrap`."""
 
+    PANELS: ClassVar = {
+        FILES: ("journal", "after", "address_file", "store"),
+        SECURITY: ("most_per_block", "allow", "authority", "enrol"),
+        NETWORK: ("advertise", "others"),
+    }
+
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
     ]
@@ -149,26 +155,17 @@ class BootstrapOptions:
         ),
     ]
     journal: Annotated[
-        Path | None,
-        typer.Option(
-            help="File from which a restarted registry continues.",
-            rich_help_panel=FILES,
-        ),
+        Path | None, typer.Option(help="File from which a restarted registry continues.")
     ] = None
     after: Annotated[
         Path | None,
         typer.Option(
             metavar="JOURNAL",
             help="Journal of the run that this one continues with other settings.",
-            rich_help_panel=FILES,
         ),
     ] = None
     address_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write HOST:PORT to once the registry listens.",
-            rich_help_panel=FILES,
-        ),
+        Path | None, typer.Option(help="File to write HOST:PORT to once the registry listens.")
     ] = None
     most_per_block: Annotated[
         int,
@@ -177,7 +174,6 @@ class BootstrapOptions:
             metavar="N",
             help="Maximum number of members from one block of addresses (/24, IPv6: /64); this "
             "machine's don't count. 0: unlimited.",
-            rich_help_panel=SECURITY,
         ),
     ] = 0
     allow: Annotated[
@@ -185,7 +181,6 @@ class BootstrapOptions:
         typer.Option(
             metavar="FILE",
             help="File with the instances that may join, one a line. Default: all may.",
-            rich_help_panel=SECURITY,
         ),
     ] = None
     authority: Annotated[
@@ -195,7 +190,6 @@ class BootstrapOptions:
             help="Folder of the run's certificate authority, which issues invites and signs views; "
             "naming it turns on TLS on loopback, too. Default: JOURNAL.authority; without a "
             "journal, in memory.",
-            rich_help_panel=SECURITY,
         ),
     ] = None
     enrol: Annotated[
@@ -204,15 +198,12 @@ class BootstrapOptions:
             metavar="HOST:PORT",
             show_default="the port below --listen",
             help="Address at which invites are exchanged for certificates.",
-            rich_help_panel=SECURITY,
         ),
     ] = None
     advertise: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST[:PORT]",
-            help="The registry's address in invites, if not --listen.",
-            rich_help_panel=NETWORK,
+            metavar="HOST[:PORT]", help="The registry's address in invites, if not --listen."
         ),
     ] = None
     store: Annotated[
@@ -222,15 +213,12 @@ class BootstrapOptions:
             metavar="etcds://HOST:PORT,...",
             help="etcd that the run's registries share instead of a journal; one of them leads. "
             "?ca=FILE&cert=FILE&key=FILE: TLS to etcd.",
-            rich_help_panel=FILES,
         ),
     ] = ""
     others: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT,...",
-            help="The run's other registries, also named in invites.",
-            rich_help_panel=NETWORK,
+            metavar="HOST:PORT,...", help="The run's other registries, also named in invites."
         ),
     ] = ""
     http: Http = LOOPBACK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import typer
 
@@ -57,6 +57,14 @@ Advertise = Annotated[
 class NodeOptions:
     """The options of `planaria node`."""
 
+    PANELS: ClassVar = {
+        FILES: ("model", "checkpoint_dir", "out", "save_dir"),
+        NETWORK: ("metrics",),
+        MACHINE: ("device", "threads"),
+        ENDING: ("grace", "cloud", "restart"),
+        LOG: ("share_log",),
+    }
+
     join: Join
     stage: Stage = None
     listen: Listen = None
@@ -68,7 +76,6 @@ class NodeOptions:
             metavar="auto|cpu|cuda:N[,cuda:M]|mps|xpu:N",
             help="Device to compute on. With several devices one node runs on each: each has the "
             "next port, and a folder of its own in --save-dir.",
-            rich_help_panel=MACHINE,
         ),
     ] = "auto"
     seats: Seats = None
@@ -80,35 +87,23 @@ class NodeOptions:
     ] = False
     data: DataPlaces = None
     model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the model that the run begins from.",
-            rich_help_panel=FILES,
-        ),
+        Path | None, typer.Option(help="Folder of the model that the run begins from.")
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="Folder of checkpoints, shared by all nodes, for the policy `checkpoint`.",
-            rich_help_panel=FILES,
         ),
     ] = None
     allow_module: AllowModule = None
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for event log and ledger. Default: out/RUN, RUN as in status.",
-            rich_help_panel=FILES,
-        ),
+        typer.Option(help="Folder for event log and ledger. Default: out/RUN, RUN as in status."),
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="CPU threads of PyTorch. Default: as many as PyTorch chooses.",
-            rich_help_panel=MACHINE,
-        ),
+        typer.Option(min=1, help="CPU threads of PyTorch. Default: as many as PyTorch chooses."),
     ] = None
     save_dir: Annotated[
         Path | None,
@@ -116,38 +111,28 @@ class NodeOptions:
             metavar="DIR|none",
             help="Folder for saves of this node's stages; the node continues from saves in it. "
             "Default: its own folder in out/RUN/saves, or with --out DIR in DIR/RUN/saves.",
-            rich_help_panel=FILES,
         ),
     ] = None
     grace: Annotated[
         float,
-        typer.Option(
-            min=0,
-            help="Seconds after SIGTERM in which to save, hand over and leave.",
-            rich_help_panel=ENDING,
-        ),
+        typer.Option(min=0, help="Seconds after SIGTERM in which to save, hand over and leave."),
     ] = 25.0
     cloud: Annotated[
         Literal["auto", "aws", "gcp", "azure", "none"],
         typer.Option(
             help="Cloud whose notices of the machine's end the node follows; auto: detect it. The "
-            "time that a notice leaves takes the place of --grace.",
-            rich_help_panel=ENDING,
+            "time that a notice leaves takes the place of --grace."
         ),
     ] = "auto"
     restart: Annotated[
         Literal["no", "always"],
-        typer.Option(
-            help="What to do after a crash; always: start the node again after a pause.",
-            rich_help_panel=ENDING,
-        ),
+        typer.Option(help="What to do after a crash; always: start the node again after a pause."),
     ] = "always"
     metrics: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT|none",
             help="Address of this node's metrics for Prometheus; port 0: any free one.",
-            rich_help_panel=NETWORK,
         ),
     ] = "none"
     name: Annotated[
@@ -165,7 +150,6 @@ class NodeOptions:
         typer.Option(
             "--share-log/--no-share-log",
             help="Whether the run's members and readers may read this node's log.",
-            rich_help_panel=LOG,
         ),
     ] = True
     insecure: Insecure = False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with all its options as parameters, as typer expects them. A parameter, or field,
     whose type is a dataclass is a group: typer gets its fields, `command` an instance. A group's
-    `PANEL` is that of its options in --help."""
+    `PANELS` has the panels of its options in --help, and their names; none: all of the group."""
 
     @wraps(command)
     def run(**values: object) -> None:
@@ -33,12 +33,14 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(of: Callable[..., object]) -> Iterator[Parameter]:
     hints = get_type_hints(of, include_extras=True)
-    for name, parameter in signature(of).parameters.items():
+    parameters = signature(of).parameters
+    for panel, names in getattr(of, "PANELS", {}).items():
+        for name in names or parameters:
+            hints[name].__metadata__[0].rich_help_panel = panel
+    for name, parameter in parameters.items():
         if is_dataclass(hints[name]):
             yield from _parameters(hints[name])
         else:
-            if (panel := getattr(of, "PANEL", None)) is not None:
-                hints[name].__metadata__[0].rich_help_panel = panel
             yield parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
 
 
@@ -70,7 +72,7 @@ def parse_token(text: str) -> str:
 class Security:
     """What a command proves to others, and what they have to prove."""
 
-    PANEL: ClassVar = SECURITY
+    PANELS: ClassVar = {SECURITY: ()}
 
     ca: Annotated[
         Path | None,
@@ -239,7 +241,7 @@ LOG = "Log"
 class Log:
     """What a process logs."""
 
-    PANEL: ClassVar = LOG
+    PANELS: ClassVar = {LOG: ()}
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

@@ -91,7 +91,7 @@ class RunChanges:
 class LossOptions:
     """Which nodes are killed, and whether others take their place."""
 
-    PANEL: ClassVar = "Losses"
+    PANELS: ClassVar = {"Losses": ()}
 
     kill: Annotated[
         list[str] | None,
@@ -131,12 +131,12 @@ class LossOptions:
 class SwarmOptions:
     """How the processes are run, whatever they train."""
 
+    PANELS: ClassVar = {FILES: ("hold",), MACHINE: ("oversubscribe",)}
+
     hold: Annotated[
         float,
         typer.Option(
-            min=0,
-            help="Seconds to keep the nodes after the run while the model isn't saved.",
-            rich_help_panel=FILES,
+            min=0, help="Seconds to keep the nodes after the run while the model isn't saved."
         ),
     ] = 3600.0
     seats: Seats = None
@@ -145,9 +145,7 @@ class SwarmOptions:
     oversubscribe: Annotated[
         bool,
         typer.Option(
-            "--oversubscribe",
-            help="Start more nodes than this machine has memory or cores for.",
-            rich_help_panel=MACHINE,
+            "--oversubscribe", help="Start more nodes than this machine has memory or cores for."
         ),
     ] = False
     track: Tracked = None
@@ -157,6 +155,8 @@ class SwarmOptions:
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
     """The options of `planaria up`."""
+
+    PANELS: ClassVar = {FILES: ("out", "save_dir", "resume", "data", "at")}
 
     run_file: Annotated[
         Path | None,
@@ -168,16 +168,12 @@ class UpOptions:
         Path | None,
         typer.Option(
             help="Folder to write. Default: out/NAME-DATE-TIME. With --resume: a new folder, where "
-            "a copy of the run goes on.",
-            rich_help_panel=FILES,
+            "a copy of the run goes on."
         ),
     ] = None
     save_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the nodes' saves, for --resume. Default: saves, in --out.",
-            rich_help_panel=FILES,
-        ),
+        typer.Option(help="Folder for the nodes' saves, for --resume. Default: saves, in --out."),
     ] = None
     resume: Annotated[
         Path | None,
@@ -185,7 +181,6 @@ class UpOptions:
             metavar="DIR",
             help="Continue a stopped run, given its --out or --save-dir, moved or not. Its "
             "settings may be changed, its model and its data not.",
-            rich_help_panel=FILES,
         ),
     ] = None
     data: Annotated[
@@ -194,7 +189,6 @@ class UpOptions:
             metavar="DIR|URL",
             help="With --resume: the run's prepared data, if it is no longer where it was. "
             "Repeatable.",
-            rich_help_panel=FILES,
         ),
     ] = None
     at: Annotated[
@@ -202,7 +196,6 @@ class UpOptions:
         typer.Option(
             metavar="STEP",
             help="With --resume: go back to the saves of this step. `planaria saves` lists them.",
-            rich_help_panel=FILES,
         ),
     ] = None
     device: OneDevice = "auto"
