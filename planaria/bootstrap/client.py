@@ -13,6 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
 from planaria.bootstrap.credentials import PLAIN, Credentials, about_time
@@ -20,28 +21,6 @@ from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import (
-    SILENT,
-    Cause,
-    DescribeRequest,
-    Description,
-    ExamineReply,
-    ExamineRequest,
-    JoinReply,
-    JoinRequest,
-    LeaveRequest,
-    MeasureReply,
-    MeasureRequest,
-    NewView,
-    Notice,
-    Renewal,
-    Report,
-    Shown,
-    ShowRequest,
-    Suspicion,
-    View,
-    WatchRequest,
-)
 from planaria.bootstrap.spelling import first_misspelt
 from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, parse
 from planaria.bootstrap.truncation import fitting, shorten_all
@@ -114,7 +93,7 @@ class RegistryClient:
         self._at = 0  # index of the address in use
         self._heard = False  # whether the registry has ever answered
         self._channels: dict[str, Channel] = {}
-        self._report = Report()
+        self._report = pb.Report()
         self._events: deque[str] = deque(maxlen=MOST_QUEUED)
         self._due = asyncio.Event()  # renew at once
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -126,19 +105,19 @@ class RegistryClient:
         """The run's key, which signs views: from the authority's certificate or the first join."""
 
     async def join(
-        self, request: JoinRequest, identity: Identity, deadline: float = 30.0
-    ) -> JoinReply:
+        self, request: pb.JoinRequest, identity: Identity, deadline: float = 30.0
+    ) -> pb.JoinReply:
         """Joins with a signed request; later messages are signed with the same key. Dials silent
         members first if the registry requests it. Raises JoinRefused or its subclass InQuarantine,
         and RegistryUnreachable after `deadline` seconds."""
         clock = asyncio.get_running_loop().time
         end = clock() + deadline
-        message = JoinRequest()
+        message = pb.JoinRequest()
         message.CopyFrom(request)
         message.key = identity.public
         while True:
             identity.sign_message(message, message.run)
-            reply: JoinReply = await self._retry("Join", message, end - clock(), JOIN)
+            reply: pb.JoinReply = await self._retry("Join", message, end - clock(), JOIN)
             if reply.quarantine:
                 raise InQuarantine(reply.reason, reply.quarantine)
             _unpack(reply)
@@ -151,34 +130,34 @@ class RegistryClient:
             message.answered[:] = await self._dial(reply)
         self._trust(reply)
         self._node, self._run, self._identity = request.node, request.run, identity
-        self._report = Report()
+        self._report = pb.Report()
         self._events.clear()
         return reply
 
-    async def describe(self, deadline: float = 30.0) -> Description:
+    async def describe(self, deadline: float = 30.0) -> pb.Description:
         """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
-        request = DescribeRequest(run=self._run)
-        described: Description = await self._retry("Describe", request, deadline)
+        request = pb.DescribeRequest(run=self._run)
+        described: pb.Description = await self._retry("Describe", request, deadline)
         shorten_all(described, LONGEST_TEXT)
         return described
 
     async def show(self, figures: bool = False, deadline: float = 30.0) -> bytes:
         """The state of the registry's page as JSON, or its Prometheus metrics. Call `describe`
         first. Raises JoinRefused (also if there is no page) and RegistryUnreachable."""
-        reply: Shown = await self._retry("Show", ShowRequest(figures=figures), deadline)
+        reply: pb.Shown = await self._retry("Show", pb.ShowRequest(figures=figures), deadline)
         return reply.content
 
-    async def measure(self, deadline: float = 30.0) -> MeasureReply:
+    async def measure(self, deadline: float = 30.0) -> pb.MeasureReply:
         """Starts a link measurement on every node. Raises JoinRefused (also if the last one was
         too recent) and RegistryUnreachable."""
-        reply: MeasureReply = await self._retry("Measure", MeasureRequest(), deadline)
+        reply: pb.MeasureReply = await self._retry("Measure", pb.MeasureRequest(), deadline)
         return reply
 
-    async def examine(self, request: ExamineRequest, seconds: float) -> ExamineReply:
+    async def examine(self, request: pb.ExamineRequest, seconds: float) -> pb.ExamineReply:
         """Requests a dial-back or a timed transfer, in a single attempt. Raises
         RegistryUnreachable."""
         try:
-            reply: ExamineReply = await self._call("Examine", request, seconds)
+            reply: pb.ExamineReply = await self._call("Examine", request, seconds)
         except Broken as broken:
             raise RegistryUnreachable(f"{self._address} said: {_what(broken)}") from broken
         return reply
@@ -197,8 +176,8 @@ class RegistryClient:
     async def keep_membership(
         self,
         node: str,
-        reply: JoinReply,
-        on_view: Callable[[View], None],
+        reply: pb.JoinReply,
+        on_view: Callable[[pb.View], None],
         on_evicted: Callable[[str], None],
         on_measure: Callable[[int], None] = lambda number: None,
     ) -> None:
@@ -232,7 +211,7 @@ class RegistryClient:
             await asyncio.sleep(pause / len(self._addresses))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: pb.Report) -> None:
         """Sets the report of the next renewal, which is sent at once if the report is news. Adds
         the addresses at which another run's registry has answered."""
         misled = [f"{address}: {why}" for address, why in self._misled.items()]
@@ -245,13 +224,13 @@ class RegistryClient:
         """Queues an event log line for a later renewal. A full queue drops its oldest line."""
         self._events.append(line)
 
-    def suspect(self, accused: str, why: str, cause: Cause = SILENT) -> None:
+    def suspect(self, accused: str, why: str, cause: pb.Cause = pb.SILENT) -> None:
         """Reports a silent node for a liveness check, or accuses it of `cause` with evidence `why`.
         Returns at once; the outcome arrives as a view. A node that has left suspects nobody,
         because its peers close their links."""
         if self._node == self._left:
             return
-        suspicion = Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
+        suspicion = pb.Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
         self.sign(suspicion)
         task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
         self._tasks[task] = None
@@ -261,7 +240,7 @@ class RegistryClient:
         """Announces the node's departure, after which `on_evicted` is not called. An unreachable
         registry detects the departure itself."""
         self._left = node
-        goodbye = LeaveRequest(node=node, why=why)
+        goodbye = pb.LeaveRequest(node=node, why=why)
         self.sign(goodbye)
         try:
             await self._call("Leave", goodbye, LEAVE_DEADLINE)
@@ -273,7 +252,7 @@ class RegistryClient:
                 raise
             log.warning("could not announce the departure to %s: it is unreachable", self._address)
 
-    def sign(self, message: Suspicion | LeaveRequest | Renewal) -> None:
+    def sign(self, message: pb.Suspicion | pb.LeaveRequest | pb.Renewal) -> None:
         """Signs a message with the key of the node that joined last."""
         self._identity.sign_message(message, self._run)
 
@@ -304,13 +283,13 @@ class RegistryClient:
                 f"--join names registries of different runs: {conflict}. Name those of one run"
             )
 
-    def is_genuine(self, view: View) -> bool:
+    def is_genuine(self, view: pb.View) -> bool:
         """Whether the run's registry has signed the view."""
         return is_genuine(view, self._key, self._run)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _trust(self, reply: JoinReply) -> None:
+    def _trust(self, reply: pb.JoinReply) -> None:
         """Pins the run's key on the first join. Raises JoinRefused for another key."""
         key = self._key or reply.key
         if not is_genuine(reply.view, key, reply.run):
@@ -339,7 +318,7 @@ class RegistryClient:
                 room -= size
         return lines
 
-    async def _dial(self, reply: JoinReply) -> list[str]:
+    async def _dial(self, reply: pb.JoinReply) -> list[str]:
         """The nodes silent towards the registry that answer a liveness check from here."""
         reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
@@ -353,8 +332,8 @@ class RegistryClient:
     async def _run_at(self, address: str, seconds: float) -> str:
         """The run served at an address; empty: no answer."""
         try:
-            described: Description = await self._call(
-                "Describe", DescribeRequest(), seconds, address=address
+            described: pb.Description = await self._call(
+                "Describe", pb.DescribeRequest(), seconds, address=address
             )
         except Broken:
             return ""  # the caller reports it
@@ -443,7 +422,7 @@ class RegistryClient:
             "TLS: --join INVITE)"
         ) from broken
 
-    async def _suspect(self, suspicion: Suspicion) -> None:
+    async def _suspect(self, suspicion: pb.Suspicion) -> None:
         accused, why = suspicion.accused, suspicion.why
         try:
             verdict = await self._call("Suspect", suspicion, SUSPECT_DEADLINE)
@@ -472,8 +451,8 @@ class _Membership:
         self,
         client: RegistryClient,
         node: str,
-        reply: JoinReply,
-        on_view: Callable[[View], None],
+        reply: pb.JoinReply,
+        on_view: Callable[[pb.View], None],
         on_measure: Callable[[int], None],
     ) -> None:
         self.client, self.node, self.view = client, node, reply.view
@@ -520,7 +499,7 @@ class _Membership:
         renewing = asyncio.create_task(self._renew(stream))
         try:
             while (data := await stream.read()) is not None:
-                notice = parse(data, Notice)
+                notice = parse(data, pb.Notice)
                 self._answered()
                 if notice.evicted:
                     self.notice = notice.evicted
@@ -544,7 +523,7 @@ class _Membership:
 
     async def _renew(self, stream: Stream) -> None:
         with suppress(Broken):  # `_keep_alive` reports it
-            first = Renewal(
+            first = pb.Renewal(
                 node=self.node,
                 report=self.client._report,
                 run=self.view.run,
@@ -561,7 +540,7 @@ class _Membership:
                 probe, self.probe = self.probe, 0
                 report = self.client._report
                 happened = self.client._next_lines(REPORT_BYTES - report.ByteSize())
-                renewal = Renewal(node=self.node, report=report, probe=probe, happened=happened)
+                renewal = pb.Renewal(node=self.node, report=report, probe=probe, happened=happened)
                 await stream.write(renewal.SerializeToString())
 
     async def _watch(self, channel: Channel) -> str:
@@ -579,14 +558,14 @@ class _Membership:
     async def _hear(self, channel: Channel, signature: bytes) -> str:
         """Receives views. `signature`: of this node's view; empty requests a whole view. Raises
         _Misfit."""
-        request = WatchRequest(run=self.view.run, node=self.node, known=signature)
+        request = pb.WatchRequest(run=self.view.run, node=self.node, known=signature)
         stream = channel.stream(f"{REGISTRY_CALLS.full_name}/Watch")
         last = self.view  # base of the next difference
         try:
             await stream.write(request.SerializeToString())
             while (data := await stream.read()) is not None:
                 try:
-                    message = unpacked(parse(data, NewView))
+                    message = unpacked(parse(data, pb.NewView))
                     last = view = view_in(message, last)
                 except ValueError as error:
                     raise _Misfit(f"invalid difference between views: {error}") from error
@@ -619,7 +598,7 @@ class _Membership:
         """Whether the newest view lacks this node."""
         return all(member.node != self.node for member in self.view.members)
 
-    def _unsigned(self, view: View) -> str:
+    def _unsigned(self, view: pb.View) -> str:
         """Why the view's signature is invalid; empty: the run's key has signed it."""
         if self.client.is_genuine(view):
             return ""
@@ -628,7 +607,7 @@ class _Membership:
             "folder of its key (--authority DIR)"
         )
 
-    def _misspelt(self, view: View) -> str:
+    def _misspelt(self, view: pb.View) -> str:
         """The spelling error of a new member's names or address; empty: none."""
         addresses = {m.node: m.address for m in self.view.members}
         return first_misspelt(m for m in view.members if addresses.get(m.node) != m.address)
@@ -656,7 +635,7 @@ OPTIONS = (
 )
 
 
-def _unpack(reply: JoinReply) -> None:
+def _unpack(reply: pb.JoinReply) -> None:
     """Decodes the packed view of a reply in place. Raises JoinRefused."""
     if not reply.packed:
         return
@@ -667,7 +646,7 @@ def _unpack(reply: JoinReply) -> None:
     reply.ClearField("packed")
 
 
-def _news(report: Report) -> tuple[object, ...]:
+def _news(report: pb.Report) -> tuple[object, ...]:
     """The parts of a report whose change is sent at once."""
     seats = [
         (seat.message, seat.stopped, seat.finished, seat.finished and seat.saved)

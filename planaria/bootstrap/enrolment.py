@@ -8,27 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from planaria.bootstrap import enrolment_pb2 as pb
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
 from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.enrolment_pb2 import (
-    AllowRequest,
-    BanRequest,
-    CommandRequest,
-    Done,
-    EnrolledReply,
-    EnrolReply,
-    EnrolRequest,
-    EvictRequest,
-    Invited,
-    InviteRequest,
-    Invites,
-    ListEnrolledRequest,
-    ListInvitesRequest,
-    RevokeRequest,
-)
 from planaria.bootstrap.gate import ENROL, host_of
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
@@ -67,7 +52,7 @@ class EnrolmentServer:
             why = "too many requests from this address were refused; ask again in a minute"
             raise Broken("RESOURCE_EXHAUSTED", why)
         try:
-            request = parse(await stream.read() or b"", EnrolRequest)
+            request = parse(await stream.read() or b"", pb.EnrolRequest)
             who, certificate = self._admission.enrol(request)
         except NotAdmitted as refused:
             self._attempts.failed(host)
@@ -79,7 +64,7 @@ class EnrolmentServer:
             raise Broken("UNAVAILABLE", why) from None
         again = "" if request.secret else ", again"
         log.info("%s %s, at %s, has its certificate%s", who.role, who.instance, host, again)
-        await stream.write(EnrolReply(certificate=certificate).SerializeToString())
+        await stream.write(pb.EnrolReply(certificate=certificate).SerializeToString())
 
 
 class OperatorServer:
@@ -88,7 +73,7 @@ class OperatorServer:
     def __init__(self, admission: Admission, registry: RegistryServer) -> None:
         self._admission, self._registry = admission, registry
 
-    async def Invite(self, request: InviteRequest, stream: AcceptedStream) -> Invited:
+    async def Invite(self, request: pb.InviteRequest, stream: AcceptedStream) -> pb.Invited:
         if not self._admission.certifies:
             why = (
                 "this registry issues no certificates, so it has no invites: start it without "
@@ -99,10 +84,12 @@ class OperatorServer:
         with _refusals():
             role = Role(request.role)
             made, secret = self._admission.invite(role, request.uses, request.seconds, stage)
-        return Invited(id=made.id, secret=secret)
+        return pb.Invited(id=made.id, secret=secret)
 
-    async def ListInvites(self, request: ListInvitesRequest, stream: AcceptedStream) -> Invites:
-        records, listed = self._admission.invites, Invites()
+    async def ListInvites(
+        self, request: pb.ListInvitesRequest, stream: AcceptedStream
+    ) -> pb.Invites:
+        records, listed = self._admission.invites, pb.Invites()
         for invite in records.invites.values():
             listed.invites.add(
                 id=invite.id,
@@ -115,16 +102,18 @@ class OperatorServer:
             )
         return listed
 
-    async def Revoke(self, request: RevokeRequest, stream: AcceptedStream) -> Done:
+    async def Revoke(self, request: pb.RevokeRequest, stream: AcceptedStream) -> pb.Done:
         with _refusals():
             self._admission.decide(self._admission.invites.revoke(request.id))
-        return Done(what=f"invite {request.id} is revoked; nodes that have used it stay enrolled")
+        return pb.Done(
+            what=f"invite {request.id} is revoked; nodes that have used it stay enrolled"
+        )
 
     async def ListEnrolled(
-        self, request: ListEnrolledRequest, stream: AcceptedStream
-    ) -> EnrolledReply:
+        self, request: pb.ListEnrolledRequest, stream: AcceptedStream
+    ) -> pb.EnrolledReply:
         records = self._admission.invites
-        reply = EnrolledReply(banned=sorted(records.banned))
+        reply = pb.EnrolledReply(banned=sorted(records.banned))
         for instance, enrolled in records.enrolled.items():
             reply.enrolled.add(
                 instance=instance,
@@ -134,30 +123,30 @@ class OperatorServer:
             )
         return reply
 
-    async def Evict(self, request: EvictRequest, stream: AcceptedStream) -> Done:
+    async def Evict(self, request: pb.EvictRequest, stream: AcceptedStream) -> pb.Done:
         if self._registry.instance_of(request.node) is None:
             why = f"{readable(request.node[:80])} is no member; `planaria members` lists members"
             raise Refused("NOT_FOUND", why)
         self._registry.evict(request.node, "evicted by the run's operator")
-        return Done(what=f"{request.node} is evicted; it may join again under a new node id")
+        return pb.Done(what=f"{request.node} is evicted; it may join again under a new node id")
 
-    async def Ban(self, request: BanRequest, stream: AcceptedStream) -> Done:
+    async def Ban(self, request: pb.BanRequest, stream: AcceptedStream) -> pb.Done:
         instance = self._registry.instance_of(request.who) or request.who
         with _refusals():
             self._admission.decide(self._admission.invites.ban(instance))
         self._registry.machine.bar(self._admission.invites.banned)
         self._registry.cut(instance, "banned by the run's operator")
-        return Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
+        return pb.Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
 
-    async def Allow(self, request: AllowRequest, stream: AcceptedStream) -> Done:
+    async def Allow(self, request: pb.AllowRequest, stream: AcceptedStream) -> pb.Done:
         with _refusals():
             self._admission.decide(self._admission.invites.allow(request.instance))
         self._registry.machine.bar(self._admission.invites.banned)
-        return Done(what=f"{request.instance} may join again")
+        return pb.Done(what=f"{request.instance} may join again")
 
-    async def Command(self, request: CommandRequest, stream: AcceptedStream) -> Done:
+    async def Command(self, request: pb.CommandRequest, stream: AcceptedStream) -> pb.Done:
         changed = self._registry.command(request.word, request.why, request.settings, request.step)
-        return Done(what=changed or "that is the run's order already")
+        return pb.Done(what=changed or "that is the run's order already")
 
 
 @contextmanager

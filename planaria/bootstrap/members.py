@@ -7,21 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
 from planaria.bootstrap.failure_domains import FailureDomain
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.neighbours import Neighbours, related, stages_of
 from planaria.bootstrap.placement import Staffing
-from planaria.bootstrap.registry_pb2 import (
-    SILENT,
-    Cause,
-    Member,
-    MemberDescription,
-    Report,
-    Seat,
-    SeatReport,
-    View,
-)
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.step_time import MOST_WEIGHED, Link, Load, Outlook, outlook
 
@@ -44,13 +35,13 @@ class Claim:
 class Node:
     """A member or standby, and its health. The table changes `member`."""
 
-    member: Member
+    member: pb.Member
     why: str  # reason of the latest decision about its seats
     renewed: float
     placed: float  # time since which it serves, or is a standby
     due: float = math.inf  # time of its live entry in the heap of deadlines
     reasons: dict[int, str] = field(default_factory=dict)  # for each of its seats, by stage
-    report: Report = field(default_factory=Report)
+    report: pb.Report = field(default_factory=pb.Report)
     holds: set[int] | None = None  # stages with state, by its last report; None: no report yet
     streaming: bool = False
     lost: float | None = None  # time of the loss of its stream
@@ -62,7 +53,7 @@ class Node:
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> reason, until settled
     doomed: str = ""  # reason of its eviction, due at once; empty: none
-    cause: Cause = SILENT  # of that eviction
+    cause: pb.Cause = pb.SILENT  # of that eviction
     claim: Claim | None = None  # the newest claim to its address
     contradicted: float = -math.inf  # time of the last notice
     since: dict[int, float] = field(default_factory=dict)  # stage -> when it got the seat
@@ -143,7 +134,7 @@ class Members:
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def restore(self, view: View, now: float) -> None:
+    def restore(self, view: pb.View, now: float) -> None:
         """Replaces the table by a view's members. Known ones keep their health."""
         former, before = self.by_name, "a member before the restart"
         self.clear()
@@ -218,12 +209,12 @@ class Members:
         former = {seat.stage: seat for seat in node.member.seats}
         member = _copy(node.member)
         del member.seats[:]
-        member.seats.extend(former.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
+        member.seats.extend(former.get(s, pb.Seat(stage=s, since=since)) for s in sorted(stages))
         self._become(node, member)
         if node.holds is not None:
             node.holds &= former.keys()
 
-    def _become(self, node: Node, member: Member) -> None:
+    def _become(self, node: Node, member: pb.Member) -> None:
         self._unseat(node)
         node.member, node.stages = member, stages_of(member)
         self._seat(node)
@@ -288,7 +279,7 @@ class Members:
             self._neighbour_graph = Neighbours(members, self.driver, rules.stages, swapped)
         return self._neighbour_graph
 
-    def unreachable(self, address: str, stage: int) -> Member | None:
+    def unreachable(self, address: str, stage: int) -> pb.Member | None:
         """A member that a node with this address must link to, and can reach by relay only."""
         if address:
             return None
@@ -310,7 +301,7 @@ class Members:
         """Whether a staying node reports the stage's state."""
         return any(node.holds and stage in node.holds for node in self if not node.leaving)
 
-    def seat_reports(self) -> Iterator[SeatReport]:
+    def seat_reports(self) -> Iterator[pb.SeatReport]:
         return itertools.chain.from_iterable(node.report.seats for node in self)
 
     def hears_nobody(self, now: float) -> bool:
@@ -362,10 +353,10 @@ class Members:
         resting = {s for s, (n, since) in self._moved.items() if now < since + rest * LONGER**n}
         return outlook(load, candidates, links, now >= newest + rest, frozenset(resting))
 
-    def described(self, now: float) -> list[MemberDescription]:
+    def described(self, now: float) -> list[pb.MemberDescription]:
         """All nodes, for people."""
         return [
-            MemberDescription(
+            pb.MemberDescription(
                 member=node.member,
                 report=node.report,
                 since_renewal=max(0.0, now - node.renewed),
@@ -443,8 +434,8 @@ class MembersNow:
         return (node for node in with_state if node.heard(lease, self.now))
 
 
-def _copy(member: Member) -> Member:
+def _copy(member: pb.Member) -> pb.Member:
     """A mutable copy, since members of an issued view never change."""
-    copy = Member()
+    copy = pb.Member()
     copy.CopyFrom(member)
     return copy

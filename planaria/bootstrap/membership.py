@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
 from planaria.bootstrap.awaited_saves import AwaitedSaves, in_words
 from planaria.bootstrap.candidates import SeatAssigned
@@ -36,19 +37,6 @@ from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import assign
 from planaria.bootstrap.quarantine import Quarantine
-from planaria.bootstrap.registry_pb2 import (
-    SILENT,
-    STOP,
-    STOPPED,
-    TRAIN,
-    Change,
-    Description,
-    JoinReply,
-    Renewal,
-    Report,
-    Suspicion,
-    View,
-)
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, problem_with
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.truncation import fit
@@ -72,7 +60,7 @@ class Membership:
         """`key`: the run's, which signs views; None: a new one. `history`: that of the run under
         former rules."""
         self.rules, self.key = rules, key or Identity.generate()
-        self.view = View(run=rules.run, reason="no node has joined yet")
+        self.view = pb.View(run=rules.run, reason="no node has joined yet")
         self.history = history or History()
         self._issued = -math.inf  # time of the newest view
         self._banned: list[str] = []  # instances, in order
@@ -100,7 +88,7 @@ class Membership:
 
     def join(
         self, attempts: Iterable[JoinAttempt], now: float
-    ) -> tuple[list[JoinReply | Refused], list[Effect]]:
+    ) -> tuple[list[pb.JoinReply | Refused], list[Effect]]:
         """Makes nodes members or standbys, in one view; answers are in the order of requests. A
         repeated request gets the same answer.
 
@@ -127,7 +115,7 @@ class Membership:
         joins costs little more than that of one."""
         return max(now, self._issued + SECONDS_PER_MEMBER * len(self.members))
 
-    def stream_opened(self, renewal: Renewal, now: float) -> list[Effect]:
+    def stream_opened(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes the first renewal of a KeepAlive stream, which replaces an older stream.
 
         A registry without its journal learns the membership from the view in the renewal. Raises
@@ -143,7 +131,7 @@ class Membership:
             self._leases.stream_opened(node, effects)
         return [*self._take_effects(), *effects]
 
-    def renewed(self, renewal: Renewal, now: float) -> list[Effect]:
+    def renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
         node = self.members.by_name.get(renewal.node)
         if node is None:
@@ -157,7 +145,7 @@ class Membership:
             effects.append(self._leases.answered(node))
         return effects
 
-    def _reported(self, node: Node, report: Report, now: float) -> list[Effect]:
+    def _reported(self, node: Node, report: pb.Report, now: float) -> list[Effect]:
         name = node.name
         committed = max((seat.committed for seat in report.seats), default=0)
         if problem := self._watermark.impossible(committed):
@@ -192,7 +180,7 @@ class Membership:
             return []
         return self._leases.stream_lost(node, now)
 
-    def suspect(self, suspicion: Suspicion, now: float) -> list[Effect]:
+    def suspect(self, suspicion: pb.Suspicion, now: float) -> list[Effect]:
         """A member reports another one silent, or accuses it with a cause. Raises Refused if the
         accuser is no member."""
         accuser, accused = suspicion.accuser, suspicion.accused
@@ -208,7 +196,7 @@ class Membership:
             return [Settle(accused, False, self.history.why_gone(accused))]
         node.accusers[accuser] = evidence(suspicion)
         self.history.note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
-        if suspicion.cause != SILENT and not node.doomed:
+        if suspicion.cause != pb.SILENT and not node.doomed:
             context = MembersNow(self.members, now)
             if convicted := self._accusations.heard(suspicion, context, now):
                 node.cause = convicted.cause
@@ -248,7 +236,7 @@ class Membership:
             self._is_saved()
         return changed, self._finish(now)
 
-    def change(self, change: Change, now: float) -> list[Effect]:
+    def change(self, change: pb.Change, now: float) -> list[Effect]:
         """Orders a change of settings. Raises Refused as `Orders.change` does."""
         seats, stages = self.members.seat_reports(), self.rules.stages
         self._changes.append(self._orders.change(change, seats, stages))
@@ -258,7 +246,7 @@ class Membership:
     def _is_saved(self) -> bool:
         """Whether a run is saved that is to be stopped, or to have other settings; then it is over,
         or all nodes have to join again."""
-        changing = self._orders.order != STOP
+        changing = self._orders.order != pb.STOP
         seats, number = self.members.seat_reports(), self.view.number
         saved = self._orders.review(seats, self.rules.stages, number)
         if saved:
@@ -279,7 +267,7 @@ class Membership:
             return []
         for node, reason in self._leases.expired(self._effects, now):
             self._evict(node, reason, now)
-            if node.cause == SILENT and not reason.startswith("left: "):
+            if node.cause == pb.SILENT and not reason.startswith("left: "):
                 self._awaited.lost(node, self.members.vacant(), now)
         self._review_cuts(now)
         self._review_accusations(now)
@@ -295,7 +283,7 @@ class Membership:
             self._changes.append("the run's operator changed the list of banned instances")
         return self._finish(now)
 
-    def restore(self, view: View, now: float) -> None:
+    def restore(self, view: pb.View, now: float) -> None:
         """Continues from the newest view of an earlier registry of the run: its members count as
         alive, with a fresh lease, and no new view is issued within the grace.
 
@@ -349,13 +337,13 @@ class Membership:
         """The newest committed step that the driver has reported."""
         return self._watermark.newest[1]
 
-    def is_genuine(self, view: View) -> bool:
+    def is_genuine(self, view: pb.View) -> bool:
         """Whether a registry of this run has issued the view."""
         return is_genuine(view, self.key.public, self.rules.run)
 
-    def describe(self, now: float) -> Description:
+    def describe(self, now: float) -> pb.Description:
         """The full state, for people. The shell adds run file and uptime."""
-        description = Description(
+        description = pb.Description(
             run=self.rules.run,
             view=self.view,
             members=self.members.described(now),
@@ -367,15 +355,15 @@ class Membership:
         fit(description)
         return description
 
-    def reply_to(self, name: str) -> JoinReply | Refused:
+    def reply_to(self, name: str) -> pb.JoinReply | Refused:
         """The reply to an admitted node, by the newest view. Refused: it is no longer a member, for
         example because another node of its batch replaced it."""
         node = self.members.by_name.get(name)
         if node is None:
             return gone(name, self.history)
-        return JoinReply(
+        return pb.JoinReply(
             run=self.rules.run,
-            view=View(number=self.view.number),
+            view=pb.View(number=self.view.number),
             reason=node.why,
             lease=self.rules.lease,
             key=self.key.public,
@@ -383,8 +371,8 @@ class Membership:
 
     # -- decisions -------------------------------------------------------------------------------
 
-    def _let_in(self, attempt: JoinAttempt, now: float) -> Node | JoinReply | Refused:
-        if self._orders.order == STOPPED:
+    def _let_in(self, attempt: JoinAttempt, now: float) -> Node | pb.JoinReply | Refused:
+        if self._orders.order == pb.STOPPED:
             return Refused("FAILED_PRECONDITION", stopped_at(self.view.committed))
         try:
             decision = self._joining.decide(attempt, now)
@@ -434,7 +422,7 @@ class Membership:
         self._remove(node, reason)
         if not reason.startswith("left: "):
             self.history.evicted(node.member, reason, now)
-        if node.cause != SILENT:
+        if node.cause != pb.SILENT:
             instance = instance_of(node.member.key)
             self._quarantine.add(instance, node.name, node.cause, reason, now)
         self._changes.append(f"{node.name} ({place_of(node.member)}) is gone: {reason}")
@@ -458,7 +446,7 @@ class Membership:
             return
         candidates, rules = self.members.candidates(now), self.rules
         begun = self._driving.has_begun(now)
-        calm = self._driving.started and self._orders.order == TRAIN
+        calm = self._driving.started and self._orders.order == pb.TRAIN
         outlook = self.members.outlook(candidates, now) if calm else None
         for change in assign(
             candidates, rules.stages, begun, rules.policy, rules.max_replicas, outlook
@@ -501,7 +489,7 @@ class Membership:
         saves = self._awaited.listed(now)
         waits = "" if driver else in_words(saves)
         reason = "; ".join(filter(None, (changes, awaited, OWNER_AWAITED * owner_awaited, waits)))
-        view = View(
+        view = pb.View(
             run=self.rules.run,
             number=self.view.number + 1,
             members=[n.member for n in self.members],
@@ -523,7 +511,7 @@ class Membership:
         self._changes = []
         self._effects.append(Issue(self.view))
 
-    def _check_shown(self, renewal: Renewal) -> None:
+    def _check_shown(self, renewal: pb.Renewal) -> None:
         """Raises Refused for a forged view, or if this registry lacks the run's key; the node stays
         a member and trains until its registry is back."""
         view, is_member = renewal.view, renewal.node in self.members.by_name
@@ -542,7 +530,7 @@ class Membership:
             "(--authority DIR); if the key is lost, restart all nodes",
         )
 
-    def _should_learn(self, renewal: Renewal, now: float) -> bool:
+    def _should_learn(self, renewal: pb.Renewal, now: float) -> bool:
         """Whether a member shows a newer view, and this registry has not yet led the run."""
         return (
             renewal.view.number > self.view.number
@@ -551,7 +539,7 @@ class Membership:
             and any(m.node == renewal.node for m in renewal.view.members)
         )
 
-    def _learn(self, view: View, now: float) -> None:
+    def _learn(self, view: pb.View, now: float) -> None:
         former = dict(self.members.by_name)
         try:
             if problem := self._watermark.impossible(view.committed):

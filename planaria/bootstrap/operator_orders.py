@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.registry_pb2 import (
-    PAUSE,
-    STOP,
-    STOPPED,
-    TRAIN,
-    Change,
-    Order,
-    SeatReport,
-    View,
-)
 from planaria.bootstrap.spelling import readable
 
-BY_WORD: Final = {"pause": PAUSE, "go": TRAIN, "stop": STOP, "end": STOPPED}
+BY_WORD: Final = {"pause": pb.PAUSE, "go": pb.TRAIN, "stop": pb.STOP, "end": pb.STOPPED}
 CHANGE: Final = "change"
 BACK: Final = "back"
 LONGEST_WHY: Final = 200  # characters
@@ -32,17 +23,17 @@ class Orders:
     an earlier save."""
 
     def __init__(self) -> None:
-        self.order: Order = TRAIN
+        self.order: pb.Order = pb.TRAIN
         self.why = ""
-        self.changes: list[Change] = []
+        self.changes: list[pb.Change] = []
 
-    def restore(self, view: View) -> None:
+    def restore(self, view: pb.View) -> None:
         self.order, self.why = view.order, view.ordered
         self.changes = list(view.changes)
 
     @property
     def awaits_saves(self) -> bool:
-        return self.order == STOP or self._pending
+        return self.order == pb.STOP or self._pending
 
     @property
     def _pending(self) -> bool:
@@ -53,24 +44,24 @@ class Orders:
         if (order := BY_WORD.get(word)) is None:
             words = ", ".join([*BY_WORD, CHANGE, BACK])
             raise Refused("INVALID_ARGUMENT", f"{readable(word)!r}: there are {words}")
-        if order in (TRAIN, PAUSE):
+        if order in (pb.TRAIN, pb.PAUSE):
             self._check_not_stopping()
-        if self.order == STOPPED and order == PAUSE:
+        if self.order == pb.STOPPED and order == pb.PAUSE:
             raise Refused("FAILED_PRECONDITION", stopped_at(0))
-        if order == self.order or (self.order, order) == (STOPPED, STOP):
+        if order == self.order or (self.order, order) == (pb.STOPPED, pb.STOP):
             return ""
         self.order, self.why = order, readable(why)[:LONGEST_WHY]
-        if order in (STOP, STOPPED) and self._pending:
+        if order in (pb.STOP, pb.STOPPED) and self._pending:
             self.changes.pop()
         does = {
-            PAUSE: "pauses the run",
-            TRAIN: "lets the run go on",
-            STOP: "stops the run, once each stage has saved its step",
-            STOPPED: "ends the run",
+            pb.PAUSE: "pauses the run",
+            pb.TRAIN: "lets the run go on",
+            pb.STOP: "stops the run, once each stage has saved its step",
+            pb.STOPPED: "ends the run",
         }
         return f"the operator {does[order]}{f': {self.why}' if self.why else ''}"
 
-    def change(self, change: Change, seats: Iterable[SeatReport], stages: int) -> str:
+    def change(self, change: pb.Change, seats: Iterable[pb.SeatReport], stages: int) -> str:
         """Orders a change of settings that fit the run, once `change.step` is committed; or, with
         `undone`, that the run goes back to it, of which each of stages 0 to `stages` must have a
         save. Returns a sentence. Raises Refused."""
@@ -79,7 +70,7 @@ class Orders:
             at = f" after step {step}" if (step := self.changes[-1].step) else ""
             reason = f"the run's settings are being changed{at}; try again when nodes have joined"
             raise Refused("FAILED_PRECONDITION", reason)
-        if self.order == STOPPED:
+        if self.order == pb.STOPPED:
             raise Refused("FAILED_PRECONDITION", stopped_at(0))
         if len(self.changes) == MOST_CHANGES:
             reason = f"the run's settings were changed {MOST_CHANGES} times; resume it anew"
@@ -94,13 +85,13 @@ class Orders:
         return f"the operator orders: {in_short(change)}"
 
     def _check_not_stopping(self) -> None:
-        if self.order == STOP:
+        if self.order == pb.STOP:
             raise Refused(
                 "FAILED_PRECONDITION",
                 "the run is being stopped; when its nodes have ended, `planaria go` opens it again",
             )
 
-    def review(self, seats: Iterable[SeatReport], stages: int, view: int) -> str:
+    def review(self, seats: Iterable[pb.SeatReport], stages: int, view: int) -> str:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
         settings are changed; then that is done, as the returned sentence says. A run that can't go
         on goes back without that. `view`: the newest view's number."""
@@ -115,26 +106,26 @@ class Orders:
         if len({seat.stage for seat in resting}) <= stages:
             return ""
         step = max(seat.committed for seat in resting)
-        if self.order == STOP:
-            self.order = STOPPED
+        if self.order == pb.STOP:
+            self.order = pb.STOPPED
             return f"each stage has saved step {step}: the run is stopped"
         change = self.changes.pop()
         if back and back not in saved(resting, stages):
             return f"not each stage has step {back} any more: the run goes on from step {step}"
-        holds = Change(number=change.number, settings=change.settings, step=back or step)
+        holds = pb.Change(number=change.number, settings=change.settings, step=back or step)
         holds.undone = view if back else 0
         self.changes.append(holds)
         return f"each stage has saved step {step}: {in_short(holds)}"
 
 
-def saved(seats: Iterable[SeatReport], stages: int) -> set[int]:
+def saved(seats: Iterable[pb.SeatReport], stages: int) -> set[int]:
     """The steps of which each of stages 0 to `stages` has reported a save."""
     saves = [(seat.stage, {*seat.saves}) for seat in seats]
     by_stage = (set().union(*(s for of, s in saves if of == stage)) for stage in range(stages + 1))
     return set.intersection(*by_stage)
 
 
-def in_short(change: Change) -> str:
+def in_short(change: pb.Change) -> str:
     """What a change changes, and when."""
     settings = ", ".join(change.settings)
     if change.undone:
@@ -142,21 +133,21 @@ def in_short(change: Change) -> str:
     return f"{settings}, after step {change.step}" if change.pending and change.step else settings
 
 
-def last_step(view: View, committed: int, steps: int) -> int:
+def last_step(view: pb.View, committed: int, steps: int) -> int:
     """The last step for these nodes of a run of so many steps: the one that it has, if it is to be
     stopped; the last one under its present settings, if they are to change."""
-    if view.order in (STOP, STOPPED):
+    if view.order in (pb.STOP, pb.STOPPED):
         return committed
     pending = [min(change.step, steps) for change in view.changes if change.pending]
     return max(committed, *pending) if pending else steps
 
 
-def changes_in_force(view: View) -> list[Change]:
+def changes_in_force(view: pb.View) -> list[pb.Change]:
     """The changes of settings that hold."""
     return [change for change in view.changes if not change.pending]
 
 
-def problem_with_changes(changes: Sequence[Change]) -> str:
+def problem_with_changes(changes: Sequence[pb.Change]) -> str:
     """Why these can't be a run's changes; empty: they can."""
     numbers = [change.number for change in changes]
     if len(changes) > MOST_CHANGES or numbers != sorted(set(numbers)) or not all(numbers):
@@ -168,16 +159,17 @@ def problem_with_changes(changes: Sequence[Change]) -> str:
     return ""
 
 
-def in_words(view: View) -> str:
+def in_words(view: pb.View) -> str:
     """The order in a view, for people; empty: the run trains."""
     why = f": {view.ordered}" if view.ordered else ""
-    if view.order == TRAIN and view.changes and view.changes[-1].pending:
+    if view.order == pb.TRAIN and view.changes and view.changes[-1].pending:
         return f"ordered: {in_short(view.changes[-1])}"
+    by = f"by the run's operator{why}"
     return {
-        TRAIN: "",
-        PAUSE: f"paused by the run's operator{why}",
-        STOP: f"stopped by the run's operator{why}; nodes end once each stage has saved its step",
-        STOPPED: stopped_at(view.committed),
+        pb.TRAIN: "",
+        pb.PAUSE: f"paused {by}",
+        pb.STOP: f"stopped {by}; nodes end once each stage has saved its step",
+        pb.STOPPED: stopped_at(view.committed),
     }[view.order]
 
 

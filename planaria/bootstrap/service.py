@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
@@ -49,27 +50,6 @@ from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.operator_orders import BACK, CHANGE, changes_in_force
-from planaria.bootstrap.registry_pb2 import (
-    Change,
-    DescribeRequest,
-    Description,
-    ExamineReply,
-    ExamineRequest,
-    JoinReply,
-    JoinRequest,
-    LeaveReply,
-    LeaveRequest,
-    MeasureReply,
-    MeasureRequest,
-    Notice,
-    Renewal,
-    Shown,
-    ShowRequest,
-    Suspicion,
-    Verdict,
-    View,
-    WatchRequest,
-)
 from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle
 from planaria.bootstrap.spelling import readable
@@ -134,14 +114,14 @@ class RegistryServer:
         self.run_file = self._first_file = run_file
         self._journal, self._limits = journal, limits
         self._broadcast = Broadcast(run_file)
-        self._joining: list[tuple[JoinAttempt, asyncio.Future[JoinReply | Refused]]] = []
+        self._joining: list[tuple[JoinAttempt, asyncio.Future[pb.JoinReply | Refused]]] = []
         self._answers = ReplyBudget(limits.answers)
         self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for the reply budget
         self._streams: dict[str, _MemberStream] = {}  # newest stream of each node
         self._held: Counter[str] = Counter()  # places of open calls, by kind
         self._logged = 0
         self._measurements, self._measured_at = 0, 0.0
-        self._verdicts: dict[str, list[asyncio.Future[Verdict]]] = {}
+        self._verdicts: dict[str, list[asyncio.Future[pb.Verdict]]] = {}
         self._dialling: dict[asyncio.Task[None], None] = {}
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
         self.port = 0  # the listening port, once open
@@ -198,7 +178,7 @@ class RegistryServer:
         if not self._failed.done():
             self._failed.set_result(None)
 
-    def describe(self) -> Description:
+    def describe(self) -> pb.Description:
         """The full state of the run, for people."""
         description = self.machine.describe(self._loop.time())
         description.run_file = self.run_file
@@ -224,7 +204,7 @@ class RegistryServer:
         now, described = self._loop.time(), list[str]()
         if word in (CHANGE, BACK):
             undone = self.machine.view.number if word == BACK else 0
-            change = Change(settings=settings, pending=True, step=step, undone=undone)
+            change = pb.Change(settings=settings, pending=True, step=step, undone=undone)
             described = self._examine(change)
             effects = self.machine.change(change, now)
         else:
@@ -233,14 +213,14 @@ class RegistryServer:
         self._carry_out(effects)
         return "\n".join(described)
 
-    def _examine(self, change: Change) -> list[str]:
+    def _examine(self, change: pb.Change) -> list[str]:
         """Numbers a change of settings; returns what it changes. Raises Refused."""
         if self._resettle is None:
             raise Refused("FAILED_PRECONDITION", "this registry can't change a run's settings")
         change.number = self._resettle(self.run_file, ()).number + 1
         step = change.step or self.machine.committed
         try:
-            held = Change(number=change.number, settings=change.settings, step=step)
+            held = pb.Change(number=change.number, settings=change.settings, step=step)
             _, rules, _, described = self._resettle(self.run_file, [held])
         except ValueError as error:
             raise Refused("INVALID_ARGUMENT", str(error)) from error
@@ -264,7 +244,7 @@ class RegistryServer:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    async def Join(self, request: JoinRequest, stream: AcceptedStream) -> bytes:
+    async def Join(self, request: pb.JoinRequest, stream: AcceptedStream) -> bytes:
         for name in ("node", "address", "data", "host", "device", "run"):
             _check_length(name, getattr(request, name), NAME_BYTES)
         caller = stream.peer
@@ -279,7 +259,7 @@ class RegistryServer:
         owner = plain or stream.caller.role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
         reply = await self._decided(attempt)
-        if isinstance(reply, JoinReply) and reply.HasField("view"):
+        if isinstance(reply, pb.JoinReply) and reply.HasField("view"):
             await self._turn(request.node, stream)
             reply = self.machine.reply_to(request.node)  # uses the newest view
         if isinstance(reply, Refused):
@@ -316,7 +296,7 @@ class RegistryServer:
             if not turn.done():
                 turn.set_result(None)
 
-    async def _decided(self, attempt: JoinAttempt) -> JoinReply | Refused:
+    async def _decided(self, attempt: JoinAttempt) -> pb.JoinReply | Refused:
         """Returns the join decision, made at once or for a batch of joins."""
         decided = self._loop.create_future()
         self._joining.append((attempt, decided))
@@ -327,7 +307,7 @@ class RegistryServer:
                 self._loop.call_at(due, self._let_in)
             else:
                 self._let_in()
-        return cast("JoinReply | Refused", await decided)
+        return cast("pb.JoinReply | Refused", await decided)
 
     def _let_in(self) -> None:
         if self._waker.busy:  # watchers of the last view are still being woken
@@ -346,8 +326,8 @@ class RegistryServer:
         self._waker.wake(futures, answers)
 
     async def KeepAlive(
-        self, requests: AsyncIterator[Renewal], stream: AcceptedStream
-    ) -> AsyncIterator[Notice]:
+        self, requests: AsyncIterator[pb.Renewal], stream: AcceptedStream
+    ) -> AsyncIterator[pb.Notice]:
         member = _MemberStream()
         with self._place("streams", self._limits.streams):
             hearing = asyncio.create_task(self._hear(requests, member, stream))
@@ -362,7 +342,7 @@ class RegistryServer:
                 hearing.cancel()
                 self._lose(member)
 
-    async def Watch(self, request: WatchRequest, stream: AcceptedStream) -> AsyncIterator[bytes]:
+    async def Watch(self, request: pb.WatchRequest, stream: AcceptedStream) -> AsyncIterator[bytes]:
         run = self.machine.rules.run
         _check_length("run", request.run, NAME_BYTES)
         if request.run and request.run != run:
@@ -377,14 +357,14 @@ class RegistryServer:
                 else:
                     await self._waker.next_view()
 
-    async def Suspect(self, request: Suspicion, stream: AcceptedStream) -> Verdict:
+    async def Suspect(self, request: pb.Suspicion, stream: AcceptedStream) -> pb.Verdict:
         _check_length("why", request.why, WHY_BYTES)
         for name in ("accuser", "accused"):
             _check_length(name, getattr(request, name), NAME_BYTES)
         self._check_signed(request, request.accuser, stream)
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
             raise Refused("RESOURCE_EXHAUSTED", "too many suspicions wait for an answer; try again")
-        verdict: asyncio.Future[Verdict] = self._loop.create_future()
+        verdict: asyncio.Future[pb.Verdict] = self._loop.create_future()
         waiting = self._verdicts.setdefault(request.accused, [])
         waiting.append(verdict)
         try:
@@ -395,15 +375,15 @@ class RegistryServer:
             if not waiting and self._verdicts.get(request.accused) is waiting:
                 del self._verdicts[request.accused]
 
-    async def Leave(self, request: LeaveRequest, stream: AcceptedStream) -> LeaveReply:
+    async def Leave(self, request: pb.LeaveRequest, stream: AcceptedStream) -> pb.LeaveReply:
         _check_length("why", request.why, WHY_BYTES)
         _check_length("node", request.node, NAME_BYTES)
         self._check_signed(request, request.node, stream)
         self._carry_out(self.machine.leave(request.node, request.why, self._loop.time()))
         self._check_leads()
-        return LeaveReply(view=self.machine.view.number)
+        return pb.LeaveReply(view=self.machine.view.number)
 
-    async def Measure(self, request: MeasureRequest, stream: AcceptedStream) -> MeasureReply:
+    async def Measure(self, request: pb.MeasureRequest, stream: AcceptedStream) -> pb.MeasureReply:
         now = self._loop.time()
         if self._measurements and now - self._measured_at < BETWEEN_MEASUREMENTS:
             seconds = BETWEEN_MEASUREMENTS - (now - self._measured_at)
@@ -413,9 +393,9 @@ class RegistryServer:
         self._measured_at = now
         for node in self._streams:
             self._tell(node, measure=self._measurements)
-        return MeasureReply(number=self._measurements, nodes=len(self._streams))
+        return pb.MeasureReply(number=self._measurements, nodes=len(self._streams))
 
-    async def Describe(self, request: DescribeRequest, stream: AcceptedStream) -> Description:
+    async def Describe(self, request: pb.DescribeRequest, stream: AcceptedStream) -> pb.Description:
         self._check_leads()
         run = self.machine.rules.run
         _check_length("run", request.run, NAME_BYTES)
@@ -423,19 +403,19 @@ class RegistryServer:
             raise not_served(run, request.run)
         return self.describe()
 
-    async def Show(self, request: ShowRequest, stream: AcceptedStream) -> Shown:
+    async def Show(self, request: pb.ShowRequest, stream: AcceptedStream) -> pb.Shown:
         self._check_leads()
         if self.on_show is None:
             reason = "this registry has no page (--http none)"
             raise Refused("FAILED_PRECONDITION", reason)
-        return Shown(content=self.on_show(request.figures))
+        return pb.Shown(content=self.on_show(request.figures))
 
-    async def Examine(self, request: ExamineRequest, stream: AcceptedStream) -> ExamineReply:
+    async def Examine(self, request: pb.ExamineRequest, stream: AcceptedStream) -> pb.ExamineReply:
         _check_length("name", request.name, NAME_BYTES)
         if request.port > PORTS or max(len(request.load), request.wanted) > LOAD_BYTES:
             reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
             raise Refused("INVALID_ARGUMENT", reason)
-        reply = ExamineReply(time=time.time(), host=host_of(stream.peer))
+        reply = pb.ExamineReply(time=time.time(), host=host_of(stream.peer))
         with self._place("examinations", self._limits.examinations):
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
@@ -463,22 +443,25 @@ class RegistryServer:
     # -- events and effects ----------------------------------------------------------------------
 
     def _check_signed(
-        self, message: Renewal | Suspicion | LeaveRequest, node: str, stream: AcceptedStream
+        self,
+        message: pb.Renewal | pb.Suspicion | pb.LeaveRequest,
+        node: str,
+        stream: AcceptedStream,
     ) -> None:
         """Raises Refused unless the key of `node` has signed the message. A message of a non-member
         passes, since it has no effect."""
         record = self.machine.members.by_name.get(node)
         key = None if record is None else record.member.key
-        if key is None and isinstance(message, Renewal):  # a renewal may carry the node's view
+        if key is None and isinstance(message, pb.Renewal):  # a renewal may carry the node's view
             key = next((m.key for m in message.view.members if m.node == node), None)
         if key is not None:
             check_signed(message, node, key, self.machine.rules.run, stream.peer)
 
     async def _hear(
-        self, requests: AsyncIterator[Renewal], member: _MemberStream, stream: AcceptedStream
+        self, requests: AsyncIterator[pb.Renewal], member: _MemberStream, stream: AcceptedStream
     ) -> Refused | None:
         """Feeds a node's renewals to the machine until the stream ends or a renewal is invalid."""
-        renewals = cast("AsyncGenerator[Renewal]", aiter(requests))
+        renewals = cast("AsyncGenerator[pb.Renewal]", aiter(requests))
         try:
             async with asyncio.timeout(FIRST_RENEWAL):
                 first = await anext(renewals, None)
@@ -561,7 +544,7 @@ class RegistryServer:
                     self._tell(node, refused=reason)
                 case Settle(node, member, reason):
                     number = self.machine.view.number
-                    answer = Verdict(member=member, reason=reason, view=number)
+                    answer = pb.Verdict(member=member, reason=reason, view=number)
                     for verdict in self._verdicts.pop(node, ()):
                         if not verdict.done():
                             verdict.set_result(answer)
@@ -578,7 +561,7 @@ class RegistryServer:
         alive = await self._transport.is_alive(dial.node, dial.address, dial.seconds, reach, holder)
         self.machine.dialled(dial.question, dial.node, alive)
 
-    def _publish(self, view: View) -> None:
+    def _publish(self, view: pb.View) -> None:
         try:
             self._write(view)
         except NotLeading as error:
@@ -589,7 +572,7 @@ class RegistryServer:
         self._broadcast.publish(view)
         self._waker.wake_watchers()
 
-    def _settle(self, view: View, now: float) -> None:
+    def _settle(self, view: pb.View, now: float) -> None:
         """Goes on from a view, under the settings that hold in it."""
         if self._resettle is not None and view.changes:
             self.run_file, rules, *_ = self._resettle(self._first_file, view.changes)
@@ -598,7 +581,7 @@ class RegistryServer:
             self._broadcast = Broadcast(self.run_file)
         self.machine.restore(view, now)
 
-    def _write(self, view: View) -> None:
+    def _write(self, view: pb.View) -> None:
         """Appends to the journal. If that fails, the run continues: after a restart the registry
         learns the missing views from the nodes."""
         if self._journal is None:
@@ -621,7 +604,7 @@ class RegistryServer:
 
     def _tell(self, node: str, **notice: Any) -> None:
         if (stream := self._streams.get(node)) is not None:
-            stream.notices.put_nowait(Notice(**notice, view=self.machine.view.number))
+            stream.notices.put_nowait(pb.Notice(**notice, view=self.machine.view.number))
 
     def _log_decisions(self) -> None:
         history = self.machine.history
@@ -635,7 +618,7 @@ class _MemberStream:
 
     def __init__(self) -> None:
         self.node = ""
-        self.notices: asyncio.Queue[Notice | None] = asyncio.Queue()
+        self.notices: asyncio.Queue[pb.Notice | None] = asyncio.Queue()
 
     def close(self) -> None:
         self.notices.put_nowait(None)
@@ -661,7 +644,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def _check_renewal(renewal: Renewal, node: str) -> None:
+def _check_renewal(renewal: pb.Renewal, node: str) -> None:
     """Raises Refused for an invalid renewal after the first of its stream."""
     size, problem = renewal.ByteSize(), ""
     if renewal.node != node:

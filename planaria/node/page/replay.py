@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.errors import UserError
-from planaria.bootstrap.registry_pb2 import (
-    Description,
-    Member,
-    MemberDescription,
-    Report,
-    Seat,
-    SeatReport,
-    View,
-)
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
@@ -95,7 +87,7 @@ class Scene:
 
     def __init__(self, run: RunFile) -> None:
         self.history = History(run.steps)
-        self.nodes: dict[str, Member] = {}
+        self.nodes: dict[str, pb.Member] = {}
         self._steps: dict[str, int] = {}  # seat -> newest step in its weights
         self._seats: dict[str, int] = {}  # seat -> stage
         self._processes: dict[int, str] = {}  # process id -> its newest node
@@ -121,7 +113,7 @@ class Scene:
             case Joined(pid=pid, host=host) if entry.node is not None:
                 self._drop(self._processes.get(pid, ""))
                 self._processes[pid] = node
-                self.nodes[node] = Member(node=node, host=host)
+                self.nodes[node] = pb.Member(node=node, host=host)
             case Serving(stage=stage, device=device) if node in self.nodes:
                 self.nodes[node].device = device or ""
                 self._seats[entry.node or ""] = stage
@@ -156,7 +148,7 @@ class Scene:
             return "idle"
         return "running" if seat in self._steps else "following"
 
-    def describe(self, run: str) -> Description:
+    def describe(self, run: str) -> pb.Description:
         """The description that a registry would have given."""
         story = self.history.story
         rebuilt = {
@@ -165,20 +157,20 @@ class Scene:
         members = []
         for name, node in self.nodes.items():
             own = {seat: stage for seat, stage in self._seats.items() if node_of(seat) == name}
-            member = Member(node=name, host=node.host, device=node.device)
-            member.seats.extend(Seat(stage=stage) for stage in sorted(set(own.values())))
+            member = pb.Member(node=name, host=node.host, device=node.device)
+            member.seats.extend(pb.Seat(stage=stage) for stage in sorted(set(own.values())))
             reports = [
-                SeatReport(
+                pb.SeatReport(
                     stage=stage,
                     committed=self._steps.get(seat, 0),
                     phase=self._phase(seat, seat in rebuilt),
                 )
                 for seat, stage in own.items()
             ]
-            members.append(MemberDescription(member=member, report=Report(seats=reports)))
-        return Description(
+            members.append(pb.MemberDescription(member=member, report=pb.Report(seats=reports)))
+        return pb.Description(
             run=run,
-            view=View(run=run, driver=self._driver, committed=story.committed),
+            view=pb.View(run=run, driver=self._driver, committed=story.committed),
             members=members,
         )
 

@@ -9,15 +9,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.neighbours import place_of, stages_of
-from planaria.bootstrap.registry_pb2 import (
-    Description,
-    Eviction,
-    Member,
-    MemberDescription,
-    Quarantined,
-    SeatReport,
-)
 from planaria.bootstrap.truncation import cut_from
 
 if TYPE_CHECKING:
@@ -37,8 +30,8 @@ class SeatState(NamedTuple):
     `why`: the reason of the placement."""
 
     stage: int | None
-    entry: MemberDescription
-    report: SeatReport
+    entry: pb.MemberDescription
+    report: pb.SeatReport
     why: str
 
     @property
@@ -73,7 +66,7 @@ class CutLink(NamedTuple):
 class RunState:
     """State of a run. `story`: from events; without it only the registry's description counts."""
 
-    def __init__(self, description: Description, story: Story | None = None) -> None:
+    def __init__(self, description: pb.Description, story: Story | None = None) -> None:
         self.description = description
         self.seats = [seat for entry in description.members for seat in _seats_of(entry)]
         self._at: defaultdict[int | None, list[SeatState]] = defaultdict(list)
@@ -109,7 +102,7 @@ class RunState:
         return self._at.get(stage, [])
 
     @cached_property
-    def driving(self) -> SeatReport | None:
+    def driving(self) -> pb.SeatReport | None:
         """The driver's seat at stage 0."""
         driver = self.description.view.driver
         return next(
@@ -139,25 +132,25 @@ class RunState:
             a, b, via = (names.get(node, node) for node in (cut.a, cut.b, cut.via))
             yield CutLink(a, b, via if cut.carried else "", cut.state, cut.seconds)
 
-    def quarantined(self) -> list[Quarantined]:
+    def quarantined(self) -> list[pb.Quarantined]:
         """Instances that were evicted for cause and are still excluded."""
         return [instance for instance in self.description.quarantined if instance.seconds > 0]
 
-    def evictions(self) -> Iterator[tuple[Eviction, str]]:
+    def evictions(self) -> Iterator[tuple[pb.Eviction, str]]:
         """Evictions, each with a sentence."""
         for eviction in self.description.evictions:
             yield eviction, f"{named(eviction.member)}: {eviction.reason}"
 
 
-def _seats_of(entry: MemberDescription) -> Iterator[SeatState]:
+def _seats_of(entry: pb.MemberDescription) -> Iterator[SeatState]:
     reports = {seat.stage: seat for seat in entry.report.seats}
     reasons = iter(entry.why)
     if not entry.member.seats:
-        yield SeatState(None, entry, SeatReport(), next(reasons, ""))
+        yield SeatState(None, entry, pb.SeatReport(), next(reasons, ""))
     for stage in stages_of(entry.member):
-        yield SeatState(stage, entry, reports.get(stage, SeatReport()), next(reasons, ""))
+        yield SeatState(stage, entry, reports.get(stage, pb.SeatReport()), next(reasons, ""))
 
 
-def named(member: Member) -> str:
+def named(member: pb.Member) -> str:
     """The node's name with its place."""
     return f"{member.node} ({place_of(member)})"
