@@ -16,7 +16,7 @@ from random import SystemRandom
 from typing import Any, TypeAlias
 
 from planaria.node.agent import Agent
-from planaria.node.data.windows import AnyWindows
+from planaria.node.data.windows import Windows
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.machine.device import memory_of
 from planaria.node.machine.watch import COMPILING, FLOOR, Watch
@@ -66,7 +66,7 @@ class DaemonMachine:
         self._samples: SamplesFile | None = None
         if self._place.out is not None:
             self._samples = SamplesFile(self._place.out, node.run.name, self._open_file)
-        self._ledgers: dict[str, tuple[Ledger, AnyWindows]] = {}
+        self._ledgers: dict[str, tuple[Ledger, Windows]] = {}
         self._failing: set[LineFile] = set()
         self._files_checked = 0.0
         self.wall = WallClock(time.monotonic())

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from planaria.node.data.batches import Batches
-    from planaria.node.data.windows import AnyWindows
+    from planaria.node.data.windows import Windows
     from planaria.node.run_file import DataSection
 
 SEARCHED: Final = "PLANARIA_DATA"
@@ -142,11 +142,11 @@ Data: TypeAlias = Corpus | Mixture
 """Training data of a run."""
 
 
-def windows(data: Data, seed: int, context: int, batches: Batches) -> AnyWindows:
+def windows(data: Data, seed: int, context: int, batches: Batches) -> Windows:
     """The windows of a run on this data. Raises CorpusError, ValueError."""
-    from planaria.node.data.windows import windows_of
+    from planaria.node.data.windows import Windows
 
-    return windows_of(seed, data.shares(context), batches)
+    return Windows(seed, data.shares(context), batches)
 
 
 def inputs_and_targets(

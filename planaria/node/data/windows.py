@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -28,38 +27,17 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: spreads the epochs over the keys
 SMALLEST_HALF = 3  # bits; a smaller network has few permutations
 
 
-class Windows:
-    """The window of each step: as many sample ids out of [0, samples) as its batch has.
+class Epochs:
+    """The concatenated permutations of the sample ids [0, samples), one for each epoch."""
 
-    Steps take the positions of the concatenated permutations of the epochs in order: with one batch
-    throughout, step t has positions [(t-1)·batch, t·batch). Raises ValueError for figures below
-    one, or a seed outside [0, 2^64).
-    """
-
-    def __init__(self, seed: int, samples: int, batches: Batches) -> None:
-        smallest = min(batches.samples, *(batch.samples for batch in batches.earlier), 1)
-        if samples < 1 or smallest < 1 or not 0 <= seed < 2**64:
-            raise ValueError(
-                f"no windows for seed {seed}, {samples} samples, batch {batches.samples}: samples "
-                "and batch are at least 1, the seed is in [0, 2^64)"
-            )
-        self.seed = seed
+    def __init__(self, seed: int, samples: int) -> None:
         self.samples = samples
-        self.batches = batches
         self._half = max(SMALLEST_HALF, -(-(samples - 1).bit_length() // 2))
         seeds = (struct.pack("<QQ", seed, number) for number in range(ROUNDS))
         self._keys = np.array([xxhash.xxh3_64_intdigest(s) for s in seeds], np.uint64)
 
-    def epoch(self, step: int) -> int:
-        """Epoch of the step's first position, from 0."""
-        return _first(step, self.batches) // self.samples
-
-    def ids(self, step: int) -> NDArray[np.int64]:
-        """Sample ids of `step` >= 1, int64 [batch]. They repeat only where an epoch ends."""
-        return self.at(_positions(step, self.batches))
-
     def at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Sample ids at these positions of the concatenated epochs."""
+        """Sample ids at these positions."""
         epochs = positions // np.uint64(self.samples)
         numbers = positions % np.uint64(self.samples)
         keys = _mix(self._keys[:, None] + epochs * GOLDEN)  # [ROUNDS, batch]
@@ -100,68 +78,60 @@ class Turns:
         return whose, cycles * self.turns[whose] + self.before[places]
 
 
-class MixedWindows:
-    """The window of each step, of several corpora.
+class Windows:
+    """The window of each step: as many sample ids as its batch has.
 
-    Steps take positions as in `Windows`. At its n-th turn, from 0, a corpus gives the
-    sample at position n of its own concatenated permutations. So each of its samples comes once in
-    each of its epochs. Their seeds are `seed` for the first corpus, and the xxh3_64 of (seed, c)
-    for corpus c > 0. Ids count on from one corpus to the next. Raises ValueError for figures below
-    one, or a seed outside [0, 2^64).
+    Steps take positions in order: with one batch throughout, step t has [(t-1)·batch, t·batch). At
+    its n-th turn, from 0, a corpus gives the sample at position n of its own `Epochs`. So each of
+    its samples comes once in each of its epochs. Their seeds are `seed` for the first corpus, and
+    the xxh3_64 of (seed, c) for corpus c > 0. Ids count on from one corpus to the next. Raises
+    ValueError for figures below one, or a seed outside [0, 2^64).
     """
 
     def __init__(self, seed: int, shares: Sequence[Share], batches: Batches) -> None:
         if min((share.turns for share in shares), default=0) < 1:
             raise ValueError(f"no windows of the shares {shares}: each corpus has 1 turn or more")
+        samples = min(share.samples for share in shares)
+        batch = min(batches.samples, *(batch.samples for batch in batches.earlier), 1)
+        if samples < 1 or batch < 1 or not 0 <= seed < 2**64:
+            raise ValueError(
+                f"no windows for seed {seed}, {samples} samples, batch {batches.samples}: samples "
+                "and batch are at least 1, the seed is in [0, 2^64)"
+            )
         self.batches = batches
         self._turns = Turns([share.turns for share in shares])
         self._first = np.cumsum([0, *(share.samples for share in shares)])
-        self._own = [
-            Windows(_seed_of(seed, of), share.samples, batches) for of, share in enumerate(shares)
-        ]
+        self._own = [Epochs(_seed_of(seed, of), share.samples) for of, share in enumerate(shares)]
 
     def epoch(self, step: int) -> int:
         """Number of epochs that all corpora have completed before the step."""
-        first = _first(step, self.batches)
+        first = self._position(step)
         cycles, place = divmod(first, len(self._turns.whose))
         begun = np.bincount(self._turns.whose[:place], minlength=len(self._own))
         had = [cycles * int(turns) + int(begun[of]) for of, turns in enumerate(self._turns.turns)]
         return min(count // own.samples for count, own in zip(had, self._own, strict=True))
 
     def ids(self, step: int) -> NDArray[np.int64]:
-        """Sample ids of `step` >= 1, int64 [batch]."""
-        whose, turns = self._turns.at(_positions(step, self.batches))
+        """Sample ids of `step` >= 1, int64 [batch]. Of one corpus, they repeat only where an epoch
+        ends."""
+        first = np.uint64(self._position(step))
+        positions = first + np.arange(self.batches.of(step).samples, dtype=np.uint64)
+        whose, turns = self._turns.at(positions)
         ids = np.empty(len(whose), np.int64)
         for of, own in enumerate(self._own):
             mine = whose == of
             ids[mine] = self._first[of] + own.at(turns[mine])
         return ids
 
-
-def windows_of(seed: int, shares: Sequence[Share], batches: Batches) -> AnyWindows:
-    """The windows of one corpus, or of several. Raises ValueError."""
-    if len(shares) == 1:
-        return Windows(seed, shares[0].samples, batches)
-    return MixedWindows(seed, shares, batches)
-
-
-AnyWindows: TypeAlias = Windows | MixedWindows
+    def _position(self, step: int) -> int:
+        """Position of the step's first sample."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, there is no window of step {step}")
+        return self.batches.until(step - 1)
 
 
 def _seed_of(seed: int, corpus: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, corpus)) if corpus else seed
-
-
-def _first(step: int, batches: Batches) -> int:
-    """Position of the step's first sample."""
-    if step < 1:
-        raise ValueError(f"steps count from 1, there is no window of step {step}")
-    return batches.until(step - 1)
-
-
-def _positions(step: int, batches: Batches) -> NDArray[np.uint64]:
-    first = np.uint64(_first(step, batches))
-    return first + np.arange(batches.of(step).samples, dtype=np.uint64)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

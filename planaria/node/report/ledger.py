@@ -50,7 +50,7 @@ from planaria.node.wire import stage_pb2
 from planaria.node.wire.chain import hash_of, hash_of_records
 
 if TYPE_CHECKING:
-    from planaria.node.data.windows import AnyWindows
+    from planaria.node.data.windows import Windows
 
 MERGED = "ledger.jsonl"
 MOST_LINE = 32 * 2**20
@@ -609,15 +609,15 @@ def _batches_in(header: LedgerHeader) -> Batches:
     return Batches(header["batch"], header["microbatch"], tuple(earlier))
 
 
-def windows_in(header: LedgerHeader) -> AnyWindows:
+def windows_in(header: LedgerHeader) -> Windows:
     """The windows of a ledger's run. Raises LedgerError for a header that has none."""
-    from planaria.node.data.windows import windows_of  # with numpy
+    from planaria.node.data.windows import Windows  # with numpy
 
     shares = [Share(*share) for share in header.get("mixture", [(header["samples"], 1)])]
     try:
         if sum(share.samples for share in shares) != header["samples"]:
             raise ValueError(f"its corpora don't have {header['samples']} samples in total")
-        return windows_of(header["seed"], shares, _batches_in(header))
+        return Windows(header["seed"], shares, _batches_in(header))
     except ValueError as error:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
 

@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from planaria.node.data.batches import Batches
 from planaria.node.data.turns import Share, turns_of
 from planaria.node.data.windows import (
-    MixedWindows,
     Turns,
     Windows,
     microbatch_ids,
     samples_hash,
-    windows_of,
 )
 
 seeds = st.integers(0, 2**64 - 1)
+
+
+def windows_of_one(seed: int, samples: int, batch: int) -> Windows:
+    return Windows(seed, [Share(samples, 1)], Batches(batch))
 
 
 @settings(deadline=None, max_examples=40)
@@ -25,7 +27,7 @@ seeds = st.integers(0, 2**64 - 1)
 def test_every_epoch_visits_every_sample_once(
     seed: int, samples: int, batch: int, epoch: int
 ) -> None:
-    windows = Windows(seed, samples, Batches(batch))
+    windows = windows_of_one(seed, samples, batch)
     begin, end = epoch * samples, (epoch + 1) * samples
     steps = range(begin // batch + 1, -(-end // batch) + 1)
     positions = np.concatenate([windows.ids(step) for step in steps])
@@ -39,13 +41,13 @@ def test_every_epoch_visits_every_sample_once(
 def test_a_window_follows_from_seed_and_step_alone(
     seed: int, samples: int, batch: int, step: int
 ) -> None:
-    ids = Windows(seed, samples, Batches(batch)).ids(step)
+    ids = windows_of_one(seed, samples, batch).ids(step)
     assert ids.dtype == np.int64
     assert ids.shape == (batch,)
     assert ids.min() >= 0 and ids.max() < samples
-    np.testing.assert_array_equal(ids, Windows(seed, samples, Batches(batch)).ids(step))
+    np.testing.assert_array_equal(ids, windows_of_one(seed, samples, batch).ids(step))
     # ... and not from how positions are cut into windows.
-    alone = Windows(seed, samples, Batches(1))
+    alone = windows_of_one(seed, samples, 1)
     assert ids[-1] == alone.ids(step * batch)[0]
 
 
@@ -53,7 +55,7 @@ def test_a_window_follows_from_seed_and_step_alone(
 @given(seeds, st.integers(30, 5000), st.integers(0, 100))
 def test_epochs_and_seeds_have_orders_of_their_own(seed: int, samples: int, epoch: int) -> None:
     orders = [
-        Windows(s, samples, Batches(samples)).ids(e + 1).tolist()
+        windows_of_one(s, samples, samples).ids(e + 1).tolist()
         for s, e in [(seed, epoch), (seed, epoch + 1), ((seed + 1) % 2**64, epoch)]
     ]
     assert len({tuple(order) for order in orders}) == 3
@@ -61,24 +63,33 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, samples: int, epoc
 
 def test_order_looks_random() -> None:
     samples = 4000
-    order = Windows(7, samples, Batches(samples)).ids(1)
+    order = windows_of_one(7, samples, samples).ids(1)
     # Neighbours in the order are no neighbours in the data, and do not tend to either end.
     assert np.count_nonzero(np.abs(np.diff(order)) <= 10) < samples * 0.02
     assert abs(np.corrcoef(np.arange(samples), order)[0, 1]) < 0.06
     # Which sample comes first is even over the seeds: chi-squared, 15 degrees of freedom.
-    first = Counter(int(Windows(seed, 16, Batches(1)).ids(1)[0]) for seed in range(3200))
+    first = Counter(int(windows_of_one(seed, 16, 1).ids(1)[0]) for seed in range(3200))
     assert sum((first[i] - 200) ** 2 / 200 for i in range(16)) < 45
 
 
 def test_orders_never_change() -> None:
     # Runs resume by (seed, step), so another order would be another run.
-    assert Windows(0, 1000, Batches(8)).ids(1).tolist() == [667, 589, 145, 495, 868, 257, 28, 948]
-    far = Windows(3, 10**10, Batches(3)).ids(10**7)
+    assert windows_of_one(0, 1000, 8).ids(1).tolist() == [
+        667,
+        589,
+        145,
+        495,
+        868,
+        257,
+        28,
+        948,
+    ]
+    far = windows_of_one(3, 10**10, 3).ids(10**7)
     assert far.tolist() == [7152000520, 1041321274, 3110579404]
 
 
 def test_epoch_of_a_step_is_that_of_its_first_position() -> None:
-    windows = Windows(0, 10, Batches(4))
+    windows = windows_of_one(0, 10, 4)
     assert [windows.epoch(step) for step in range(1, 7)] == [0, 0, 0, 1, 1, 2]
 
 
@@ -86,8 +97,8 @@ def test_epoch_of_a_step_is_that_of_its_first_position() -> None:
 def test_another_batch_takes_up_the_samples_where_the_one_before_has_ended(
     shares: list[Share],
 ) -> None:
-    whole = windows_of(5, shares, Batches(80)).ids(1)
-    changed = windows_of(5, shares, Batches(4).changed(3, 12, 1).changed(6, 8, 1))
+    whole = Windows(5, shares, Batches(80)).ids(1)
+    changed = Windows(5, shares, Batches(4).changed(3, 12, 1).changed(6, 8, 1))
     ids = [changed.ids(step) for step in range(1, 10)]
     assert [*map(len, ids)] == 3 * [4] + 3 * [12] + 3 * [8]
     np.testing.assert_array_equal(np.concatenate(ids), whole[: 3 * (4 + 12 + 8)])
@@ -116,12 +127,12 @@ def test_samples_hash_ignores_order_only(ids: list[int]) -> None:
 @pytest.mark.parametrize(("seed", "samples", "batch"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
 def test_figures_that_make_no_windows_are_refused(seed: int, samples: int, batch: int) -> None:
     with pytest.raises(ValueError, match="no windows for"):
-        Windows(seed, samples, Batches(batch))
+        windows_of_one(seed, samples, batch)
 
 
 def test_steps_count_from_one() -> None:
     with pytest.raises(ValueError, match="count from 1"):
-        Windows(0, 10, Batches(2)).ids(0)
+        windows_of_one(0, 10, 2).ids(0)
 
 
 shares = st.lists(st.builds(Share, st.integers(1, 60), st.integers(1, 9)), min_size=2, max_size=5)
@@ -129,7 +140,7 @@ shares = st.lists(st.builds(Share, st.integers(1, 60), st.integers(1, 9)), min_s
 
 def positions(seed: int, mixture: list[Share], batch: int, steps: int) -> np.ndarray:
     """Sample ids of so many steps, one after the other."""
-    windows = MixedWindows(seed, mixture, Batches(batch))
+    windows = Windows(seed, mixture, Batches(batch))
     return np.concatenate([windows.ids(step) for step in range(1, steps + 1)])
 
 
@@ -170,11 +181,11 @@ def test_each_corpus_gives_each_sample_once_in_each_of_its_epochs(
 def test_a_window_of_a_mixture_follows_from_seed_and_step_alone(
     seed: int, mixture: list[Share], batch: int, step: int
 ) -> None:
-    windows = MixedWindows(seed, mixture, Batches(batch))
+    windows = Windows(seed, mixture, Batches(batch))
     ids = windows.ids(step)
     assert ids.shape == (batch,) and ids.dtype == np.int64
     assert ids.min() >= 0 and ids.max() < sum(share.samples for share in mixture)
-    assert ids[-1] == MixedWindows(seed, mixture, Batches(1)).ids(step * batch)[0]
+    assert ids[-1] == Windows(seed, mixture, Batches(1)).ids(step * batch)[0]
     assert windows.epoch(step) <= windows.epoch(step + 1)
 
 
@@ -188,7 +199,7 @@ def test_turns_are_spread_over_the_cycle() -> None:
 def test_a_mixture_stays_as_it_is() -> None:
     """Else runs that go on after an update would repeat and miss samples."""
     mixture = [Share(1000, 7), Share(50, 3)]
-    windows = MixedWindows(5, mixture, Batches(10))
+    windows = Windows(5, mixture, Batches(10))
     assert windows.ids(1).tolist() == [805, 1039, 168, 775, 272, 1007, 840, 355, 1008, 40]
     assert [windows.epoch(step) for step in (1, 17, 18, 143, 144)] == [0, 0, 0, 0, 1]
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data.batches import Batches
-from planaria.node.data.windows import AnyWindows, Windows, microbatch_ids, samples_hash
+from planaria.node.data.turns import Share
+from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
 from planaria.node.report import ledger as module
 from planaria.node.report.ledger import (
     Audit,
@@ -34,11 +35,11 @@ from planaria.node.wire.chain import hash_of, hash_of_records
 HEADER = LedgerHeader(
     ledger=1, run="demo", seed=3, samples=50, batch=12, microbatch=4, context=64, content="c0ffee"
 )
-WINDOWS = Windows(3, 50, Batches(12, 4))
+WINDOWS = Windows(3, [Share(50, 1)], Batches(12, 4))
 
 
 def commit(
-    step: int, view: int = 1, attempt: int = 1, windows: AnyWindows = WINDOWS
+    step: int, view: int = 1, attempt: int = 1, windows: Windows = WINDOWS
 ) -> stage_pb2.Commit:
     ids, size = windows.ids(step), windows.batches.of(step).microbatch
     parts = [(i, microbatch_ids(ids, i, size)) for i in (2, 0, 1)]  # they come home in any order
@@ -57,7 +58,7 @@ def commit(
 
 
 def committed(
-    step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: AnyWindows = WINDOWS
+    step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: Windows = WINDOWS
 ) -> Line:
     """A line without the commit itself, which isn't signed."""
     return line(commit(step, view, attempt, windows), windows.epoch(step), time)
