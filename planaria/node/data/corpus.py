@@ -21,6 +21,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import file_digest
 from itertools import accumulate
@@ -47,8 +48,6 @@ UNSCORED = -100
 """Target that isn't scored: `ignore_index` of torch's cross-entropy."""
 BLOCK = 1 << 20
 """Bytes read at a time to verify a shard."""
-MOST_OPEN = 64
-"""Limit of open shards."""
 PLACE = "place.json"
 """File that marks a folder as a stand-in for prepared data elsewhere (elsewhere.py)."""
 TRAIN, VALIDATION = SPLITS = "train", "validation"
@@ -158,17 +157,9 @@ class _Shard(Protocol):
     def check(self) -> None:
         """Check what doesn't need the content. Raises CorpusError."""
 
-    @property
-    def is_open(self) -> bool: ...
-
-    def close(self) -> None: ...
-
 
 class _ShardFile:
     """A shard as a local file. The first reader verifies it; concurrent readers wait for that."""
-
-    _close = staticmethod(os.close)  # `os` may be gone before a shard when the interpreter ends
-    _descriptor: int | None = None
 
     def __init__(
         self, folder: Path, shard: TokenShard, dtype: str, vocabulary: int, remedy: str
@@ -185,15 +176,11 @@ class _ShardFile:
         """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
         import numpy as np
 
-        try:
-            if self._descriptor is None:
-                self._descriptor = self._opened()
-            data, stamp = self._read(self._descriptor, offset, count)
+        with self._opened() as descriptor:
+            data, stamp = self._read(descriptor, offset, count)
             if stamp != self._verified:  # not yet, or the file has changed since
-                self._verify(self._descriptor)
-                data, stamp = self._read(self._descriptor, offset, count)
-        except OSError as error:
-            raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
+                self._verify(descriptor)
+                data, stamp = self._read(descriptor, offset, count)
         if stamp != self._verified:
             raise CorpusError(f"{self.file} changes while it is read: {self._remedy}")
         return np.frombuffer(data, self._dtype)
@@ -203,14 +190,8 @@ class _ShardFile:
 
     def verify(self) -> None:
         """Verify the file, unless it is unchanged since the last time. Raises CorpusError."""
-        try:
-            descriptor = self._opened()
-            try:
-                self._verify(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
+        with self._opened() as descriptor:
+            self._verify(descriptor)
 
     def _verify(self, descriptor: int) -> None:
         """Verify size, checksum and token range. Raises CorpusError, OSError."""
@@ -252,25 +233,22 @@ class _ShardFile:
                 f"{self.file} has {size} bytes where the index says {expected}: {self._remedy}"
             )
 
-    @property
-    def is_open(self) -> bool:
-        return self._descriptor is not None
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            self._close(self._descriptor)
-            self._descriptor = None
-
-    def _opened(self) -> int:
-        return os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file. Turns errors of reading into CorpusError."""
+        try:
+            descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
 
     def _read(self, descriptor: int, offset: int, count: int) -> tuple[bytes, _Stamp]:
         """Bytes and the stamp after them: a write in between changes the stamp."""
         size = self._dtype.itemsize
         return os.pread(descriptor, count * size, offset * size), _stamp(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 _Stamp = tuple[int, int, int, int, int]
@@ -308,8 +286,6 @@ class Corpus:
         self._masks = {
             name: each(split.masks or [], "uint8", 256) for name, split in index.splits.items()
         }
-        self._reading = threading.Lock()
-        self._open: list[_Shard] = []  # the oldest first
         self._verifier: threading.Thread | None = None
         self._starts = {
             name: list(accumulate((shard.tokens for shard in split.shards), initial=0))
@@ -403,7 +379,8 @@ class Corpus:
         pieces = list(self._pieces(shards, split, context, index))
         for shard, offset, count in pieces:  # concurrently
             shard.expect(offset, count)
-        return np.concatenate([self._tokens(*piece) for piece in pieces], dtype=np.int64)
+        tokens = [shard.tokens(offset, count) for shard, offset, count in pieces]
+        return np.concatenate(tokens, dtype=np.int64)
 
     def _pieces(
         self, shards: Sequence[_Shard], split: str, context: int, index: int
@@ -451,17 +428,6 @@ class Corpus:
         if self.index.end_of_document in self.index.begin:  # its first token is no end
             begins[1:] &= ~(begins[:-1] & ends[:-1])
         return begins
-
-    def _tokens(self, shard: _Shard, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """Like `_Shard.tokens`, with no more than MOST_OPEN files open."""
-        if self.elsewhere:
-            return shard.tokens(offset, count)
-        with self._reading:
-            if not shard.is_open:
-                if len(self._open) >= MOST_OPEN:
-                    self._open.pop(0).close()
-                self._open.append(shard)
-            return shard.tokens(offset, count)
 
     def samples(
         self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]

@@ -109,8 +109,6 @@ class Blocks:
 class ShardElsewhere:
     """A remote shard, with the interface of corpus._ShardFile."""
 
-    is_open: Final = True
-
     def __init__(
         self,
         place: RemoteFolder,
@@ -155,9 +153,6 @@ class ShardElsewhere:
 
     def check(self) -> None:
         """Do nothing: each block is verified when it arrives."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
     def _come(self, number: int) -> bytes:
         block = self._blocks.ask(self, number)
