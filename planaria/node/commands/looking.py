@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -95,8 +97,6 @@ def probe_command(
     ] = False,
 ) -> None:
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
-    import json
-
     from planaria.node.report.probe import probe, table
 
     async def measure(client: RegistryClient) -> None:
@@ -146,8 +146,6 @@ def page_command(
 
 
 def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
-    import asyncio
-
     from planaria.node.page.replay import replay_of
     from planaria.node.page.serving import show
 
@@ -175,6 +173,4 @@ def _print_address(subject: str, url: str) -> None:
 
 
 async def _forever() -> None:
-    import asyncio
-
     await asyncio.get_running_loop().create_future()

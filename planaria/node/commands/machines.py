@@ -3,7 +3,12 @@ doctor."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import socket
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -15,6 +20,8 @@ from typing import Annotated, Any, ClassVar
 import typer
 from rich.markup import escape
 
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.reachability import Reachability
 from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refusing, warn
 from planaria.node.launch.errors import NodeCrashed
@@ -40,12 +47,7 @@ BEGAN = time.monotonic()
 @flattened
 def node_command(options: NodeOptions) -> None:
     """Join a run, and serve a stage of its model."""
-    import asyncio
-    import socket
-
-    from planaria.bootstrap.address import Address
-    from planaria.bootstrap.reachability import Reachability
-    from planaria.node.launch.begin import check_reachable
+    from planaria.node.launch.begin import Setup, begin, check_reachable
     from planaria.node.launch.enrolled import invitation_of
     from planaria.node.launch.supervisor import TRY_AGAIN, is_watched, one_each, supervise
     from planaria.node.wire.naming import name_of_host
@@ -64,8 +66,6 @@ def node_command(options: NodeOptions) -> None:
     again = options.restart == "always"
     if not watched and (again or len(nodes) > 1):
         raise typer.Exit(asyncio.run(supervise(nodes, options.grace, again)))
-
-    from planaria.node.launch.begin import Setup, begin
 
     with ending_hanging_threads(), exit_status_by_error():
         security = options.security
@@ -93,11 +93,6 @@ def _serve(*arguments: Any) -> Awaitable[int]:
 def ending_hanging_threads() -> Iterator[None]:
     """End the process even if its compute thread hangs, in a device for example; that would also
     block the interpreter's normal exit."""
-    import logging
-    import os
-    import sys
-    import threading
-
     status = 1
     try:
         yield
@@ -116,8 +111,6 @@ def ending_hanging_threads() -> Iterator[None]:
 @contextmanager
 def exit_status_by_error() -> Iterator[None]:
     """Turn errors into exit statuses: TRY_AGAIN and CRASHED if a restart may mend them."""
-    import logging
-
     from planaria.bootstrap.client import RegistryUnreachable
     from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
     from planaria.node.launch.supervisor import CRASHED, TRY_AGAIN
@@ -232,7 +225,6 @@ class BootstrapOptions:
 @flattened
 def bootstrap_command(options: BootstrapOptions) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
-    from planaria.bootstrap.address import Address
     from planaria.bootstrap.invites import read_allowed
     from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.launch.resolve import resolve

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 from rich.table import Table
 
+from planaria.bootstrap import enrolment_pb2 as pb
+from planaria.bootstrap.operator_orders import BACK, CHANGE
+from planaria.bootstrap.spelling import readable
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, end, say, warn
 from planaria.node.launch.options import Join, Security, flattened
@@ -62,22 +65,16 @@ class InviteOptions:
 @flattened
 def invite_command(options: InviteOptions) -> None:
     """Invite others to a run: who is given what this prints joins with it."""
-    from planaria.bootstrap.enrolment_pb2 import (
-        Invitation,
-        InviteRequest,
-        ListInvitesRequest,
-        RevokeRequest,
-    )
     from planaria.bootstrap.invites import encode
     from planaria.node.launch.enrolled import invitation_of
 
     async def act(client: RegistryClient) -> None:
         if options.revoke is not None:
-            done = await client.command("Revoke", RevokeRequest(id=options.revoke))
+            done = await client.command("Revoke", pb.RevokeRequest(id=options.revoke))
             say(done.what)
             return
         if options.listing:
-            listed = await client.command("ListInvites", ListInvitesRequest())
+            listed = await client.command("ListInvites", pb.ListInvitesRequest())
             table = Table("id", "as", "used", "until")
             for invite in listed.invites:
                 used = f"{invite.used} of {invite.uses}" if invite.uses else f"{invite.used}"
@@ -95,9 +92,9 @@ def invite_command(options: InviteOptions) -> None:
         if (role, stage) == ("node", 0):
             role = "owner"
             warn("only nodes of the run's owner serve stage 0: this invite has the role owner")
-        request = InviteRequest(role=role, stage=stage, uses=options.uses, seconds=seconds)
+        request = pb.InviteRequest(role=role, stage=stage, uses=options.uses, seconds=seconds)
         made = await client.command("Invite", request)
-        invitation.MergeFrom(Invitation(secret=made.secret, role=role, stage=stage))
+        invitation.MergeFrom(pb.Invitation(secret=made.secret, role=role, stage=stage))
         say(encode(invitation))
 
     invitation = invitation_of(options.join)
@@ -116,11 +113,9 @@ def _until(ends: float, revoked: bool) -> str:
 @flattened
 def members_command(join: Join, security: Security) -> None:
     """List who is in a run, who was let in and how, and who is banned."""
-    from planaria.bootstrap.enrolment_pb2 import ListEnrolledRequest
-    from planaria.bootstrap.spelling import readable
 
     async def show(client: RegistryClient) -> None:
-        listed = await client.command("ListEnrolled", ListEnrolledRequest())
+        listed = await client.command("ListEnrolled", pb.ListEnrolledRequest())
         described = await client.describe()
         members = {entry.instance: entry.member for entry in described.members}
         enrolled = {entry.instance: entry for entry in listed.enrolled}
@@ -148,10 +143,7 @@ def evict_command(
     security: Security,
 ) -> None:
     """Take a node's seats from it; it may come back as another one."""
-    from planaria.bootstrap.enrolment_pb2 import EvictRequest
-
-    request = EvictRequest(node=node)
-    _command(join, security, "Evict", request)
+    _command(join, security, "Evict", pb.EvictRequest(node=node))
 
 
 @flattened
@@ -164,10 +156,7 @@ def ban_command(
     security: Security,
 ) -> None:
     """Evict a node, and keep it out under whatever name it comes with its key."""
-    from planaria.bootstrap.enrolment_pb2 import BanRequest
-
-    request = BanRequest(who=who)
-    _command(join, security, "Ban", request)
+    _command(join, security, "Ban", pb.BanRequest(who=who))
 
 
 @flattened
@@ -179,10 +168,7 @@ def allow_command(
     security: Security,
 ) -> None:
     """Let in again who was banned."""
-    from planaria.bootstrap.enrolment_pb2 import AllowRequest
-
-    request = AllowRequest(instance=instance)
-    _command(join, security, "Allow", request)
+    _command(join, security, "Allow", pb.AllowRequest(instance=instance))
 
 
 Why = Annotated[str, typer.Option(help="Why, for those who look at the run.")]
@@ -239,8 +225,6 @@ def _change(
     goes_back: bool = False,
 ) -> None:
     """Changes settings after a step; None: the newest. The run goes back to one that is past."""
-    from planaria.bootstrap.enrolment_pb2 import CommandRequest
-    from planaria.bootstrap.operator_orders import BACK, CHANGE
     from planaria.node.report.run_state import RunState
 
     async def change(client: RegistryClient) -> None:
@@ -249,7 +233,7 @@ def _change(
         step = committed if after is None else after
         if not goes_back and step < committed:
             end(f"--at {step + 1}: the run is at step {committed} already; choose a later one")
-        request = CommandRequest(
+        request = pb.CommandRequest(
             word=BACK if goes_back else CHANGE, settings=settings, step=after or 0
         )
         say((await client.command("Command", request)).what)
@@ -295,9 +279,7 @@ def stop_command(
 
 
 def _order(join: str, security: Security, word: str, why: str) -> None:
-    from planaria.bootstrap.enrolment_pb2 import CommandRequest
-
-    _command(join, security, "Command", CommandRequest(word=word, why=why))
+    _command(join, security, "Command", pb.CommandRequest(word=word, why=why))
 
 
 def _command(join: str, security: Security, method: str, request: Message) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from planaria.bootstrap.reachability import (
+    NO_PROXY,
+    NOBODY,
+    Reachability,
+    dead_end,
+    probe_all,
+    proxies,
+)
 from planaria.node.commands.terminal import refuse, warn
 from planaria.node.launch.options import Security
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
-    from planaria.bootstrap.reachability import Reachability
 
 T = TypeVar("T")
 
@@ -44,7 +54,6 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
 
 def check_registry(join: str) -> None:
     """End at once if no registry can be reached."""
-    from planaria.bootstrap.reachability import Reachability
     from planaria.node.launch.enrolled import addresses_of
 
     addresses = addresses_of(join)
@@ -54,11 +63,6 @@ def check_registry(join: str) -> None:
 def check_there(addresses: Sequence[str], final: Sequence[Reachability], status: int) -> None:
     """End with that status if all addresses have a final answer, else warn of those that don't
     answer."""
-    import asyncio
-    import os
-
-    from planaria.bootstrap.reachability import NO_PROXY, NOBODY, dead_end, probe_all, proxies
-
     answers = asyncio.run(probe_all(addresses, PROBE))
     proxy = f". {warning}: {NO_PROXY}" if (warning := proxies(os.environ)) else ""
     if why := dead_end(answers, final):
@@ -95,9 +99,6 @@ def ask_registry(
 
 def run_on_loop(work: Coroutine[object, object, T]) -> T:
     """Run on uvloop, which is faster; on Windows on asyncio's own loop."""
-    import asyncio
-    import sys
-
     if sys.platform == "win32":
         return asyncio.run(work)
     import uvloop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 
 import typer
@@ -14,8 +15,6 @@ from planaria.node.local.options import UpOptions
 @flattened
 def up_command(options: UpOptions) -> None:
     """Train with a whole swarm on this machine."""
-    import asyncio
-
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
     from planaria.node.local.resume import SwarmError, goes_on_as, with_settings_of
