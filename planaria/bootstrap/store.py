@@ -66,9 +66,6 @@ class Term:
     value: bytes  # value of the key `leader`, unique to the term
     until: float
 
-    def renewed(self, sent: float) -> None:
-        self.until = max(self.until, sent + LEASE)
-
     def lasts(self, now: float) -> bool:
         return now < self.until
 
@@ -142,7 +139,7 @@ class Store:
             )
             return
         if int(answer.get("result", {}).get("TTL", 0)):
-            term.renewed(sent)
+            term.until = max(term.until, sent + LEASE)
         else:
             self._over(term)
 

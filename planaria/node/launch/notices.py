@@ -265,13 +265,13 @@ def find(name: str, ask: Ask) -> Cloud | None:
     return None
 
 
-def watch_notices(name: str, on_notice: Callable[[Notice], None], ask: Ask = ask) -> None:
-    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop. See `find`
-    for `name` and `ask`."""
+def watch_notices(name: str, on_notice: Callable[[Notice], None]) -> None:
+    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop. `name`: see
+    `find`."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:
-        notice = _await_notice(name, ask)
+        notice = _await_notice(name)
         if notice is not None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(on_notice, notice)
@@ -279,7 +279,7 @@ def watch_notices(name: str, on_notice: Callable[[Notice], None], ask: Ask = ask
     threading.Thread(target=run, name="notices", daemon=True).start()
 
 
-def _await_notice(name: str, ask: Ask) -> Notice | None:
+def _await_notice(name: str) -> Notice | None:
     """The notice of an end that comes soon; None: this machine is in no cloud that has notices."""
     cloud, trouble = find(name, ask), ""
     if cloud is None:

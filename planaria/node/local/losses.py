@@ -40,7 +40,7 @@ class Change(NamedTuple):
 class Losses(Protocol):
     """Schedule of losses, besides those of `--kill`."""
 
-    at_large: bool
+    at_large: bool = False
     """Whether the registry places a new process; else it serves the stage of its place."""
 
     def first(self) -> list[str]:
@@ -51,12 +51,14 @@ class Losses(Protocol):
 
     def took(self, place: str, now: float) -> None:
         """Note a process started at a place."""
+        return
 
     def due(self, now: float) -> list[Change]:
         """Changes since the last call, in order."""
 
     def more_to_come(self) -> bool:
         """Whether the schedule will take further places."""
+        return False
 
 
 def places(stages: int, replicas: int) -> list[str]:
@@ -68,12 +70,10 @@ def stage_of(place: str) -> int:
     return int(place.partition(".")[0])
 
 
-class DrawnLosses:
+class DrawnLosses(Losses):
     """Random losses: each process is lost within an hour of market time with the probability
     `hourly`, at any age, and replaced at once. Lifetimes follow from (seed, place, number of
     predecessors)."""
-
-    at_large = False
 
     def __init__(self, places: Sequence[str], hourly: float, speedup: float, seed: int) -> None:
         self._places, self._seed = places, seed
@@ -103,11 +103,8 @@ class DrawnLosses:
             del self._ends[place]
         return [Change(place, taken) for taken in (False, True) for _, place in ended]
 
-    def more_to_come(self) -> bool:
-        return False
 
-
-class TracedLosses:
+class TracedLosses(Losses):
     """Losses of a spot trace. A node that the trace adds gets a free place at the stage with the
     fewest nodes, of equals the first. It keeps the place until the trace removes it. The trace
     begins where it has a node for each stage. Later nodes are placed by the registry, since nodes
@@ -134,9 +131,6 @@ class TracedLosses:
 
     def begin(self, now: float) -> None:
         self._began = now
-
-    def took(self, place: str, now: float) -> None:
-        pass
 
     def due(self, now: float) -> list[Change]:
         return self._play(self._start + max(0.0, now - self._began) * self._speedup)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from planaria.bootstrap.operator_orders import in_words
 from planaria.bootstrap.registry_pb2 import PAUSE, TRAIN, Description
 from planaria.node.model.learning_rate import of_run
-from planaria.node.report.events import Severity
+from planaria.node.report.events import Severity, fields
 from planaria.node.report.history import Curve, History
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile
@@ -67,7 +67,7 @@ def page_state(
             {"time": item.time, "severity": item.severity.name.lower(), "sentence": item.sentence}
             for item in list(history.news)[-NEWS_SHOWN:]
         ],
-        "samples": [sample._asdict() for sample in history.samples],
+        "samples": [fields(sample) for sample in history.samples],
         "troubles": [*state.troubles(), *state.unsent(), *state.omitted()][:LINES_SHOWN],
         "cuts": _cuts(state),
         "quarantine": _quarantine(state, moment.now),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planaria.node.report.events import (
@@ -71,14 +72,6 @@ class Mark(NamedTuple):
     sentence: str
 
 
-class Sample(NamedTuple):
-    """The model's continuation of a prompt."""
-
-    step: int
-    prompt: str
-    text: str
-
-
 class Curve:
     """Points over steps, thinned beyond the limit; None is a gap, where steps go back."""
 
@@ -109,7 +102,7 @@ class History:
         self.loss, self.validation = Curve(), Curve()
         self.news: deque[NewsItem] = deque(maxlen=MOST_NEWS)
         self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
-        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.samples: deque[Sampled] = deque(maxlen=MOST_SAMPLES)
         self.rebuilt: dict[tuple[int, str], int] = {}  # stage, method -> how often
         self.node_seconds = 0.0
         self.paused = ""  # why no step has begun since the last one
@@ -163,8 +156,9 @@ class History:
                     self._commits.append((entry.time, step))
             case Validated(step=step, loss=loss):
                 self.validation.add(step, loss)
-            case Sampled(step=step, prompt=prompt, text=text):
-                self.samples.append(Sample(step, prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]))
+            case Sampled(prompt=prompt, text=text) as sample:
+                prompt, text = prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]
+                self.samples.append(replace(sample, prompt=prompt, text=text))
             case RolledBack() | Resuming():
                 self._commits.clear()
             case StageRebuilt(stage=stage, method=method) if news is not None:

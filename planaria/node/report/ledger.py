@@ -197,14 +197,11 @@ class Ledger:
             raise LedgerError(f"can't read the ledger {path}: {error.strerror}") from error
         self.file = open_file(path)
         if not whole:
-            self._write(header)
+            self.append(header)
 
-    def append(self, line: Line) -> None:
+    def append(self, line: LedgerHeader | Line) -> None:
         """Write a line to the operating system, or queue it in memory (`file.waiting`)."""
-        self._write(line)
-
-    def _write(self, fields: LedgerHeader | Line) -> None:
-        self.file.append(json.dumps(fields, allow_nan=False).encode() + b"\n")
+        self.file.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         self.file.close()

@@ -156,6 +156,13 @@ class Rollback(NamedTuple):
     lost: int
     to: int
     resumed: bool  # from files, with nothing else left; else by policy
+    exact: bool  # all states are of step `to`
+
+
+def _rollback(lost: int, event: RolledBack | Resuming) -> Rollback:
+    if isinstance(event, Resuming):
+        return Rollback(lost, event.step, True, event.exact)
+    return Rollback(lost, event.step, False, True)
 
 
 def rollbacks(events: Iterable[Entry]) -> Iterator[Rollback]:
@@ -164,8 +171,8 @@ def rollbacks(events: Iterable[Entry]) -> Iterator[Rollback]:
         match entry.event:
             case Committed(step=step):
                 committed = step
-            case RolledBack(step=to) | Resuming(step=to):
-                yield Rollback(max(committed, to), to, isinstance(entry.event, Resuming))
+            case RolledBack(step=to) | Resuming(step=to) as event:
+                yield _rollback(max(committed, to), event)
                 committed = to
 
 
@@ -173,14 +180,6 @@ def last_validation(events: Iterable[Entry]) -> float | None:
     """The newest validation loss, nats a token."""
     losses = [entry.event.loss for entry in events if isinstance(entry.event, Validated)]
     return losses[-1] if losses and math.isfinite(losses[-1]) else None
-
-
-class PendingRollback(NamedTuple):
-    """Rollback of all stages since the last commit."""
-
-    lost: int
-    to: int
-    exact: bool
 
 
 def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
@@ -194,7 +193,7 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
     for part in parts(events):
         ordered: dict[str, RebuildOrdered] = {}  # by node
         with_state: set[str | None] = set()  # nodes that have had a state
-        back: PendingRollback | None = None
+        back: Rollback | None = None  # since the last commit
         stages_done: set[int] = set()  # stages with a row since then
         for entry in part:
             match entry.event:
@@ -205,8 +204,7 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
                 case RebuildOrdered(node=node) as order:
                     ordered[node] = order
                 case RolledBack(step=to) | Resuming(step=to) as event:
-                    exact = event.exact if isinstance(event, Resuming) else True
-                    back = PendingRollback(back.lost if back else committed, to, exact)
+                    back = _rollback(back.lost if back else committed, event)
                     committed, stages_done = to, set()
                 case RelearnedBeside() as relearning:
                     _add_beside(rows, relearning)
@@ -235,7 +233,7 @@ def _add_beside(rows: Sequence[dict[str, Any]], relearning: RelearnedBeside) -> 
 def _row(
     rebuilt: StageRebuilt,
     at: float,
-    cause: RebuildOrdered | PendingRollback | None,
+    cause: RebuildOrdered | Rollback | None,
     events: Sequence[Entry],
 ) -> dict[str, Any]:
     """A rebuild's row in the summary. `at`: Unix seconds. `cause`: the driver's order, or the
@@ -251,7 +249,7 @@ def _row(
         row["exact"] = cause.exact
     if isinstance(cause, RebuildOrdered):
         row["fallback"] = cause.fallback
-    if isinstance(cause, PendingRollback) and cause.lost > cause.to:
+    if isinstance(cause, Rollback) and cause.lost > cause.to:
         row["rolled_back"] = {"from": cause.lost, "to": cause.to}
     optional = ("relearned", "oldest_step", "mean_step", "perturbation")
     row |= {key: figures[key] for key in optional if key in figures}
