@@ -9,24 +9,8 @@ from typing import Any
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.errors import UserError
 from planaria.node.page.state import Moment, page_state
+from planaria.node.report import events
 from planaria.node.report.event_log import Tail
-from planaria.node.report.events import (
-    Applied,
-    Committed,
-    Entry,
-    Exited,
-    Finished,
-    GivenBack,
-    Joined,
-    Killed,
-    NodeLost,
-    Serving,
-    Started,
-    SwarmEnding,
-    Validated,
-    entries,
-    parse,
-)
 from planaria.node.report.history import History
 from planaria.node.report.ledger import MERGED, Line, merge
 from planaria.node.run_file import RunFile, load
@@ -35,7 +19,7 @@ from planaria.node.wire.naming import node_of
 RUN_FILE = "run.toml"
 
 
-_AT_THE_END = (Committed, Validated, Finished)
+_AT_THE_END = (events.Committed, events.Validated, events.Finished)
 """Events that still count while a swarm is being ended; exits of its processes are no losses."""
 
 
@@ -45,7 +29,7 @@ class Replay:
     def __init__(
         self,
         run: RunFile,
-        events: Sequence[Mapping[str, Any]],
+        records: Sequence[Mapping[str, Any]],
         lines: Sequence[Line],
         name: str,
         price: float | None = None,
@@ -53,7 +37,7 @@ class Replay:
         """`events` from logs, `lines` from ledgers, both by time; `price` of a node hour. Raises
         UserError for a run without any."""
         self.run, self.name, self.price = run, name, price
-        timed = [(float(record["time"]), record) for record in (*events, *lines)]
+        timed = [(float(record["time"]), record) for record in (*records, *lines)]
         self._all = sorted(timed, key=lambda pair: pair[0])
         if not self._all:
             raise UserError(f"{name} has no records yet: neither an event nor a committed step")
@@ -100,35 +84,39 @@ class Scene:
             self.history.look(len(self.nodes), float(line["time"]))
             self.history.record(Line(**line))  # type: ignore[typeddict-item]
             return
-        entry = parse(line)
+        entry = events.parse(line)
         self.history.look(len(self.nodes), float(line["time"]))
         if entry is not None:
             self._hear(entry)
             if not self._ending or isinstance(entry.event, _AT_THE_END):
                 self.history.hear(entry)
 
-    def _hear(self, entry: Entry) -> None:
+    def _hear(self, entry: events.Entry) -> None:
         node = node_of(entry.node or "")
         match entry.event:
-            case Joined(pid=pid, host=host) if entry.node is not None:
+            case events.Joined(pid=pid, host=host) if entry.node is not None:
                 self._drop(self._processes.get(pid, ""))
                 self._processes[pid] = node
                 self.nodes[node] = pb.Member(node=node, host=host)
-            case Serving(stage=stage, device=device) if node in self.nodes:
+            case events.Serving(stage=stage, device=device) if node in self.nodes:
                 self.nodes[node].device = device or ""
                 self._seats[entry.node or ""] = stage
-            case GivenBack():
+            case events.GivenBack():
                 self._seats.pop(entry.node or "", None)
-            case Applied(step=step):
+            case events.Applied(step=step):
                 self._steps[entry.node or ""] = step
-            case Committed():
+            case events.Committed():
                 self._driver = node
-            case Killed(node=str(lost)) | Exited(node=str(lost)) | NodeLost(node=lost):
+            case (
+                events.Killed(node=str(lost))
+                | events.Exited(node=str(lost))
+                | events.NodeLost(node=lost)
+            ):
                 if not self._ending:
                     self._drop(node_of(lost))
-            case SwarmEnding():
+            case events.SwarmEnding():
                 self._ending = True
-            case Started(slot="registry"):
+            case events.Started(slot="registry"):
                 self._ending = False
 
     def _drop(self, node: str) -> None:
@@ -187,12 +175,12 @@ def replay_of(folder: Path, price: float | None = None) -> Replay:
     files = _files(folder, "events-*.jsonl", "events.jsonl")
     ledgers = [path for path in _files(folder, "ledger-*.jsonl", MERGED) if path.stat().st_size]
     try:
-        events = [line for path in files for line in Tail(path).lines() if _is_event(line)]
-        entries(events)
+        records = [line for path in files for line in Tail(path).lines() if _is_event(line)]
+        events.entries(records)
     except ValueError as error:
         raise UserError(f"an event log in {folder} is damaged: {error}") from error
     lines = merge(ledgers).lines if ledgers else []
-    return Replay(load(present[0]), events, lines, folder.resolve().name, price)
+    return Replay(load(present[0]), records, lines, folder.resolve().name, price)
 
 
 def _files(folder: Path, each: str, merged: str) -> list[Path]:

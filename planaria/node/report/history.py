@@ -8,33 +8,21 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from planaria.node.report.events import (
-    Committed,
-    Entry,
-    Event,
-    Exited,
-    Finished,
-    Killed,
-    NodeLost,
-    Paused,
-    Resuming,
-    RolledBack,
-    Sampled,
-    SeatTaken,
-    Severity,
-    StageRebuilt,
-    StepSkipped,
-    Stopped,
-    Validated,
-    is_for_all,
-    parse,
-)
+from planaria.node.report import events
 from planaria.node.report.ledger import Line
 from planaria.node.report.live_view import Story
 from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import COPIED
 
-OF_THE_DRIVER = (Committed, Validated, Sampled, StepSkipped, Paused, Stopped, Finished)
+OF_THE_DRIVER = (
+    events.Committed,
+    events.Validated,
+    events.Sampled,
+    events.StepSkipped,
+    events.Paused,
+    events.Stopped,
+    events.Finished,
+)
 """Events about the whole run. Only the driver reports them."""
 LEAD = 100
 """Steps that the driver's events may be ahead of its last report."""
@@ -59,7 +47,7 @@ class NewsItem(NamedTuple):
     """A piece of news."""
 
     time: float  # Unix seconds
-    severity: Severity
+    severity: events.Severity
     sentence: str
 
 
@@ -102,7 +90,7 @@ class History:
         self.loss, self.validation = Curve(), Curve()
         self.news: deque[NewsItem] = deque(maxlen=MOST_NEWS)
         self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
-        self.samples: deque[Sampled] = deque(maxlen=MOST_SAMPLES)
+        self.samples: deque[events.Sampled] = deque(maxlen=MOST_SAMPLES)
         self.rebuilt: dict[tuple[int, str], int] = {}  # stage, method -> how often
         self.node_seconds = 0.0
         self.paused = ""  # why no step has begun since the last one
@@ -120,48 +108,48 @@ class History:
         if line is None:
             return
         try:
-            entry = parse(line)
+            entry = events.parse(line)
         except (ValueError, RecursionError):
             return
-        if entry is None or not is_for_all(entry.event):
+        if entry is None or not events.is_for_all(entry.event):
             return
         if self._may_say(node, entry, driver) and self._is_ours(entry, stages, committed):
             when = entry.time if abs(entry.time - now) < SKEW else now
-            self.hear(Entry(when, entry.node, entry.event))
+            self.hear(events.Entry(when, entry.node, entry.event))
             self.story.forget(MOST_NODES)
 
     @staticmethod
-    def _may_say(node: str, entry: Entry, driver: str) -> bool:
+    def _may_say(node: str, entry: events.Entry, driver: str) -> bool:
         """Whether the member may report it: its own events, or events that name a node."""
         own = node_of(str(entry.node)) == node
         if isinstance(entry.event, OF_THE_DRIVER):
             return own and node == driver
         return own or (hasattr(entry.event, "node") and isinstance(entry.node, str))
 
-    def _is_ours(self, entry: Entry, stages: int, committed: int) -> bool:
+    def _is_ours(self, entry: events.Entry, stages: int, committed: int) -> bool:
         of_the_driver = isinstance(entry.event, OF_THE_DRIVER)
         most = min(self.story.steps, committed + LEAD) if of_the_driver else self.story.steps
         step, stage = (getattr(entry.event, name, 0) for name in ("step", "stage"))
         return 0 <= step <= most and 0 <= (stage or 0) <= stages
 
-    def hear(self, entry: Entry) -> None:
+    def hear(self, entry: events.Entry) -> None:
         """Handle an event."""
         before = self.story.committed
         self._count_skipped(entry.event)
         news = self.story.hear(entry)
         match entry.event:
-            case Committed(step=step, loss=loss) if step == self.story.committed > 0:
+            case events.Committed(step=step, loss=loss) if step == self.story.committed > 0:
                 self.loss.add(step, loss)
                 if step > before:
                     self._commits.append((entry.time, step))
-            case Validated(step=step, loss=loss):
+            case events.Validated(step=step, loss=loss):
                 self.validation.add(step, loss)
-            case Sampled(prompt=prompt, text=text) as sample:
+            case events.Sampled(prompt=prompt, text=text) as sample:
                 prompt, text = prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]
                 self.samples.append(replace(sample, prompt=prompt, text=text))
-            case RolledBack() | Resuming():
+            case events.RolledBack() | events.Resuming():
                 self._commits.clear()
-            case StageRebuilt(stage=stage, method=method) if news is not None:
+            case events.StageRebuilt(stage=stage, method=method) if news is not None:
                 at = stage, method[:40]
                 if at in self.rebuilt or len(self.rebuilt) < MOST_METHODS:
                     self.rebuilt[at] = self.rebuilt.get(at, 0) + 1
@@ -171,15 +159,15 @@ class History:
             if kind := _mark(entry):
                 self.marks.append(Mark(self.story.committed, entry.time, kind, sentence))
 
-    def _count_skipped(self, event: Event) -> None:
+    def _count_skipped(self, event: events.Event) -> None:
         """Update `skipped`, and `paused`."""
         match event:
-            case StepSkipped(step=step) if step != self._last_skipped:
+            case events.StepSkipped(step=step) if step != self._last_skipped:
                 self.skipped, self._last_skipped = self.skipped + 1, step
-            case Committed(step=step):
+            case events.Committed(step=step):
                 self.skipped = self.skipped if step == self._last_skipped else 0
                 self.paused = ""
-            case Paused(reason=reason):
+            case events.Paused(reason=reason):
                 self.paused = reason
 
     def record(self, line: Line) -> None:
@@ -203,18 +191,18 @@ class History:
         return max(0.0, to - since) / (last - first)
 
 
-def _mark(entry: Entry) -> str:
+def _mark(entry: events.Entry) -> str:
     """Kind of mark that the event is on the loss curve; empty: none."""
     match entry.event:
-        case StageRebuilt(method=method):
+        case events.StageRebuilt(method=method):
             return "" if method in (*COPIED, "twin") else "rebuilt"
-        case SeatTaken():
+        case events.SeatTaken():
             return "rebuilt"
-        case RolledBack() | Resuming():
+        case events.RolledBack() | events.Resuming():
             return "back"
-        case NodeLost() | Killed():
+        case events.NodeLost() | events.Killed():
             return "lost"
-        case Exited(stage=stage):
+        case events.Exited(stage=stage):
             return "" if stage is None else "lost"
     return ""
 

@@ -17,34 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.report.events import (
-    Applied,
-    Committed,
-    Entry,
-    Exited,
-    Fetching,
-    Finished,
-    GivenBack,
-    Joined,
-    Killed,
-    LinkLost,
-    NodeLost,
-    RebuildFailed,
-    RebuildOrdered,
-    RelearningRound,
-    Resuming,
-    RolledBack,
-    Sampled,
-    Saved,
-    SaveFailed,
-    Serving,
-    Severity,
-    StageRebuilt,
-    Started,
-    Stopped,
-    figure,
-    shown,
-)
+from planaria.node.report import events
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.report.summary import noticed_at, stall_seconds
 from planaria.node.wire.naming import node_of
@@ -65,7 +38,7 @@ class News(NamedTuple):
     """A message that deserves a person's attention."""
 
     sentence: str
-    severity: Severity = Severity.NOTICE
+    severity: events.Severity = events.Severity.NOTICE
 
 
 @dataclass
@@ -77,7 +50,7 @@ class UnderWay:
     sources: Sequence[str]  # nodes
     ordered: bool  # alone, not in a rollback of all
     since: float  # Unix seconds
-    fetching: Fetching | None = None  # the newest event
+    fetching: events.Fetching | None = None  # the newest event
     tell_at: float = 1.0  # seconds of fetching
     round: int = 0  # of relearning
     residual: tuple[float, float] | None = None  # first, latest
@@ -90,15 +63,15 @@ class Story:
         self.steps = steps
         self.committed = 0  # newest step
         self.loss = math.nan
-        self._finished: Finished | None = None  # the newest
-        self.stopped: Stopped | None = None
+        self._finished: events.Finished | None = None  # the newest
+        self.stopped: events.Stopped | None = None
         self.rebuilds: dict[str, UnderWay] = {}  # by seat
-        self.samples: dict[str, Sampled] = {}  # the newest, by prompt
+        self.samples: dict[str, events.Sampled] = {}  # the newest, by prompt
         self._steps_held: dict[str | None, int] = {}  # seat -> newest step in its weights
         self._serving: set[str | None] = set()  # seats
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
-        self._losses: list[Entry] = []  # for `noticed_at`
+        self._losses: list[events.Entry] = []  # for `noticed_at`
         self._rebuilt_at: dict[str, float] = {}  # node -> time of its last rebuild, Unix seconds
         self._lost: set[str] = set()  # lost nodes reported since the last commit
         self._noticed: float | None = None  # time of the first loss since the last commit
@@ -107,68 +80,68 @@ class Story:
         self._unsaved: set[str | None] = set()  # nodes whose last save failed
 
     @property
-    def finished(self) -> Finished | None:
+    def finished(self) -> events.Finished | None:
         """The end of the run; it goes on if its operator wants more steps."""
         over = self._finished is not None and self._finished.step >= self.steps
         return self._finished if over else None
 
-    def hear(self, entry: Entry) -> News | None:
+    def hear(self, entry: events.Entry) -> News | None:
         """Handle an entry. Returns news, if it is any."""
         if isinstance(entry.event, _TO_FIND_LOSSES):
             self._losses.append(entry)
         match entry.event:
-            case Joined(pid=pid) if entry.node is not None:
+            case events.Joined(pid=pid) if entry.node is not None:
                 self._drop_rebuilds(self._nodes.get(pid))
                 self._nodes[pid] = entry.node
-            case Serving():
+            case events.Serving():
                 self._serving.add(entry.node)
-            case GivenBack():
+            case events.GivenBack():
                 self._serving.discard(entry.node)
                 self._steps_held.pop(entry.node, None)
                 self.rebuilds.pop(entry.node or "", None)
-            case Applied(step=step):
+            case events.Applied(step=step):
                 self._steps_held[entry.node] = step
-            case Committed() as committed:
+            case events.Committed() as committed:
                 return self._committed(committed, entry.time)
-            case NodeLost(node=node):
+            case events.NodeLost(node=node):
                 self.rebuilds.pop(node, None)
                 if node in self._lost:
                     return None
                 self._lost.add(node)
-            case Killed() | Exited():
+            case events.Killed() | events.Exited():
                 self._drop_rebuilds(entry.node)
-            case RebuildFailed():
+            case events.RebuildFailed():
                 self.rebuilds.pop(entry.node or "", None)
-            case RebuildOrdered() as order:
+            case events.RebuildOrdered() as order:
                 self.rebuilds[order.node] = UnderWay(
                     order.stage, order.method, order.sources, True, entry.time
                 )
-            case Fetching() | RelearningRound():
+            case events.Fetching() | events.RelearningRound():
                 return self._rebuild_goes_on(entry)
-            case StageRebuilt() as rebuilt:
+            case events.StageRebuilt() as rebuilt:
                 return self._rebuilt(rebuilt, entry)
-            case RolledBack(step=step) | Resuming(step=step):
+            case events.RolledBack(step=step) | events.Resuming(step=step):
                 self.committed, self.loss = step, math.nan
                 self._rolled_back_at, self._rolling_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
-            case Sampled() as sample:
+            case events.Sampled() as sample:
                 self.samples[sample.prompt] = sample
-            case Saved():
+            case events.Saved():
                 self._unsaved.discard(entry.node)
-            case SaveFailed() if entry.node in self._unsaved:
+            case events.SaveFailed() if entry.node in self._unsaved:
                 return None  # the disk is still full
-            case SaveFailed():
+            case events.SaveFailed():
                 self._unsaved.add(entry.node)
-            case Finished() as finished:
+            case events.Finished() as finished:
                 self._finished = finished
-            case Stopped() if self.stopped is not None:
+            case events.Stopped() if self.stopped is not None:
                 return None
-            case Stopped() as stopped:
+            case events.Stopped() as stopped:
                 self.stopped = stopped
         return _news(entry)
 
-    def _committed(self, commit: Committed, at: float) -> News | None:
+    def _committed(self, commit: events.Committed, at: float) -> News | None:
         if at < self._rolled_back_at:
             return None
         self.committed = max(self.committed, commit.step)
@@ -179,15 +152,15 @@ class Story:
             return None
         return News(f"step {commit.step} committed {at - noticed:.1f} s after the loss was noticed")
 
-    def _rebuild_goes_on(self, entry: Entry) -> News | None:
+    def _rebuild_goes_on(self, entry: events.Entry) -> News | None:
         """Update a rebuild. A transfer is news after a second, then at doubling intervals."""
         node, event = entry.node or "", entry.event
         if entry.time <= self._rebuilt_at.get(node, 0.0):
             return None  # late, from another file
         match event:
-            case Fetching(method="twin"):
+            case events.Fetching(method="twin"):
                 return None  # redundant state, not trained
-            case Fetching():
+            case events.Fetching():
                 sources = [source.node for source in event.sources]
                 begun = UnderWay(event.stage, event.method, sources, False, entry.time)
                 rebuild = self.rebuilds.setdefault(node, begun)
@@ -196,7 +169,7 @@ class Story:
                     return None
                 rebuild.tell_at = 2 * event.seconds
                 return News(entry.sentence)
-            case RelearningRound(residual=residual):
+            case events.RelearningRound(residual=residual):
                 begun = UnderWay(event.stage, "", (), False, entry.time)
                 rebuild = self.rebuilds.setdefault(node, begun)
                 if math.isnan(residual):
@@ -206,7 +179,7 @@ class Story:
                 return None if before else News(entry.sentence)
         return None
 
-    def _rebuilt(self, rebuilt: StageRebuilt, entry: Entry) -> News | None:
+    def _rebuilt(self, rebuilt: events.StageRebuilt, entry: events.Entry) -> News | None:
         node, method = rebuilt.node, rebuilt.method
         self._steps_held[node] = rebuilt.step
         self._rebuilt_at[node] = entry.time
@@ -275,15 +248,22 @@ class Story:
 
 
 _TO_FIND_LOSSES = (
-    *(Started, Joined, Serving, GivenBack),
-    *(Killed, Exited, LinkLost, NodeLost, RebuildOrdered, StageRebuilt),
+    *(events.Started, events.Joined, events.Serving, events.GivenBack),
+    *(
+        events.Killed,
+        events.Exited,
+        events.LinkLost,
+        events.NodeLost,
+        events.RebuildOrdered,
+        events.StageRebuilt,
+    ),
 )
 
 
-def _news(entry: Entry) -> News | None:
+def _news(entry: events.Entry) -> News | None:
     """News of an entry; None: its severity is below NOTICE."""
     severity = entry.event.severity
-    return News(entry.sentence, severity) if severity >= Severity.NOTICE else None
+    return News(entry.sentence, severity) if severity >= events.Severity.NOTICE else None
 
 
 def stage_table(description: Description, stages: int) -> Table:
@@ -346,7 +326,7 @@ def progress(committed: int, steps: int, loss: float, rate: float) -> Renderable
     """One line: step, bar, loss, tokens/s."""
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=steps, completed=committed, width=30)
-    figures = f"loss {figure(loss)}", f"{rate:,.0f} tokens/s"
+    figures = f"loss {events.figure(loss)}", f"{rate:,.0f} tokens/s"
     grid.add_row(Text(f"step {committed} of {steps}", style="bold"), bar, *figures)
     return grid
 
@@ -375,9 +355,9 @@ def sampled(samples: Iterable[tuple[int, str, str]]) -> list[Text]:
     return [
         Text.assemble(
             (f"{step:>6}  ", "dim"),
-            (shown(prompt), "bold"),
+            (events.shown(prompt), "bold"),
             " " * text[:1].isspace(),
-            shown(text, SHOWN_OF_SAMPLE),
+            events.shown(text, SHOWN_OF_SAMPLE),
             no_wrap=True,
             overflow="ellipsis",
         )
@@ -385,14 +365,18 @@ def sampled(samples: Iterable[tuple[int, str, str]]) -> list[Text]:
     ]
 
 
-def styled(text: str, severity: Severity) -> Text:
+def styled(text: str, severity: events.Severity) -> Text:
     """Text in the colour of its severity; coloured text isn't truncated."""
     if style := _STYLES.get(severity):
         return Text(text, style=style)
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-_STYLES = {Severity.GOOD: "green", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+_STYLES = {
+    events.Severity.GOOD: "green",
+    events.Severity.WARNING: "yellow",
+    events.Severity.ERROR: "bold red",
+}
 
 
 class Screen:
@@ -404,7 +388,7 @@ class Screen:
         self._began = time.monotonic()
         self._news: deque[Text] = deque(maxlen=NEWS_SHOWN)
         self._lines_shown = 0  # progress lines shown
-        self._samples: dict[str, Sampled] = {}  # shown so far
+        self._samples: dict[str, events.Sampled] = {}  # shown so far
         self._drawn = 0.0
         self._page: RenderableType = Text()
         self._per_line = -(-steps // LINES_A_RUN)
@@ -420,7 +404,7 @@ class Screen:
             self._live.update(self._page, refresh=True)
             self._live.stop()
 
-    def say(self, text: str, severity: Severity = Severity.NOTICE) -> None:
+    def say(self, text: str, severity: events.Severity = events.Severity.NOTICE) -> None:
         line = styled(f"{time.monotonic() - self._began:6.1f} s  {text}", severity)
         self._news.append(line)
         if self._live is None:
@@ -442,7 +426,7 @@ class Screen:
         shown_before, self._lines_shown = self._lines_shown, share
         if share > shown_before:
             self.say(
-                f"step {story.committed} of {story.steps}, loss {figure(story.loss)}, "
+                f"step {story.committed} of {story.steps}, loss {events.figure(story.loss)}, "
                 f"{story.tokens_per_second:,.0f} tokens/s"
             )
 

@@ -16,35 +16,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from planaria.node.report.events import (
-    Aborted,
-    Applied,
-    AttemptMasked,
-    Committed,
-    CostSoFar,
-    Diverged,
-    Entry,
-    Exited,
-    GivenBack,
-    HoldingCost,
-    Joined,
-    Killed,
-    LinkLost,
-    NodeLost,
-    RebuildOrdered,
-    RelearnedBeside,
-    Resuming,
-    RolledBack,
-    SaveFailed,
-    Serving,
-    StageRebuilt,
-    Started,
-    SwarmEnding,
-    Validated,
-    Wall,
-    fields,
-    parse,
-)
+from planaria.node.report import events
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
@@ -56,19 +28,23 @@ NOTICED_LATE = 1.0
 
 
 def summarize(
-    run: RunFile, lines: Sequence[Line], audit: Audit, events: Sequence[Entry], stopped: str = ""
+    run: RunFile,
+    lines: Sequence[Line],
+    audit: Audit,
+    entries: Sequence[events.Entry],
+    stopped: str = "",
 ) -> dict[str, Any]:
     """The content of `summary.json`. `run` has `model.stages`; times are in seconds. `stopped`: why
     the run ended before its last step, or empty (null in the file).
 
     Figures without records are None (losses) or 0.
     """
-    counted = [entry for part in parts(events) for entry in part]
-    aborted = sum(isinstance(entry.event, Aborted) for entry in counted)
+    counted = [entry for part in parts(entries) for entry in part]
+    aborted = sum(isinstance(entry.event, events.Aborted) for entry in counted)
     rolled_back = sum(back.lost - back.to for back in rollbacks(counted))
     places = (run.model.body_stages + 1) * run.swarm.replicas
     tokens = sum(line["tokens"] for line in lines)
-    seconds = seconds_of_training(lines, events)
+    seconds = seconds_of_training(lines, entries)
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     return {
         "steps": len(lines),
@@ -85,7 +61,7 @@ def summarize(
             "started": len(lines) + rolled_back + aborted,
             "committed": len(lines),
             "aborted": aborted,
-            "masked": sum(isinstance(entry.event, AttemptMasked) for entry in counted),
+            "masked": sum(isinstance(entry.event, events.AttemptMasked) for entry in counted),
         },
         "audit": {
             "expected": audit.expected,
@@ -94,11 +70,11 @@ def summarize(
             "extra": audit.extra,
         },
         "goodput": len(lines) / seconds if seconds > 0 else 0.0,
-        "wall": wall(events, places),
-        "cost": {"policy": run.recovery.policy, **cost(events, places)},
+        "wall": wall(entries, places),
+        "cost": {"policy": run.recovery.policy, **cost(entries, places)},
         "skipped_steps": sum(line["skipped"] for line in lines),
-        "failed_saves": sum(isinstance(entry.event, SaveFailed) for entry in events),
-        "replicas_identical": replicas_identical(events),
+        "failed_saves": sum(isinstance(entry.event, events.SaveFailed) for entry in entries),
+        "replicas_identical": replicas_identical(entries),
         "stopped": stopped or None,
         "policy": run.recovery.policy,
         "seed": run.seed,
@@ -114,35 +90,37 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-def parts(events: Iterable[Entry]) -> list[list[Entry]]:
+def parts(entries: Iterable[events.Entry]) -> list[list[events.Entry]]:
     """The events of each start of the swarm, without events (except commits) after the swarm is
     being ended. A part begins with a start of the registry, unless this replaces one that has just
     exited."""
-    runs: list[list[Entry]] = [[]]
+    runs: list[list[events.Entry]] = [[]]
     ended = False
     exited = False  # the registry, with no start since
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Started(slot=slot):
+            case events.Started(slot=slot):
                 if slot == "registry" and not exited:
                     ended = False
                     if runs[-1]:
                         runs.append([])
                 exited = False
-            case Exited(slot=slot):
+            case events.Exited(slot=slot):
                 exited = slot == "registry"
-        if not ended or isinstance(entry.event, Committed):
+        if not ended or isinstance(entry.event, events.Committed):
             runs[-1].append(entry)
-        ended = ended or isinstance(entry.event, SwarmEnding)
+        ended = ended or isinstance(entry.event, events.SwarmEnding)
     return runs
 
 
-def seconds_of_training(lines: Sequence[Line], events: Iterable[Entry]) -> float:
+def seconds_of_training(lines: Sequence[Line], entries: Iterable[events.Entry]) -> float:
     """Seconds from the first begin to the last commit, without pauses between parts of the run."""
     if not lines:
         return 0.0
-    runs = [part for part in parts(events) if part]
-    commits = [entry.time for part in runs for entry in part if isinstance(entry.event, Committed)]
+    runs = [part for part in parts(entries) if part]
+    commits = [
+        entry.time for part in runs for entry in part if isinstance(entry.event, events.Committed)
+    ]
     begun = min([lines[0]["time"] - lines[0]["seconds"], *commits])
     last = lines[-1]["time"]
     gaps = [(before[-1].time, after[0].time) for before, after in pairwise(runs)]
@@ -159,30 +137,30 @@ class Rollback(NamedTuple):
     exact: bool  # all states are of step `to`
 
 
-def _rollback(lost: int, event: RolledBack | Resuming) -> Rollback:
-    if isinstance(event, Resuming):
+def _rollback(lost: int, event: events.RolledBack | events.Resuming) -> Rollback:
+    if isinstance(event, events.Resuming):
         return Rollback(lost, event.step, True, event.exact)
     return Rollback(lost, event.step, False, True)
 
 
-def rollbacks(events: Iterable[Entry]) -> Iterator[Rollback]:
+def rollbacks(entries: Iterable[events.Entry]) -> Iterator[Rollback]:
     committed = 0
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Committed(step=step):
+            case events.Committed(step=step):
                 committed = step
-            case RolledBack(step=to) | Resuming(step=to) as event:
+            case events.RolledBack(step=to) | events.Resuming(step=to) as event:
                 yield _rollback(max(committed, to), event)
                 committed = to
 
 
-def last_validation(events: Iterable[Entry]) -> float | None:
+def last_validation(entries: Iterable[events.Entry]) -> float | None:
     """The newest validation loss, nats a token."""
-    losses = [entry.event.loss for entry in events if isinstance(entry.event, Validated)]
+    losses = [entry.event.loss for entry in entries if isinstance(entry.event, events.Validated)]
     return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
 
-def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
+def rebuilds(entries: Iterable[events.Entry]) -> list[dict[str, Any]]:
     """A row for each rebuild; in a rollback of all stages, for each lost stage.
 
     `exact`, `fallback`, `relearned`, `oldest_step`, `perturbation`, `rolled_back` and
@@ -190,27 +168,27 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     committed = 0
-    for part in parts(events):
-        ordered: dict[str, RebuildOrdered] = {}  # by node
+    for part in parts(entries):
+        ordered: dict[str, events.RebuildOrdered] = {}  # by node
         with_state: set[str | None] = set()  # nodes that have had a state
         back: Rollback | None = None  # since the last commit
         stages_done: set[int] = set()  # stages with a row since then
         for entry in part:
             match entry.event:
-                case Committed(step=step):
+                case events.Committed(step=step):
                     committed, back = step, None
-                case Applied():
+                case events.Applied():
                     with_state.add(entry.node)
-                case RebuildOrdered(node=node) as order:
+                case events.RebuildOrdered(node=node) as order:
                     ordered[node] = order
-                case RolledBack(step=to) | Resuming(step=to) as event:
+                case events.RolledBack(step=to) | events.Resuming(step=to) as event:
                     back = _rollback(back.lost if back else committed, event)
                     committed, stages_done = to, set()
-                case RelearnedBeside() as relearning:
+                case events.RelearnedBeside() as relearning:
                     _add_beside(rows, relearning)
-                case StageRebuilt(node=node, method=method) if method == ORIGIN:
+                case events.StageRebuilt(node=node, method=method) if method == ORIGIN:
                     with_state.add(node)  # no loss: the run begins
-                case StageRebuilt(node=node, stage=stage) as rebuilt:
+                case events.StageRebuilt(node=node, stage=stage) as rebuilt:
                     if node in ordered or back is None:
                         rows.append(_row(rebuilt, entry.time, ordered.pop(node, None), part))
                     elif node not in with_state and stage not in stages_done:
@@ -220,58 +198,58 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
     return rows
 
 
-def _add_beside(rows: Sequence[dict[str, Any]], relearning: RelearnedBeside) -> None:
+def _add_beside(rows: Sequence[dict[str, Any]], relearning: events.RelearnedBeside) -> None:
     """Add the background relearning of the stage to its last rebuild."""
     for row in reversed(rows):
         if row["stage"] == relearning.stage and "relearned" in row:
-            figures = fields(relearning)
+            figures = events.fields(relearning)
             keys = ("residual", "updates", "left", "steps", "seconds")
             row["relearned"]["beside"] = {key: figures[key] for key in keys}
             return
 
 
 def _row(
-    rebuilt: StageRebuilt,
+    rebuilt: events.StageRebuilt,
     at: float,
-    cause: RebuildOrdered | Rollback | None,
-    events: Sequence[Entry],
+    cause: events.RebuildOrdered | Rollback | None,
+    entries: Sequence[events.Entry],
 ) -> dict[str, Any]:
     """A rebuild's row in the summary. `at`: Unix seconds. `cause`: the driver's order, or the
     rollback."""
-    loss_entry = _replaced(rebuilt, at, events)
-    noticed = noticed_at(rebuilt, at, events)
-    figures = fields(rebuilt)
+    loss_entry = _replaced(rebuilt, at, entries)
+    noticed = noticed_at(rebuilt, at, entries)
+    figures = events.fields(rebuilt)
     row = {key: figures[key] for key in ("stage", "method", "step", "sources", "bytes")}
     row["detect_seconds"] = max(0.0, noticed - loss_entry.time) if loss_entry else 0.0
     row["rebuild_seconds"] = rebuilt.rebuild_seconds
-    row["stall_seconds"] = stall_seconds(rebuilt, at, events)
+    row["stall_seconds"] = stall_seconds(rebuilt, at, entries)
     if cause is not None:
         row["exact"] = cause.exact
-    if isinstance(cause, RebuildOrdered):
+    if isinstance(cause, events.RebuildOrdered):
         row["fallback"] = cause.fallback
     if isinstance(cause, Rollback) and cause.lost > cause.to:
         row["rolled_back"] = {"from": cause.lost, "to": cause.to}
     optional = ("relearned", "oldest_step", "mean_step", "perturbation")
     row |= {key: figures[key] for key in optional if key in figures}
-    commits = (entry.time for entry in events if isinstance(entry.event, Committed))
+    commits = (entry.time for entry in entries if isinstance(entry.event, events.Committed))
     first = next((time for time in commits if time >= at), None)
     if first is not None:
         row["first_commit_seconds"] = first - noticed
     return row
 
 
-def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
+def noticed_at(rebuilt: events.StageRebuilt, at: float, entries: Sequence[events.Entry]) -> float:
     """When any node first noticed the loss that the rebuild repairs, Unix seconds. Without a loss
     (an evicted node returned): when the driver began to wait. `at`: time of the rebuild, Unix
     seconds."""
-    loss_entry, stage = _replaced(rebuilt, at, events), rebuilt.stage
+    loss_entry, stage = _replaced(rebuilt, at, entries), rebuilt.stage
     if loss_entry is not None:
-        late = NOTICED_LATE if isinstance(loss_entry.event, Exited) else 0.0
-        for entry in events:
+        late = NOTICED_LATE if isinstance(loss_entry.event, events.Exited) else 0.0
+        for entry in entries:
             match entry.event:
-                case LinkLost(peer=node) | NodeLost(node=node):
+                case events.LinkLost(peer=node) | events.NodeLost(node=node):
                     noticed = node_of(node) == loss_entry.node
-                case RebuildOrdered(stage=ordered_stage):
+                case events.RebuildOrdered(stage=ordered_stage):
                     noticed = ordered_stage == stage
                 case _:
                     noticed = False
@@ -280,89 +258,95 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
     return at - rebuilt.stall_seconds
 
 
-def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
+def stall_seconds(
+    rebuilt: events.StageRebuilt, at: float, entries: Sequence[events.Entry]
+) -> float:
     """Seconds without training; a new driver has counted only the last part. `at`: time of the
     rebuild, Unix seconds."""
     if rebuilt.method in (*COPIED, ORIGIN):
         return rebuilt.stall_seconds
-    return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
+    return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, entries))
 
 
-def _replaced(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> Entry | None:
+def _replaced(
+    rebuilt: events.StageRebuilt, at: float, entries: Sequence[events.Entry]
+) -> events.Entry | None:
     """The newest loss in the slot of the rebuilt seat's process. It counts if it was of the same
     stage, and the node is the process's first and joined for this seat. A seat added to an earlier
     node replaces the last loss at the stage, unless its state was copied from a replica."""
     if was_added(rebuilt.node):
         copied = rebuilt.method in COPIED
-        return None if copied else _lost_last(rebuilt.stage, at, events)
+        return None if copied else _lost_last(rebuilt.stage, at, entries)
     node = node_of(rebuilt.node)
     nodes: dict[int, list[str | None]] = {}  # by process, in order
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Joined(pid=pid):
+            case events.Joined(pid=pid):
                 nodes.setdefault(pid, []).append(entry.node)
-            case Started(slot=slot, pid=pid):
+            case events.Started(slot=slot, pid=pid):
                 starts.setdefault(pid, (slot, entry.time))
     process = next((pid for pid, names in nodes.items() if node in names), None)
     if process is None or nodes[process][0] != node or process not in starts:
         return None
     slot, started = starts[process]
-    for entry in reversed(events):
+    for entry in reversed(entries):
         match entry.event:
-            case (Killed() | Exited()) as loss if loss.slot == slot and loss.node is not None:
+            case (events.Killed() | events.Exited()) as loss if (
+                loss.slot == slot and loss.node is not None
+            ):
                 if entry.time <= started:
                     return entry if loss.stage == rebuilt.stage else None
     return None
 
 
-def _lost_last(stage: int, at: float, events: Iterable[Entry]) -> Entry | None:
+def _lost_last(stage: int, at: float, entries: Iterable[events.Entry]) -> events.Entry | None:
     """The newest loss of a node with a seat at the stage, unless rebuilt since."""
     seats: set[str | None] = set()
     newest = None
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Serving(stage=at_stage) if at_stage == stage:
+            case events.Serving(stage=at_stage) if at_stage == stage:
                 seats.add(entry.node)
-            case GivenBack(stage=at_stage) if at_stage == stage:
+            case events.GivenBack(stage=at_stage) if at_stage == stage:
                 seats.discard(entry.node)
-            case (Killed() | Exited()) as loss if entry.time <= at:
+            case (events.Killed() | events.Exited()) as loss if entry.time <= at:
                 if loss.node in {node_of(seat or "") for seat in seats}:
                     newest = entry
-            case StageRebuilt(stage=at_stage) if at_stage == stage and entry.time < at:
+            case events.StageRebuilt(stage=at_stage) if at_stage == stage and entry.time < at:
                 newest = None
     return newest
 
 
-def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
+def wall(entries: Iterable[events.Entry], places: int) -> dict[str, float]:
     """Seconds by part, averaged over the run's places (stages times replicas), each of which may
     have had several nodes in sequence."""
-    newest = {entry.node: entry.event for entry in events if isinstance(entry.event, Wall)}
+    newest = {entry.node: entry.event for entry in entries if isinstance(entry.event, events.Wall)}
     return {
         part: sum(getattr(wall, part) for wall in newest.values()) / places
         for part in (*PARTS, "total")
     }
 
 
-def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
+def cost(entries: Iterable[events.Entry], places: int) -> dict[str, Any]:
     """Cost of the policy, by all nodes' last events: `extra_bytes` sent and written in all;
     `memory_bytes` of the present nodes in all `places`. `critical_seconds` of the compute thread
     are averaged over the places. `parts` has the same by kind of redundant state."""
     slots: dict[int, str] = {}  # process id -> slot
     place_of: dict[str | None, str] = {}  # node -> slot
-    by_node: dict[str | None, CostSoFar] = {}  # node -> its last event
-    by_place: dict[str | None, CostSoFar] = {}  # place -> the last event of its newest node
-    for entry in events:
+    by_node: dict[str | None, events.CostSoFar] = {}  # node -> its last event
+    by_place: dict[str | None, events.CostSoFar] = {}  # place -> the last event of its newest node
+    for entry in entries:
         match entry.event:
-            case Started(slot=slot, pid=pid):
+            case events.Started(slot=slot, pid=pid):
                 slots[pid] = slot
-            case Joined(pid=pid) if pid in slots:
+            case events.Joined(pid=pid) if pid in slots:
                 place_of[entry.node] = slots[pid]
-            case CostSoFar() as event:
+            case events.CostSoFar() as event:
                 by_node[entry.node] = by_place[place_of.get(entry.node, entry.node)] = event
 
     def total(part: str = "") -> dict[str, Any]:
-        whole = sum((_share(event, part) for event in by_node.values()), HoldingCost())
+        whole = sum((_share(event, part) for event in by_node.values()), events.HoldingCost())
         return {
             "extra_bytes": whole.extra_bytes,
             "memory_bytes": sum(_share(event, part).memory_bytes for event in by_place.values()),
@@ -373,28 +357,28 @@ def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
     return {**total(), "parts": {name: total(name) for name in names}}
 
 
-def _share(event: CostSoFar, part: str) -> HoldingCost:
+def _share(event: events.CostSoFar, part: str) -> events.HoldingCost:
     """Cost of one part, or of all if it is empty."""
     if part:
-        return event.parts.get(part, HoldingCost())
-    return HoldingCost(event.extra_bytes, event.memory_bytes, event.critical_seconds)
+        return event.parts.get(part, events.HoldingCost())
+    return events.HoldingCost(event.extra_bytes, event.memory_bytes, event.critical_seconds)
 
 
-def replicas_identical(events: Iterable[Entry]) -> bool:
+def replicas_identical(entries: Iterable[events.Entry]) -> bool:
     """Whether all replicas of a stage had the same digest of weights after every step. A step
     repeated after a rollback, or after the loss of all its replicas, counts separately."""
     digests: dict[tuple[int, ...], set[str]] = {}
     stages: dict[str | None, int] = {}
     losses: Counter[int] = Counter()  # stage -> number of losses
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Diverged():
+            case events.Diverged():
                 return False
-            case Serving(stage=stage):
+            case events.Serving(stage=stage):
                 stages[entry.node] = stage
-            case StageRebuilt(stage=stage, method=method) if method not in COPIED:
+            case events.StageRebuilt(stage=stage, method=method) if method not in COPIED:
                 losses[stage] += 1
-            case Applied(lineage=lineage, step=step, digest=digest):
+            case events.Applied(lineage=lineage, step=step, digest=digest):
                 stage = stages[entry.node]
                 digests.setdefault((lineage, losses[stage], stage, step), set()).add(digest)
     return all(len(replicas) == 1 for replicas in digests.values())
@@ -439,9 +423,9 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
 
 def _rebuild(row: Mapping[str, Any]) -> str:
     fallback = " (a fallback)" if row.get("fallback") else ""
-    others = {"kind": StageRebuilt.kind, "time": 0.0, "node": "", "fetch_seconds": 0.0}
-    entry = parse({**others, **row})
-    assert entry is not None and isinstance(entry.event, StageRebuilt)
+    others = {"kind": events.StageRebuilt.kind, "time": 0.0, "node": "", "fetch_seconds": 0.0}
+    entry = events.parse({**others, **row})
+    assert entry is not None and isinstance(entry.event, events.StageRebuilt)
     return (
         f"stage {row['stage']} rebuilt by {row['method']}{fallback} at step {row['step']}: noticed "
         f"in {row['detect_seconds']:.2f} s, {decimal(row['bytes'])} in "
@@ -449,13 +433,15 @@ def _rebuild(row: Mapping[str, Any]) -> str:
     )
 
 
-def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Entry], path: Path) -> None:
+def draw_loss(
+    run: RunFile, lines: Sequence[Line], entries: Sequence[events.Entry], path: Path
+) -> None:
     """Write a PNG: loss against step, with losses of nodes, rebuilds and validations marked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    counted = [entry for part in parts(events) for entry in part]
+    counted = [entry for part in parts(entries) for entry in part]
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -506,37 +492,37 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Entry], path
 _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"
 
 
-def _validations(events: Iterable[Entry]) -> dict[int, float]:
+def _validations(entries: Iterable[events.Entry]) -> dict[int, float]:
     """Losses by step, but those of steps that the run has undone."""
     losses: dict[int, float] = {}
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Validated(step=step, loss=loss) if math.isfinite(loss):
+            case events.Validated(step=step, loss=loss) if math.isfinite(loss):
                 losses[step] = loss
-            case Resuming(step=step) | RolledBack(step=step):
+            case events.Resuming(step=step) | events.RolledBack(step=step):
                 losses = {at: loss for at, loss in losses.items() if at <= step}
     return losses
 
 
-def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
+def marks(entries: Sequence[events.Entry]) -> list[tuple[int, str]]:
     """Annotations of the plot by step: rebuilds of stages with their methods, nodes killed at
     stages that survived, and rollbacks."""
     counts: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
     rebuilt: set[tuple[int, int]] = set()  # stage, current step
-    for row in rebuilds(events):
+    for row in rebuilds(entries):
         step = row.get("rolled_back", {"from": row["step"]})["from"]
         rebuilt.add((row["stage"], step + 1))
         if not _resumed(row):
             counts.setdefault(step, {}).setdefault(row["stage"], Counter())[row["method"]] += 1
-    for entry in events:
+    for entry in entries:
         match entry.event:
-            case Killed(stage=stage, step=step) if (stage, step) not in rebuilt:
+            case events.Killed(stage=stage, step=step) if (stage, step) not in rebuilt:
                 counts.setdefault(step, {}).setdefault(stage, Counter())["node killed"] += 1
     texts = {
         step: [f"stage {stage}: {_methods(by_stage[stage])}" for stage in sorted(by_stage)]
         for step, by_stage in counts.items()
     }
-    for back in rollbacks(events):
+    for back in rollbacks(entries):
         change = f"rolled back to {back.to}" if back.lost > back.to else f"at step {back.to}"
         text = f"resumed, {change}" if back.resumed else change
         texts.setdefault(back.lost, []).append(text)
