@@ -32,9 +32,7 @@ class Quarantine:
         self._entries: dict[str, _Entry] = {}
 
     def add(self, instance: str, node: str, cause: Cause, why: str, now: float) -> None:
-        """Records an eviction for cause of `node`. No effect without an instance."""
-        if not instance:
-            return
+        """Records an eviction for cause of `node`."""
         self._forget(now)
         former = self._entries.get(instance)
         record = Quarantined(instance=instance, node=node, cause=cause, why=why, times=1)

@@ -59,11 +59,6 @@ class Portion:
         self.corpus, self._split, self._context = Corpus.open(data), split, context
         self._apart = apart
         available = self.corpus.count(split, context)
-        if not available:
-            raise CorpusError(
-                f"--split {split} of {data} has fewer than {context} tokens, the length of a "
-                "sample: prepare more text"
-            )
         self.count = min(samples or available, available)
         self._scored = 0
 
