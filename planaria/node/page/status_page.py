@@ -255,7 +255,8 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
             parameters = config.trained_in(stage)
             rtt = max(link.rtt_ms for link in links) / 1e3
             mbps = min(link.mbps for link in links)
-            heirs.append(Handover(stage, parameters, step, rtt, mbps))
+            tensors = config.tensors_in(stage)
+            heirs.append(Handover(stage, parameters, step, rtt, mbps, tensors))
     return [
         Text(f"{notice:.0f} s of notice: {notice_summary(heirs, notice)}")
         for notice in NOTICES
