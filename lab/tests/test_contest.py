@@ -1,0 +1,125 @@
+"""Seconds a step by the contest's meter, and what its page says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.node.model.shape import model_config
+from planaria.node.run_file import load
+from planaria.node.wire.tensors import encode
+from planaria_lab import contest
+from planaria_lab.contest import (
+    BANDWIDTH,
+    CONTEXT,
+    COUNT,
+    DELAY,
+    FOLDER,
+    METHODS,
+    PUBLISHED,
+    SEQUENCES,
+    STAGES,
+    Method,
+    as_published,
+    message_bytes,
+    ratio_of,
+    step_ratio,
+    window_seconds,
+)
+from planaria_lab.simulator.swarm import HEAD
+
+MEGABYTE = 1e6, 1e6
+CROSSING = 8e6 / BANDWIDTH
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_the_published_seconds_are_found_within_two_percent(kind: str) -> None:
+    assert as_published(kind) == pytest.approx(PUBLISHED[kind].seconds, rel=0.02)
+
+
+def test_a_lone_microbatch_takes_each_link_twice() -> None:
+    hops = 2 * (STAGES - 1)
+    for meter in contest.METERS:
+        seconds = window_seconds(MEGABYTE, 1, 0.3, meter=meter)
+        assert seconds == pytest.approx(hops * (CROSSING + DELAY) + STAGES * 0.3)
+
+
+def test_gradients_of_another_size_take_their_own_time() -> None:
+    seconds = window_seconds((1e6, 3e6), 1, 0.0)
+    assert seconds == pytest.approx((STAGES - 1) * (4 * CROSSING + 2 * DELAY))
+
+
+def test_the_contests_wire_is_held_by_each_message_and_shared_by_both_directions() -> None:
+    inner = 2 * 64 * (CROSSING + DELAY)
+    assert inner <= window_seconds(MEGABYTE, 64, 0.0, schedule="late") <= 1.05 * inner
+    duplex = window_seconds(MEGABYTE, 64, 0.0, meter="duplex", schedule="late", depth=8)
+    assert 64 * CROSSING <= duplex <= 1.1 * 64 * CROSSING
+
+
+@pytest.mark.parametrize("microbatches", [16, 64])
+@pytest.mark.parametrize("size", [1e4, 1e7])
+def test_late_gradients_and_links_as_they_are_cost_nothing(microbatches: int, size: float) -> None:
+    sizes = size, size / 2
+    contested = window_seconds(sizes, microbatches, 0.01)
+    assert window_seconds(sizes, microbatches, 0.01, schedule="late") < contested
+    assert window_seconds(sizes, microbatches, 0.01, meter="duplex") < contested
+
+
+def test_slow_stages_hide_the_links() -> None:
+    seconds = window_seconds((10.0, 10.0), 64, 3.0, meter="duplex", depth=2)
+    assert seconds == pytest.approx((64 + STAGES - 1) * 3.0, rel=0.02)
+
+
+def test_a_gradient_that_would_be_two_steps_late_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"microbatches = 8: with 16 in flight .* take 16"):
+        window_seconds(MEGABYTE, 8, 0.0, schedule="late", depth=2)
+    with pytest.raises(ValueError, match="microbatches = 0, depth = 1: both must be 1 or more"):
+        window_seconds(MEGABYTE, 0, 0.0)
+
+
+@pytest.mark.parametrize("method", [METHODS[0], Method(160, "int8", "int4")])
+def test_messages_are_as_large_as_what_is_encoded(method: Method) -> None:
+    figures = torch.zeros(CONTEXT, method.rank or 1024)
+    beside = 0 if method.rank is None else 3 * CONTEXT
+    sizes = message_bytes(method, load(FOLDER / "run.toml"), SEQUENCES)
+    for size, codec, rest in zip(sizes, method[1:], (beside, 0), strict=True):
+        _, (payload,) = encode([figures], codec)
+        assert size == payload.nbytes + rest + HEAD + COUNT
+
+
+def curve(*losses: float) -> Mapping[str, Any]:
+    return {"validation": [(100 * i, 100 * i, loss) for i, loss in enumerate(losses)]}
+
+
+def test_steps_are_counted_to_the_loss_of_the_wide_run() -> None:
+    runs = {
+        ("bf16", 0): curve(8.0, 6.0, 5.0, 4.5),
+        ("slower", 0): curve(8.0, 7.0, 5.5, 4.5),
+        ("never", 0): curve(8.0, 7.0, 6.5, 6.0),
+    }
+    assert step_ratio(runs, "bf16") == 1.0
+    assert step_ratio(runs, "slower") == pytest.approx(1.25)
+    assert step_ratio(runs, "never") is None
+    assert step_ratio(runs, "unknown") is None
+
+
+def test_a_rank_counts_as_the_next_lower_share_with_runs() -> None:
+    plain = curve(8.0, 6.0, 5.0, 4.5)
+    wide = {("bf16", 0): plain, ("rank 64, int8, gradients int4", 0): curve(8.0, 7.0, 5.5, 4.5)}
+    narrow = {("bf16", 0): plain, ("int8", 0): plain}
+    assert ratio_of(Method(160, "bf16", "bf16"), 1024, narrow, wide) == pytest.approx(1.25)
+    assert ratio_of(Method(40, "bf16", "bf16"), 1024, narrow, wide) is None, "no lower share"
+    assert ratio_of(Method(160, "int4", "int4"), 1024, narrow, wide) is None, "no such runs"
+    assert ratio_of(Method(None, "int8", "int8"), 1024, narrow, wide) == 1.0
+
+
+def test_the_run_file_has_the_contests_model_and_batch() -> None:
+    run = load(FOLDER / "run.toml")
+    config = model_config(run.model, 0)
+    ends, stage = config.parameters
+    assert (config.stages, config.dim, config.layers, config.context) == (8, 1024, 8, CONTEXT)
+    assert 0.99 * 203_828_352 < ends + config.stages * stage <= 203_828_352
+    assert run.training.batch == SEQUENCES
