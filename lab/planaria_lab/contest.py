@@ -208,14 +208,19 @@ class ContestRow:
 
 def contest_rows(methods: Sequence[Method] = METHODS) -> Iterator[ContestRow]:
     """The methods, by both meters and schedules. Raises StudyError, RunFileError."""
-    narrow = read_runs(RESULTS / "bandwidth/runs.jsonl")
-    wide = read_runs(RESULTS / "bandwidth-512/runs.jsonl")
+    narrow, wide = ratio_runs()
     base = load(FOLDER / "run.toml")
     for method in methods:
         ratio = ratio_of(method, base.model.dim or 0, narrow, wide)
         for meter in METERS:
             for schedule in SCHEDULES:
                 yield _fastest(method, base, meter, schedule, ratio)
+
+
+def ratio_runs() -> tuple[Runs, Runs]:
+    """Of the studies of narrow boundaries with a width of 128 and of 512. Raises StudyError."""
+    narrow = read_runs(RESULTS / "bandwidth/runs.jsonl")
+    return narrow, read_runs(RESULTS / "bandwidth-512/runs.jsonl")
 
 
 def _fastest(
@@ -310,6 +315,34 @@ def step_ratio(runs: Runs, variant: str) -> float | None:
 # --- the page
 
 
+def baselines_table() -> str:
+    """Markdown: the published seconds a step beside the simulated ones."""
+    lines = [
+        "| baseline | bytes a token, each way | microbatches | published, s a step | simulated | "
+        "| steps | T |",
+        f"| --- |{' ---: |' * 7}",
+    ]
+    for kind, known in PUBLISHED.items():
+        simulated = as_published(kind)
+        cells = [kind, f"{known.bytes_a_token:,}", str(known.microbatches), f"{known.seconds:.3f}"]
+        cells += [f"{simulated:.3f}", f"{simulated / known.seconds - 1:+.1%}", f"{known.steps:,}"]
+        cells.append(f"{known.seconds * known.steps:,.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def ratios_table(narrow: Runs, wide: Runs) -> str:
+    """Markdown: the step ratios of the studies with a width of 128 and 512."""
+    lines = ["| variant | width | seeds | step ratio |", f"| --- |{' ---: |' * 3}"]
+    for runs, width in ((wide, 512), (narrow, 128)):
+        for variant in dict.fromkeys(name for name, _ in runs):
+            ratio = step_ratio(runs, variant)
+            if ratio is not None and not variant.endswith("losses"):
+                seeds = sum(name == variant for name, _ in runs)
+                lines.append(f"| {variant} | {width} | {seeds} | {ratio:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a table for each meter, with a line for each method of `rows`."""
     found = {(row["method"], row["meter"], row["schedule"]): row for row in rows}
@@ -346,7 +379,7 @@ def main() -> None:
     rows = [{**asdict(row), **made} for row in contest_rows()]
     lines = [json.dumps(row) + "\n" for row in rows]
     (FOLDER / "contest.jsonl").write_text("".join(lines), encoding="utf-8")
-    print(tables(rows))
+    print(baselines_table(), tables(rows), ratios_table(*ratio_runs()), sep="\n")
 
 
 if __name__ == "__main__":
