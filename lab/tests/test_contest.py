@@ -29,6 +29,8 @@ from planaria_lab.contest import (
     step_ratio,
     window_seconds,
 )
+from planaria_lab.convergence.study import jobs
+from planaria_lab.convergence.study import load as load_study
 from planaria_lab.simulator.swarm import HEAD
 
 MEGABYTE = 1e6, 1e6
@@ -123,3 +125,11 @@ def test_the_run_file_has_the_contests_model_and_batch() -> None:
     assert (config.stages, config.dim, config.layers, config.context) == (8, 1024, 8, CONTEXT)
     assert 0.99 * 203_828_352 < ends + config.stages * stage <= 203_828_352
     assert run.training.batch == SEQUENCES
+
+
+def test_the_studies_differ_in_rank_and_rate_alone() -> None:
+    study, rates = (load_study(FOLDER / name) for name in ("study.toml", "rates/study.toml"))
+    assert [job.run.model.subspace for job in jobs(study)] == 2 * [None, 64, 80, 128]
+    assert not {*study.seeds} & {*rates.seeds}
+    assert {job.run.model for job in jobs(rates)} == {job.run.model for job in jobs(study)}
+    assert {job.run.training.lr for job in jobs(rates)} == {5e-4, 1e-3, 2e-3}
