@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,17 +25,27 @@ from planaria_lab.contest import (
     STAGES,
     Method,
     as_published,
+    baselines_table,
+    contest_rows,
     message_bytes,
     ratio_of,
+    ratio_runs,
+    ratios_table,
     step_ratio,
+    tables,
     window_seconds,
 )
 from planaria_lab.convergence.study import jobs
 from planaria_lab.convergence.study import load as load_study
+from planaria_lab.origin import KEYS
 from planaria_lab.simulator.swarm import HEAD
 
 MEGABYTE = 1e6, 1e6
 CROSSING = 8e6 / BANDWIDTH
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (FOLDER / "contest.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
@@ -116,6 +127,20 @@ def test_a_rank_counts_as_the_next_lower_share_with_runs() -> None:
     assert ratio_of(Method(40, "bf16", "bf16"), 1024, narrow, wide) is None, "no lower share"
     assert ratio_of(Method(160, "int4", "int4"), 1024, narrow, wide) is None, "no such runs"
     assert ratio_of(Method(None, "int8", "int8"), 1024, narrow, wide) == 1.0
+
+
+def test_the_page_has_the_tables_that_its_rows_make() -> None:
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for table in (baselines_table(), tables(rows()), ratios_table(*ratio_runs())):
+        assert table in page
+
+
+def test_the_rows_are_what_the_meter_finds() -> None:
+    method = Method(160, "int8", "int4")
+    kept = [row for row in rows() if row["method"] == str(method)]
+    made = [vars(row) for row in contest_rows([method])]
+    assert made == [{key: row[key] for key in row if key not in KEYS} for row in kept]
+    assert len(rows()) == 4 * len(METHODS)
 
 
 def test_the_run_file_has_the_contests_model_and_batch() -> None:
