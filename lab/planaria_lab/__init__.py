@@ -7,5 +7,6 @@ them costs a live swarm. `simulator`: swarms in simulated time. `planning`: what
 `spare`: the experiments of two papers. `bench`: measurements, each beside a
 reference. gpu.py: measurements on a card that is borrowed. origin.py: where a row of results comes
 from, and which rows are a pair. evidence.py: what pages claim without rows. lines.py: distinct
-styles of lines in plots. choices.py: rows of snapshots, otherwise chosen than by nodes.
+styles of lines in plots. choices.py: rows of snapshots, otherwise chosen than by nodes. contest.py:
+seconds a step by the meter of a published contest.
 """

@@ -378,7 +378,9 @@ class LoraSection(Section):
 class TrainingSection(Section):
     batch: int = Field(default=16, ge=1, le=2**24, description="samples a step")
     microbatch: int = Field(default=2, ge=1, le=2**16, description="samples a microbatch")
+    optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="of the body stages")
     lr: float | None = Field(default=None, gt=0, le=100, description="the preset's when left out")
+    muon_lr: float = Field(default=0.02, gt=0, le=100, description="peak for matrices, by muon")
     warmup: int | None = Field(
         default=None, ge=0, le=10**9, description="steps; else 20, at most a tenth of the run"
     )
@@ -414,6 +416,16 @@ class TrainingSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def adapted(self) -> TrainingSection:
+        """Checks the optimizer of adapters."""
+        if self.lora is not None and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer = muon is for all weights, and adapters (training.lora) have AdamW: "
+                "leave out one of them"
+            )
+        return self
+
     @property
     def microbatches(self) -> int:
         return self.batch // self.microbatch
@@ -445,7 +457,7 @@ class SnapshotSection(Section):
     fraction: float = Field(default=0.125, ge=1e-4, le=1, description="r: blocks a time")
     period: int = Field(default=8, ge=1, le=10**6, description="steps in which all could be sent")
     codec: Literal["int8", "none"] = "int8"
-    moments: bool = Field(default=True, description="with Adam's moments")
+    moments: bool = Field(default=True, description="with the moments")
     mbps: float = Field(default=200.0, ge=1e-3, le=1e7, description="Mbit/s a stage sends at most")
 
 
@@ -682,7 +694,8 @@ class RunFile(Section):
 
     def config_for(self, vocabulary: int) -> ModelConfig:
         """The shape for data with so many token ids. Raises ValueError."""
-        return model_config(self.model, vocabulary, self.training.lora)
+        training = self.training
+        return model_config(self.model, vocabulary, training.lora, training.optimizer == "muon")
 
     @property
     def policy(self) -> Policy:
@@ -726,7 +739,8 @@ class RunFile(Section):
                 f"{training.decay_share:g} of steps = {self.steps} exceed the run: with "
                 "schedule = wsd they follow each other"
             )
-        rate = peak_of(self) * self.recovery.lr_boost
+        peak = max(peak_of(self), training.muon_lr if training.optimizer == "muon" else 0.0)
+        rate = peak * self.recovery.lr_boost
         if rate * training.weight_decay >= 1:
             raise ValueError(
                 f"training.weight_decay = {training.weight_decay:g}: a step takes weight_decay x "

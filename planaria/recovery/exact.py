@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Final
 
 import torch
 from torch import Tensor
+
+BLOCK: Final = 1 << 19
+"""Elements per block: scratch stays small, and in a CPU's cache. A power of two."""
 
 
 @cache
@@ -27,7 +31,9 @@ def is_exact(device: torch.device) -> bool:
 
 
 def _results(a: Tensor, b: Tensor, small: Tensor, large: Tensor) -> list[Tensor]:
-    return [a / b, a.sqrt(), a * 0.1 + b, small * small, large.square(), large.long().sum(0)]
+    results = [a / b, a.sqrt(), a * 0.1 + b, small * small, large.square(), large.long().sum(0)]
+    fine = a.mul(2**24).round().double().reshape(32, 32)
+    return [*results, fine @ fine]
 
 
 def exact(tensor: Tensor) -> Tensor:
@@ -43,3 +49,15 @@ def exactly(*tensors: Tensor) -> Iterator[list[Tensor]]:
     for tensor, changed in zip(tensors, there, strict=True):
         if changed is not tensor:
             tensor.copy_(changed)
+
+
+def squared_norm(flat: Tensor) -> float:
+    """Squared norm of float32 [n], in float64; inf or nan if any element is. The order of additions
+    depends on n alone."""
+    total = exact(flat.new_zeros(BLOCK)).double()
+    for part in torch.split(flat, BLOCK):
+        total[: len(part)].add_(exact(part).double().square_())  # these squares are exact
+    while len(total) > 1:
+        first, second = total.chunk(2)
+        total = first + second
+    return total.item()

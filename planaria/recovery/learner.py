@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from planaria.recovery.exact import exact
+from planaria.recovery.orthogonal import orthogonalized
 from planaria.recovery.relearning import ratio
 
 MOMENTUM: Final = 0.8
-ROUNDS: Final = 5
-QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 
 # Updates
 
@@ -68,21 +67,6 @@ class Muon:
     def tensors(self) -> list[Tensor]:
         """The matrices' pull targets, if any, and their momentum."""
         return [own for _, *kept in self._matrices for own in kept if own is not None]
-
-
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Approximates U Vᵀ of the matrix's U S Vᵀ by a quintic Newton-Schulz iteration, steepest at 0,
-    with the coefficients of Jordan et al. Five rounds map singular values of at least 0.3 % of the
-    norm to between 0.68 and 1.21, and smaller ones to smaller values."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
-    a, b, c = QUINTIC
-    for _ in range(ROUNDS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    out: Tensor = x.T if tall else x
-    return out
 
 
 # One stage

@@ -53,15 +53,15 @@ class Group(NamedTuple):
 
 
 class Layout:
-    """Positions of a stage's blocks in its flat tensors.
+    """Positions of a stage's blocks in its `tensors` flat tensors: weights and moments.
 
     A parameter of two or more dimensions has a block per row, any other is one block. Raises
     ValueError for a stage without values.
     """
 
-    def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
+    def __init__(self, shapes: Iterable[Sequence[int]], tensors: int = 3) -> None:
         self._groups: list[Group] = []
-        self.blocks = self.values = 0
+        self.tensors, self.blocks, self.values = tensors, 0, 0
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
             width = math.prod(shape) // max(rows, 1)
@@ -213,7 +213,7 @@ def encode(
 ) -> tuple[Tensor, list[Tensor]]:
     """The update's bytes, uint8 on the CPU, and the weights as the receiver restores them.
 
-    `tensors`: weights, or weights and both moments, flat; `blocks`: int64 [k], ascending, or None
+    `tensors`: weights, or weights and moments, flat; `blocks`: int64 [k], ascending, or None
     for all. The bytes: block numbers (int32; omitted for all blocks), the values of four
     bytes, the codes.
     """
@@ -250,7 +250,7 @@ def encode(
 def decode(
     layout: Layout, payload: Tensor, count: int, tensors: int, codec: Codec
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """The blocks, int64 [count], and the values of each of the `tensors` (1 or 3), as `gather`.
+    """The blocks, int64 [count], and the values of each of the `tensors` (1 to 3), as `gather`.
 
     With codec none the values share the payload's memory. Raises UpdateError for a wrong size,
     block numbers not ascending or out of range, and negative second moments; raises ValuesError
@@ -392,7 +392,7 @@ class Sent(Protocol):
 
 
 class SentWhole:
-    """All of a state, weights and both moments, once."""
+    """All of a state, weights and moments, once."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -427,7 +427,7 @@ class SentSnapshot:
     def __init__(self, layout: Layout, fraction: float, codec: Codec, moments: bool) -> None:
         self._layout, self._codec = layout, codec
         self._count = max(1, math.ceil(fraction * layout.blocks - 1e-9))
-        self._tensors = 3 if moments else 1
+        self._tensors = layout.tensors if moments else 1
         self.sent = torch.empty(0)
         self.taken = torch.full((layout.blocks,), NEVER)
 
@@ -483,7 +483,7 @@ class Staleness(NamedTuple):
 
 
 class HeldSnapshot:
-    """A holder's running snapshot of a stage: `tensors`, flat float32, 1 or 3; missing blocks have
+    """A holder's running snapshot of a stage: `tensors`, flat float32, 1 to 3; missing blocks have
     arbitrary values. Construction is fast; the first write to a block allocates its memory."""
 
     def __init__(self, layout: Layout, tensors: int) -> None:

@@ -84,6 +84,12 @@ OUT_OF_BOUNDS = {
         ("betas = [0.9]", r"training.betas.1: Field required"),
         ("weight_decay = -0.1", "training.weight_decay: .*greater than or equal to 0"),
         ("lr = 2\nweight_decay = 0.5", "training.weight_decay = 0.5: .* 1.1 of it.* less than 1"),
+        (
+            'optimizer = "muon"\nmuon_lr = 2\nweight_decay = 0.5',
+            "training.weight_decay = 0.5: .* 1.1 of it.* less than 1",
+        ),
+        ('optimizer = "muon"\nlora = {}', "optimizer = muon is for all weights, and adapters"),
+        ('optimizer = "sgd"', "training.optimizer: .*'adamw' or 'muon' .value: 'sgd'"),
         ("schedule = 'sine'", "training.schedule: .*'cosine', 'linear', 'constant' or 'wsd'"),
         ("schedule = 'wsd'\ndecay_share = 0.95", "warmup = 10 steps and .* = 0.95 of steps = 100"),
         ("schedule = 'wsd'\ndecay_share = 0.9", None),

@@ -84,6 +84,7 @@ OTHER_OPTIMIZER = {
     "training__schedule": "wsd",
     "training__warmup": 2,
 }
+MUON = {"training__optimizer": "muon", "training__weight_decay": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ OTHER_OPTIMIZER = {
         ([2, 1, 3], 1, {}),
         (2, 2, {}),
         (2, 1, OTHER_OPTIMIZER),
+        ([2, 1], 2, MUON),
         (5, 1, {"recovery__policy": "checkfree+"}),
         (4, 1, {"recovery__policy": "checkfree+", "training__microbatch": 4}),
     ],
@@ -141,9 +143,9 @@ async def test_where_a_stage_has_many_replicas_each_has_links_to_some(corpus, tm
     assert audit(tmp_path).exact
 
 
-@pytest.mark.parametrize("victim", [(0, 0), (1, 1)])
-async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
-    run = small(replicas=2)
+@pytest.mark.parametrize(("victim", "changes"), [((0, 0), {}), ((1, 1), {}), ((1, 1), MUON)])
+async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim, changes):
+    run = small(replicas=2, **changes)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(*victim)
@@ -261,7 +263,7 @@ async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monk
 
 
 async def test_a_lost_body_stage_is_rebuilt(corpus, tmp_path):
-    run = small(stages=3)
+    run = small(stages=3, recovery__policy="checkfree")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(2, 0)
@@ -726,8 +728,19 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
     assert Checkpoint.open(tmp_path / "again").config == Checkpoint.open(folder).config
 
 
-@pytest.mark.parametrize("policy", ["checkfree", "redundant", "snapshot"])
-async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tmp_path, policy):
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        ("checkfree", {}),
+        ("redundant", {}),
+        ("redundant", MUON),
+        ("snapshot", {}),
+        ("snapshot", MUON),
+    ],
+)
+async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(
+    corpus, tmp_path, policy, changes
+):
     """GPT-2, whose stages nothing else knows, in stages of unequal size."""
     run = small(
         stages=[2, 1, 2],
@@ -736,6 +749,7 @@ async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tm
         recovery__snapshot__period=1,
         model__module="examples.gpt2:build",
         model__vocabulary=corpus.vocabulary,
+        **changes,
     )
     run = fill_in(run)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:

@@ -67,6 +67,7 @@ CHANGED = {
     "data.content": "0" * 64,
     "data.corpora": [{"path": "elsewhere"}],
     "training.precision": "bf16",
+    "training.optimizer": "muon",
     "training.lr": 0.5,
     "training.lr_floor": 0.5,
     "training.sampling.top_p": 0.5,
@@ -109,7 +110,9 @@ USED = {
         *("training.lr", "training.warmup", "training.schedule", "training.lr_floor"),
         *("training.decay_share", "training.rewarm"),
     ],
-    "node/stage/optimizer.py": ["training.betas", "training.weight_decay"],
+    "node/stage/optimizer.py": [
+        *("training.optimizer", "training.muon_lr", "training.betas", "training.weight_decay"),
+    ],
     "node/stage/work.py": ["training.compile", "training.recompute"],
     "node/state/copies.py": [
         *("recovery.snapshot.fraction", "recovery.snapshot.period", "recovery.snapshot.codec"),

@@ -25,7 +25,7 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
 from planaria.node.data.windows import microbatch_ids
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.learning_rate import boost, of_run
+from planaria.node.model.learning_rate import boost, of_run, warmup_of
 from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
@@ -111,6 +111,9 @@ class Ablation(Section):
     """Instead of stages this share of all is lost, drawn anew each time, and restored from running
     snapshots that outlive every node, as if they were in SCAR's storage."""
     lost_by: Literal["row", "stage"] = "row"
+    late: bool = False
+    """After warm-up a step applies the gradient of the step before, and a lost stage's is lost:
+    without a flush, as PipeDream-2BW trains (arXiv 2006.09503, section 3.1)."""
     replicas: int = 1  # of each stage, as far as averaging goes
     averaging_feedback: bool = True  # what its codec leaves out goes with the next step's
 
@@ -132,6 +135,17 @@ class Stage:
     passes: Sequence[Callable[..., Any]]  # the module's, as `work.passes_of` has them
     omega: float = 0.0  # squared norm of the last gradient
     boosted_at: int = 0
+    waiting: tuple[Tensor, float] | None = None  # gradient of the last step, and its clip scale
+
+    def delay(self, clip_scale: float) -> float | None:
+        """Puts the waiting gradient in place of this step's, which waits from now on. Returns its
+        clip scale; None: none was waiting."""
+        gradient = self.optimizer.gradient
+        before, self.waiting = self.waiting, (gradient.clone(), clip_scale)
+        if before is None:
+            return None
+        gradient.copy_(before[0])
+        return before[1]
 
 
 class State(NamedTuple):
@@ -463,8 +477,11 @@ class TrainingSwarm:
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)
             if step <= self.beside.get(number, 0):
                 scale *= self.ablation.neighbours_lr
-            if step > until or number in alone:
-                stage.optimizer.step(lr * scale, min(1.0, training.clip / (norm + 1e-6)))
+            clip_scale = min(1.0, training.clip / (norm + 1e-6))
+            late = self.ablation.late and step > warmup_of(self.run)
+            applied = stage.delay(clip_scale) if late else clip_scale
+            if applied is not None and (step > until or number in alone):
+                stage.optimizer.step(lr * scale, applied)
             stage.optimizer.zero_gradient()
             if number in ahead:
                 stage.optimizer.weights.add_(ahead[number])
@@ -594,6 +611,7 @@ class TrainingSwarm:
         self._forget(lost)
         for stage in lost:
             self.since[stage] = self.committed
+            self.stages[stage].waiting = None
         inexact = [number for number, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
             for block in blocks(map(self.order, range(2)), inexact):

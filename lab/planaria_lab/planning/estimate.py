@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from planaria.bootstrap.neighbours import ALL
 from planaria.bootstrap.rules import MembershipRules
 from planaria.node.averaging.coding import parts
+from planaria.node.model.shape import VALUE
 from planaria.node.run_file import RunFile
 from planaria.node.state.copies import snapshot_section
 from planaria.node.state.handover import Handover
@@ -28,7 +29,6 @@ from planaria_lab.simulator.churn import HOUR
 from planaria_lab.simulator.clock import ON_WIRE, chunk_in_simulation
 from planaria_lab.simulator.step import averaging_pieces, averaging_seconds
 from planaria_lab.simulator.swarm import (
-    VALUE,
     Seconds,
     Swarm,
     fetched_bytes,
@@ -425,7 +425,9 @@ def handovers(swarm: Swarm, step: float) -> list[Handover]:
     stages = []
     for stage, link in enumerate(Reach.of(network, sites).farthest):
         count = parameters(swarm.config, stage)
-        stages.append(Handover(stage, count, step, 2 * link.delay_ms / 1e3, link.mbps / ON_WIRE))
+        rtt, mbps = 2 * link.delay_ms / 1e3, link.mbps / ON_WIRE
+        tensors = swarm.config.tensors_in(stage)
+        stages.append(Handover(stage, count, step, rtt, mbps, tensors))
     return stages
 
 

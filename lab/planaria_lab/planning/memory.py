@@ -18,7 +18,7 @@ import torch
 from planaria.node.averaging.coding import feeds_back
 from planaria.node.model.shape import (
     BYTES_OF_BASE,
-    FROZEN_BYTES,
+    VALUE,
     ModelConfig,
     named_shapes,
     trained_shapes,
@@ -31,8 +31,6 @@ from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes
 from planaria.recovery.snapshot import Layout, holder_count
 from planaria_lab.simulator.swarm import (
-    STATE,
-    VALUE,
     base_bytes,
     held_at,
     kept_bytes,
@@ -83,7 +81,7 @@ def needed(
     stand_in = run.recovery.masking == "spare" and replicas[stage] > 1
     under_way_here = under_way(run, config, stage, replicas) * (2 if stand_in else 1)
     parts = {
-        "model": Bytes(gradient + STATE * parameters(config, stage)),
+        "model": Bytes(gradient + config.state_bytes(stage)),
         "activations": Bytes(under_way_here * saved(run, config, stage, narrow)),
         "working space": Bytes(working(run, config, stage, narrow)),
     }
@@ -116,7 +114,7 @@ def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]
     copies its state (node/state/feeding.py), with frozen weights as they are sent, and while it
     relearns its stage, which it has guessed."""
     gradient = VALUE * parameters(config, stage)
-    copied = STATE * parameters(config, stage) + FOLLOWED * gradient
+    copied = config.state_bytes(stage) + FOLLOWED * gradient
     parts = {"a newcomer": Bytes(host=base_bytes(config, stage) + copied)}
     if stage and run.recovery.relearn.passes and run.policy.guesses:
         weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
@@ -130,7 +128,7 @@ def _base(config: ModelConfig, stage: int, half: bool) -> int:
     """Bytes of the frozen weights; `half`: matrices that aren't packed are in bf16."""
     matrices, packed, vectors = _frozen(config, stage)
     packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
-    return packed_bytes + FROZEN_BYTES * vectors + (2 if half else FROZEN_BYTES) * matrices
+    return packed_bytes + VALUE * vectors + (2 if half else VALUE) * matrices
 
 
 @cache
@@ -141,7 +139,7 @@ def _loading(config: ModelConfig, stage: int) -> int:
     shapes = named_shapes(config, stage).values()
     largest = max(math.prod(shape) for shape in shapes if len(shape) > 1)
     packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
-    return packed_bytes + FROZEN_BYTES * (matrices + vectors) + 6 * largest
+    return packed_bytes + VALUE * (matrices + vectors) + 6 * largest
 
 
 def _frozen(config: ModelConfig, stage: int) -> tuple[int, int, int]:
@@ -211,7 +209,7 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     if policy.twins:
         other_stage = next_stage(stage, stages)
         gradient = VALUE * parameters(config, other_stage)
-        twin = gradient + STATE * parameters(config, other_stage) + base_bytes(config, other_stage)
+        twin = gradient + config.state_bytes(other_stage) + base_bytes(config, other_stage)
         return {"redundant": Bytes(twin, gradient)}
     first = run.recovery.snapshot.first
     size = _sent(run, config, stage) if policy.sends(stage, first) else Bytes()
@@ -238,7 +236,7 @@ def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
         return Bytes()
     marks = TAKEN * _rows(config, stage)
     snapshot = snapshot_section(run, config)
-    whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, stage)
+    whole = config.state_bytes(stage) if snapshot.moments else VALUE * parameters(config, stage)
     values = 0 if snapshot.codec == "none" else snapshot.fraction * whole
     arriving = snapshot.fraction * snapshot_bytes(run, config, stage)
     return Bytes(host=whole + marks + arriving + values)
@@ -252,4 +250,4 @@ def _rows(config: ModelConfig, stage: int) -> int:
 
 def _writes(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Saves on their way to the disk."""
-    return run.saves.in_flight * STATE * parameters(config, stage)
+    return run.saves.in_flight * config.state_bytes(stage)

@@ -14,14 +14,12 @@ from planaria.recovery.relearning import passes, updates_to_look
 from planaria_lab.emulation.links import Link
 from planaria_lab.simulator.churn import Churn
 from planaria_lab.simulator.swarm import (
-    STATE,
     Group,
     Seconds,
     Swarm,
     fetched_bytes,
     frame_bytes,
     kept_bytes,
-    parameters,
     relearned_at_a_time,
 )
 
@@ -190,5 +188,5 @@ def entering(swarm: Swarm) -> float:
 
 def writing(swarm: Swarm) -> float:
     """A checkpoint; stages write at once."""
-    most = max(parameters(swarm.config, stage) for stage in (0, 1))
-    return STATE * most * 8 / (swarm.storage_mbps * 1e6)
+    most = max(swarm.config.state_bytes(stage) for stage in (0, 1))
+    return most * 8 / (swarm.storage_mbps * 1e6)

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from planaria.bootstrap.neighbours import lengths
 from planaria.node.averaging.coding import PIECE, gradient_bytes, parts
-from planaria.node.model.shape import trained_shapes
+from planaria.node.model.shape import VALUE, trained_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING, snapshot_section
 from planaria.node.transaction.in_flight_window import InFlightWindow
@@ -35,7 +35,6 @@ from planaria_lab.emulation.links import Link
 from planaria_lab.simulator.clock import ON_WIRE, Clock, Cores, Then, Uplink, Wire, Worker
 from planaria_lab.simulator.swarm import (
     HEAD,
-    VALUE,
     Group,
     Seconds,
     Swarm,

@@ -13,18 +13,22 @@ from functools import cache
 
 import torch
 
-from planaria.node.model.shape import ADAM_BYTES, BYTES_OF_BASE, ModelConfig, trained_shapes
+from planaria.node.model.shape import (
+    ADAM_BYTES,
+    BYTES_OF_BASE,
+    VALUE,
+    ModelConfig,
+    trained_shapes,
+)
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, encoded_size
-from planaria.recovery.learner import ROUNDS
+from planaria.recovery.orthogonal import ROUNDS
 from planaria.recovery.relearning import at_a_time
 from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
 
-VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
-STATE = 3 * VALUE
 """Bytes of a parameter with Adam's moments."""
 HEARTBEAT = 700
 """Bytes a second that a node sends to each other one to be known as there, and to acknowledge what
@@ -279,7 +283,8 @@ def seconds_at(
     matrices, which have no gradient. A packed base is unpacked for each pass: its bytes are read,
     and those of the matrix written and read. The optimizer reads four tensors and writes three, its
     gradient is cleared, and the digest reads the weights and an eighth of the moments: 37 bytes a
-    parameter. Relearning passes forward and backward, and orthogonalizes. Raises SwarmFiguresError.
+    parameter. Muon orthogonalizes in float64, at half the rate. Relearning passes forward and
+    backward, and orthogonalizes. Raises SwarmFiguresError.
     """
     if config.own is not None:
         raise SwarmFiguresError(
@@ -293,6 +298,7 @@ def seconds_at(
     forward = forward_flops(config, stage, run.training.microbatch * config.context) / flops
     gradient = VALUE * parameters(config, stage) / memory
     state = {"norm": gradient, "apply": 9.25 * gradient, "add": 2 * gradient}
+    orthogonalizing = orthogonalizing_flops(trained_shapes(config, stage).values()) / flops
     embedding, frozen = 2 * VALUE * values_sent(run, config) / memory, config.lora is not None
     if stage == 0:
         back, head = (0.0, 2 * forward) if frozen else (embedding, 3 * forward)
@@ -304,7 +310,8 @@ def seconds_at(
     unpacking = _unpacked_bytes(run, config, stage) / memory
     forward, backward = forward + unpacking, backward + unpacking
     relearn = (forward + backward) * relearned_at_a_time(run, config) / run.training.microbatch
-    relearn += orthogonalizing_flops(trained_shapes(config, stage).values()) / flops
+    relearn += orthogonalizing
+    state["apply"] += 2 * orthogonalizing if config.muon else 0.0
     backward += forward if run.training.recompute else 0.0
     return Seconds(forward, backward, relearn=relearn, **state)
 
@@ -338,7 +345,8 @@ def held_at(stage: int, stages: int) -> tuple[int, ...]:
 
 def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Bytes of a whole running snapshot."""
-    whole = (STATE if run.recovery.snapshot.moments else VALUE) * parameters(config, stage)
+    moments = run.recovery.snapshot.moments
+    whole = config.state_bytes(stage) if moments else VALUE * parameters(config, stage)
     return whole if run.recovery.snapshot.codec == "none" else whole // 4
 
 
@@ -350,6 +358,6 @@ def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) ->
         case "checkfree" | "checkfree+" | "interpolate":
             return base + VALUE * parameters(config, stage)
         case "snapshot":
-            moments = run.recovery.snapshot.moments
-            return base + (STATE if moments else VALUE) * parameters(config, stage)
-    return base + STATE * parameters(config, stage)  # replica, redundant, checkpoint, save
+            if not run.recovery.snapshot.moments:
+                return base + VALUE * parameters(config, stage)
+    return base + config.state_bytes(stage)  # replica, redundant, checkpoint, save

@@ -575,6 +575,34 @@ def test_gradients_are_clipped_by_all_of_the_model_or_by_stage(
     assert scales == pytest.approx(expected, rel=1e-4)
 
 
+def test_after_warm_up_a_late_step_applies_the_gradient_before_and_a_lost_stage_has_none(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights stay as they are here, so that gradients depend on the samples alone."""
+
+    def applied(ablation: Ablation) -> list[tuple[int, float]]:
+        """The steps in which stage 2 applied a gradient, and the gradient's norm."""
+        swarm, found = TrainingSwarm(override(run_with(), training__warmup=2), corpus, ablation), []
+        monkeypatch.setattr(
+            StageOptimizer,
+            "step",
+            lambda optimizer, lr, clip_scale: found.append(
+                (optimizer, swarm.committed + 1, optimizer.gradient.norm().item() * clip_scale)
+            ),
+        )
+        for step in range(1, 9):
+            swarm.step()
+            if step == 5:
+                swarm.lose([2])
+                swarm.stages[2].optimizer.weights.copy_(swarm._new(2).optimizer.weights)
+        return [(step, norm) for of, step, norm in found if of is swarm.stages[2].optimizer]
+
+    norms = dict(applied(Ablation()))
+    late = applied(Ablation(late=True))
+    assert [step for step, _ in late] == [1, 2, 4, 5, 7, 8]
+    assert [norm for _, norm in late] == pytest.approx([norms[s] for s in (1, 2, 3, 4, 6, 7)])
+
+
 def test_named_pairs_are_swapped_for_every_second_microbatch_of_the_run(corpus: Corpus) -> None:
     swarm = TrainingSwarm(run_with(), corpus, Ablation(swapped=((1, 2),)))
     assert [*map(swarm.order, range(3))] == [(1, 2, 3, 4, 5), (2, 1, 3, 4, 5), (1, 2, 3, 4, 5)]

@@ -15,7 +15,6 @@ from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
 from planaria.node.model.shape import COMPUTED, ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile
-from planaria.node.state.handover import VALUE
 from planaria.node.wire.frames import crossing_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
@@ -325,7 +324,7 @@ def _disk(facts: Facts) -> Finding:
         return _unknown(about, UnknownFact(f"{_gib(free)} free; the run file can't be read"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
-    needed = saves * 3 * VALUE * _of_stage(facts, run.config, run.config.trained_in)
+    needed = saves * _of_stage(facts, run.config, run.config.state_bytes)
     description = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:

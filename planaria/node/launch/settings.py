@@ -21,8 +21,8 @@ from planaria.node.run_file import (
     setting,
 )
 
-IDENTITY: Final = "name", "seed", "model.", "data.", "training.lora"
-"""Beginnings of the keys of what makes a run's weights and its data."""
+IDENTITY: Final = "name", "seed", "model.", "data.", "training.lora", "training.optimizer"
+"""Beginnings of the keys of what makes a run's state and its data."""
 STAGES: Final = "model.stages"
 """The key of the model that may change, as saves can be regrouped."""
 
@@ -61,7 +61,7 @@ def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = 
             )
         if key.startswith(IDENTITY) and key not in free and before != after:
             raise RunFileError(
-                f"{key} = {_shown(after)}, and the run has {_shown(before)}: with that its model "
+                f"{key} = {_shown(after)}, and the run has {_shown(before)}: with that its state "
                 "or its data would be others. A new run can begin from its model: export it, and "
                 "name that folder by model.from"
             )

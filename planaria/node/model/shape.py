@@ -36,16 +36,16 @@ BETAS = (0.9, 0.999)
 """Adam's default decay rates of the first and second moments."""
 
 
-ADAM_BYTES = 16
-"""Bytes of a trained parameter: weight, gradient and two moments, all float32."""
-FROZEN_BYTES = 4
-"""Bytes of a frozen parameter: float32."""
+VALUE = 4
+"""Bytes of a float32: of a weight, a gradient's element, a moment's, a frozen parameter."""
+ADAM_BYTES = 4 * VALUE
+"""Bytes of a parameter that AdamW trains: weight, gradient and two moments."""
 Base = Literal["nf4", "int8", "bf16"]
 """Form of a frozen base's matrices (quantized.py)."""
 NF4_BLOCK: Final = 64
 """Values of a scale."""
 BYTES_OF_BASE: Final[dict[Base | None, float]] = {
-    None: FROZEN_BYTES,
+    None: VALUE,
     "bf16": 2,
     "int8": 1,
     "nf4": 1 / 2 + 4 / NF4_BLOCK,
@@ -178,6 +178,7 @@ class ModelConfig:
     mlp_bias: bool = False  # of gate, up and down
     own: Own | None = None  # replaces LLaMA
     lora: Lora | None = None  # trained in place of all weights
+    muon: bool = False  # trains the body, with one moment in place of AdamW's two
     attn_mask_type: AttentionMask = "causal"
     subspace: int | None = None  # rank of the boundary's features; None: all of the stream
     sizes: tuple[int, ...] = ()  # layers of each body stage; (): as even as possible
@@ -359,12 +360,20 @@ class ModelConfig:
 
     def bytes_of(self, stage: int) -> int:
         """Memory of a stage's weights, gradients and moments."""
-        trained = ADAM_BYTES * self.trained_in(stage)
+        trained = self.state_bytes(stage) + VALUE * self.trained_in(stage)
         if self.lora is None:
             return trained
         base, values = self.base_of(stage), self.values_in(stage)
         packed = self.packed_in(stage)
-        return trained + FROZEN_BYTES * (values - packed) + int(BYTES_OF_BASE[base] * packed)
+        return trained + VALUE * (values - packed) + int(BYTES_OF_BASE[base] * packed)
+
+    def tensors_in(self, stage: int) -> int:
+        """Number of flat tensors of a stage's state: weights, and one or two moments."""
+        return 2 if self.muon and stage else 3
+
+    def state_bytes(self, stage: int) -> int:
+        """Bytes of a stage's trained weights and moments: of a save, or of a whole copy."""
+        return VALUE * self.tensors_in(stage) * self.trained_in(stage)
 
     def values_in(self, stage: int) -> int:
         """Number of parameters of a stage without adapters."""
@@ -473,10 +482,13 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(
-    section: ModelSection, vocabulary: int, lora: LoraSection | None = None
+    section: ModelSection,
+    vocabulary: int,
+    lora: LoraSection | None = None,
+    muon: bool = False,
 ) -> ModelConfig:
     """The preset with the section's overrides, for data with `vocabulary` token ids; `lora`: the
-    adapters.
+    adapters; `muon`: the body's optimizer.
 
     Dependent figures follow overridden ones: `kv_heads` is the number of heads. With another `dim`
     than the preset's, `hidden` is 8/3 of it, rounded up to 256s (LLaMA's rule). Other `stages`
@@ -522,6 +534,7 @@ def model_config(
         mlp_bias=section.mlp_bias,
         own=section.own,
         lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets, lora.base),
+        muon=muon,
         attn_mask_type=section.attn_mask_type,
         subspace=section.subspace,
         sizes=sizes,

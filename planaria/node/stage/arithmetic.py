@@ -35,7 +35,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import DeviceRoom
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
-from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.state.stage_state import TENSORS, StageState, StateId
 from planaria.node.state.twin import Twin, next_stage
 from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER
@@ -120,8 +120,12 @@ class TorchStage:
 
     def initial(self, stage: int, lineage: int) -> StageState:
         if self._base is None:
-            return _at_first(stage, lineage, self._of_checkpoint(stage))
-        return _at_first(stage, lineage, self._beginning.adapters(stage))
+            weights = self._of_checkpoint(stage)
+        else:
+            weights = self._beginning.adapters(stage)
+        moments = TENSORS[1 : self.config.tensors_in(stage)]
+        tensors = {"weights": weights} | {name: torch.zeros_like(weights) for name in moments}
+        return StageState(_before(stage, lineage), tensors, 0.0, 0, pb.Commit(), 0)
 
     def of_checkpoint(self, stage: int) -> StageState:
         if self._base is None or stage != self.stage or self.weightless:
@@ -281,12 +285,6 @@ def _before(stage: int, lineage: int) -> StateId:
     return StateId(stage, lineage, step=0, made=NEVER)
 
 
-def _at_first(stage: int, lineage: int, weights: Tensor) -> StageState:
-    moments = {name: torch.zeros_like(weights) for name in ("first_moment", "second_moment")}
-    tensors = {"weights": weights, **moments}
-    return StageState(_before(stage, lineage), tensors, 0.0, 0, pb.Commit(), 0)
-
-
 def make_twin(
     seat: Agent,
     device: torch.device,
@@ -310,4 +308,4 @@ def make_twin(
 
 def layout_of(config: ModelConfig, stage: int) -> Layout:
     """Positions of the stage's tensors in its flat ones. Raises ValueError if none is trained."""
-    return Layout(trained_shapes(config, stage).values())
+    return Layout(trained_shapes(config, stage).values(), config.tensors_in(stage))

@@ -1,6 +1,6 @@
-"""AdamW over one flat view of a stage.
+"""AdamW or Muon over one flat view of a stage.
 
-A stage's weights, gradient and moments are four flat float32 tensors. So averaging, digests,
+A stage's weights, gradient and moments are flat float32 tensors. So averaging, digests,
 transfers and rebuilds handle one tensor, and equal layouts make body stages interchangeable.
 
 Replicas of a stage must stay bit-identical on any device. So the update uses only single operations
@@ -14,21 +14,27 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from planaria.node.model.learning_rate import peak_of
+from planaria.node.model.modules import BodyStage
 from planaria.node.model.shape import BETAS
-from planaria.recovery.exact import exact, exactly
+from planaria.recovery.exact import BLOCK, exact, exactly, squared_norm
+from planaria.recovery.orthogonal import exactly_orthogonalized
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
 
 EPSILON = 1e-8
-# Elements per block: scratch stays small, and in a CPU's cache. A power of two.
-BLOCK = 1 << 19
+MOMENTUM: Final = 0.95
+"""Muon's."""
+SIGN_SHARE: Final = 0.3
+"""Of lr, for vectors: the root mean square of AdamW's updates is 0.2 to 0.4 of it (Liu et al. 2025,
+arXiv 2502.16982, section 2.2)."""
 SUMMED = 1 << 11
 """Elements per sum of bits in a digest."""
 TURNS = 8
@@ -53,8 +59,14 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
 
 
 class StageOptimizer:
-    """AdamW (arXiv 1711.05101) for a module with float32 parameters; those that require no gradient
-    stay unchanged.
+    """AdamW (arXiv 1711.05101) or Muon, for a module with float32 parameters; those that require no
+    gradient stay unchanged.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) moves a matrix [rows,
+    columns] by `muon` lr sqrt(max(1, rows / columns)) times the orthogonal matrix nearest to its
+    Nesterov momentum; a tensor of three dimensions is a batch of matrices. An element of a vector,
+    of a norm or a bias, moves by SIGN_SHARE lr against the sign of its momentum. So there is one
+    moment, and `second_moment` has no elements.
 
     `weights`, `gradient`, `first_moment` and `second_moment` are flat float32 tensors on `device`,
     in the order of `module.named_parameters()`. The module is moved there; its parameters and their
@@ -70,7 +82,9 @@ class StageOptimizer:
         device: torch.device,
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
+        muon: float = 0.0,
     ) -> None:
+        """`muon`: rate of matrices as a multiple of `lr`; 0: AdamW."""
         all_parameters = dict(module.to(device).named_parameters())
         if not all_parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to optimize")
@@ -84,10 +98,10 @@ class StageOptimizer:
         self.weights = torch.cat([torch.empty(0, device=device), *flat])
         self.gradient = torch.zeros_like(self.weights)
         self.first_moment = torch.zeros_like(self.weights)
-        self.second_moment = torch.zeros_like(self.weights)
+        self.second_moment = torch.zeros_like(self.weights[: 0 if muon else None])
         self.steps = 0
         self.seconds = 0.0
-        self._betas, self._weight_decay = betas, weight_decay
+        self._betas, self._weight_decay, self._muon = betas, weight_decay, muon
         self._parameters = list(parameters.values())
         for parameter, weights in self._split(self.weights):
             parameter.data = weights.view_as(parameter)
@@ -97,8 +111,12 @@ class StageOptimizer:
 
     @classmethod
     def of_run(cls, module: nn.Module, device: torch.device, run: RunFile) -> StageOptimizer:
-        """Optimizer with the run file's settings."""
-        return cls(module, device, run.training.betas, run.training.weight_decay)
+        """Optimizer with the run file's settings. Muon is for the blocks; embedding and head have
+        AdamW."""
+        training = run.training
+        by_muon = training.optimizer == "muon" and isinstance(module, BodyStage)
+        muon = training.muon_lr / peak_of(run) * by_muon
+        return cls(module, device, training.betas, training.weight_decay, muon)
 
     def _split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
@@ -125,13 +143,21 @@ class StageOptimizer:
         """Update once with `clip_scale` x gradient; the gradient itself stays unchanged."""
         started = time.perf_counter()
         self.steps += 1
+        rate = lr * (self._muon or 1.0)
+        for weights in self._decaying:
+            with exactly(weights) as (w,):
+                w.mul_(1 - rate * self._weight_decay)
+        if self._muon:
+            self._step_muon(lr, rate, clip_scale)
+        else:
+            self._step_adam(lr, clip_scale)
+        self.seconds += time.perf_counter() - started
+
+    def _step_adam(self, lr: float, clip_scale: float) -> None:
         beta1, beta2 = self._betas
         step_size = lr / (1 - beta1**self.steps)
         second_scale = (1 - beta2**self.steps) ** -0.5
         first_share, second_share = (1 - beta1) * clip_scale, (1 - beta2) ** 0.5 * clip_scale
-        for weights in self._decaying:
-            with exactly(weights) as (w,):
-                w.mul_(1 - lr * self._weight_decay)
         scratch = torch.empty_like(exact(self.weights[:BLOCK]))
         flats = (self.weights, self.gradient, self.first_moment, self.second_moment)
         for block in zip(*(torch.split(flat, BLOCK) for flat in flats), strict=True):
@@ -142,17 +168,26 @@ class StageOptimizer:
                 v.mul_(beta2).add_(t.mul_(t))
                 torch.sqrt(v, out=t).mul_(second_scale).add_(EPSILON)
                 w.sub_(torch.div(m, t, out=t).mul_(step_size))
-        self.seconds += time.perf_counter() - started
+
+    def _step_muon(self, lr: float, rate: float, clip_scale: float) -> None:
+        flats = (self.weights, self.gradient, self.first_moment)
+        for parts in zip(*(self._split(flat) for flat in flats), strict=True):
+            parameter = parts[0][0]
+            with exactly(*(part for _, part in parts)) as (w, g, m):
+                t = g * ((1 - MOMENTUM) * clip_scale)
+                m.mul_(MOMENTUM).add_(t)
+                ahead = t.add_(m * MOMENTUM)
+                if parameter.dim() == 1:
+                    w.sub_(ahead.sign_().mul_(SIGN_SHARE * lr))
+                    continue
+                shape = parameter.shape[-2:]
+                scale = rate * math.sqrt(max(1.0, shape[0] / shape[1]))
+                for matrix, weights in zip(ahead.view(-1, *shape), w.view(-1, *shape), strict=True):
+                    weights.sub_(exactly_orthogonalized(matrix).mul(scale))
 
     def squared_norm(self) -> float:
         """Squared norm of the gradient, in float64; inf or nan if any element is."""
-        total = exact(self.gradient.new_zeros(BLOCK)).double()
-        for part in torch.split(self.gradient, BLOCK):
-            total[: len(part)].add_(exact(part).double().square_())  # these squares are exact
-        while len(total) > 1:
-            first, second = total.chunk(2)
-            total = first + second
-        return total.item()
+        return squared_norm(self.gradient)
 
     def finite(self) -> bool:
         """Whether the gradient is finite: float32 squares can't overflow float64."""
@@ -161,9 +196,8 @@ class StageOptimizer:
     def digest(self) -> bytes:
         """Digest, 16 bytes, of the weights, `steps`, and the slice `in_turn` of the moments."""
         covered = self.in_turn()
-        return digest(
-            self.weights, self.first_moment[covered], self.second_moment[covered], steps=self.steps
-        )
+        moments = [moment[covered] for _, moment in self.state(optimizer=True)[1:]]
+        return digest(self.weights, *moments, steps=self.steps)
 
     def in_turn(self) -> slice:
         """Slice of the moments that the digest covers until the next update."""
@@ -172,14 +206,14 @@ class StageOptimizer:
         return slice(first + first % 2, end + end % 2)  # integers of 64 bits
 
     def state(self, optimizer: bool) -> list[tuple[str, Tensor]]:
-        """Named tensors, not copies: weights, and with `optimizer` Adam's moments too."""
-        tensors = [("weights", self.weights)]
-        if optimizer:
-            tensors += [("first_moment", self.first_moment), ("second_moment", self.second_moment)]
-        return tensors
+        """Named tensors, not copies: weights, and with `optimizer` the moments too."""
+        tensors = [("weights", self.weights), ("first_moment", self.first_moment)]
+        if not self._muon:
+            tensors.append(("second_moment", self.second_moment))
+        return tensors if optimizer else tensors[:1]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
-        """Copy in a `state`, from any device; the weights alone reset Adam.
+        """Copy in a `state`, from any device; the weights alone reset the moments.
 
         Raises ValueError, and changes nothing, for names, shapes or dtypes other than `state`'s, or
         `steps` that don't fit (weights alone need 0).

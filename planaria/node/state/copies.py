@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, SnapshotSection
-from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.stage_state import TENSORS, Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -80,7 +80,8 @@ def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
     if not run.policy.adapts:
         return snapshot
     ends, body = config.trained
-    whole = (2 * ends + config.stages * body) * (3 if snapshot.moments else 1)  # see `route`
+    of_end, of_body = (config.tensors_in(n) if snapshot.moments else 1 for n in (0, 1))
+    whole = 2 * ends * of_end + config.stages * body * of_body  # see `route`
     whole *= 4 if snapshot.codec == "none" else 1
     crossing = crossing_bytes(config, training.microbatch * config.context, run.wire)
     sent = (config.stages + 1) * training.microbatches * sum(crossing)
@@ -150,7 +151,7 @@ class UpdateHeader:
     size: int  # bytes: the blocks', then the commit's
     commit: int  # bytes of the step's commit, a serialised pb.Commit
     blocks: int
-    tensors: int  # 1: weights, 3: with both moments
+    tensors: int  # 1: weights; else with the moments
     codec: str
     omega: float
     boosted_at: int
@@ -169,8 +170,8 @@ class UpdateHeader:
                 )
             values[header_field.name] = value
         header = cls(**values)
-        if header.codec not in snapshot.CODECS or header.tensors not in (1, 3):
-            raise FiguresError(f"it has {header.tensors} tensors in codec {header.codec!r}")
+        if header.codec not in snapshot.CODECS:
+            raise FiguresError(f"it is in codec {header.codec!r}")
         if not (math.isfinite(header.omega) and header.omega >= 0):
             raise FiguresError(f"its gradient's squared norm is {header.omega}")
         return header
@@ -537,10 +538,9 @@ class Holder:
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
-        names = ("weights", "first_moment", "second_moment")
         return StageState(
             id=held.id,
-            tensors=dict(zip(names, held.state.tensors, strict=False)),
+            tensors=dict(zip(TENSORS, held.state.tensors, strict=False)),
             omega=held.header.omega,
             boosted_at=held.header.boosted_at,
             last=held.last,
@@ -646,13 +646,15 @@ class Holder:
         layout = self._layouts.get(key)
         if layout is None:
             raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")
+        if header.tensors not in (1, layout.tensors):
+            raise FiguresError(f"it has {header.tensors} tensors, not 1 or {layout.tensors}")
         limit = snapshot.largest_update(layout, header.tensors) + COMMIT_LIMIT
         if not 0 < header.size <= limit or header.commit > min(header.size, COMMIT_LIMIT):
             raise FiguresError(
                 f"it has {header.size} bytes, {header.commit} of them for its commit"
             )
         form = header.blocks, header.tensors, header.codec
-        if header.kind == "deposit" and form != (layout.blocks, 3, "none"):
+        if header.kind == "deposit" and form != (layout.blocks, layout.tensors, "none"):
             contents = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
             raise FiguresError(f"a {header.kind} of {contents}")
         return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))

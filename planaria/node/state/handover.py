@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from planaria.node.model.shape import VALUE
+
 POLL = 2.0
 """Seconds between two checks for a notice; AWS recommends five or less, GCP leaves only thirty."""
 MARGIN = 3.0
@@ -27,8 +29,6 @@ FAREWELL = 2.0
 """Seconds of its grace that a node keeps for leaving properly."""
 INITIAL_WINDOW: Final = 10 * 1448
 """Bytes of TCP's initial window."""
-VALUE: Final = 4
-"""Bytes of a weight, and of each of its two moments."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Handover:
     step: float
     rtt: float  # seconds, to the heir and back
     mbps: float  # Mbit/s of payload, without headers
+    tensors: int  # of a state: weights and moments
 
     @property
     def weights(self) -> int:
@@ -49,7 +50,7 @@ class Handover:
     @property
     def state(self) -> int:
         """Bytes of weights and moments."""
-        return 3 * self.weights
+        return self.tensors * self.weights
 
     def seconds(self, size: float) -> float:
         """Seconds from the notice to the end of a push of `size` bytes."""

@@ -19,15 +19,13 @@ import numpy as np
 
 from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
-from planaria.node.state.stage_state import SaveError, StageState, StateId
+from planaria.node.state.stage_state import TENSORS, SaveError, StageState, StateId
 from planaria.node.transaction.commits import has_for, of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Resume, resume
 from planaria.recovery.facts import Held, Source
 
 log = logging.getLogger(__name__)
-
-MOMENTS = ("first_moment", "second_moment")
 
 
 class LayerRange(NamedTuple):
@@ -204,7 +202,9 @@ def rewrite(
         parts = pieces(stage, before, config)
         if all(piece.stage in parts_of for piece in parts):
             made_of = [(piece, parts_of[piece.stage][0]) for piece in parts]
-            _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of, betas)
+            state = regrouped(stage, config.stages, made_of)
+            names = TENSORS[: config.tensors_in(stage)]
+            _write(open_folder(stage), state, made_of, names, betas)
 
 
 def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
@@ -230,13 +230,13 @@ def _write(
     folder: Saves,
     state: StageState,
     parts: Sequence[tuple[LayerRange, SaveFile]],
+    names: tuple[str, ...],
     betas: tuple[float, float],
 ) -> None:
-    saves = [save for _, save in parts]
-    names = [name for name in saves[0].tensors if all(name in save.tensors for save in saves)]
-    if names == ["weights"]:  # the moments of some are unknown
+    if not all(save.tensors.keys() >= {*names} for _, save in parts):
+        names = TENSORS[:1]  # the moments of some are unknown, or of another optimizer
         state = replace(state, optimizer_step=0)
-    decays = dict(zip(MOMENTS, betas, strict=True))
+    decays = dict(zip(TENSORS[1:], betas, strict=True))
     tensors = {name: _joined(name, parts, state.optimizer_step, decays.get(name)) for name in names}
     folder.write_pieces(state, tensors)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.errors import UserError
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -12,6 +12,10 @@ from planaria.node.wire import stage_pb2 as pb
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+TENSORS: Final = "weights", "first_moment", "second_moment"
+"""Names of a stage's flat tensors, in their order. Muon has no second moment."""
 
 
 class SaveError(UserError):
@@ -72,7 +76,7 @@ class StageState:
     """All that a stage has learned, and what its next steps depend on.
 
     `tensors`: flat, float32 [n], contiguous, on any device, by name and in the order of their
-    bytes: "weights", then the optimizer's "first_moment" and "second_moment" where they are known.
+    bytes: the weights, and the optimizer's moments where they are known.
     They may be the stage's own training tensors, which the next commit changes.
     """
 

@@ -12,7 +12,7 @@ from planaria.node.model.lora import Frozen, adapt, copied, initial_adapters
 from planaria.node.model.modules import BodyStage, build_stage
 from planaria.node.model.shape import (
     ADAM_BYTES,
-    FROZEN_BYTES,
+    VALUE,
     Lora,
     ModelConfig,
     matrix_names,
@@ -167,6 +167,6 @@ def test_initial_adapters_follow_from_seed_and_stage() -> None:
 def test_memory_is_that_of_weights_and_of_what_trains_adapters() -> None:
     ends, body = ADAPTED.parameters
     first, bytes_of_body = ADAPTED.stage_bytes
-    assert first == FROZEN_BYTES * ends
-    assert bytes_of_body == FROZEN_BYTES * body + ADAM_BYTES * ADAPTED.trained[1]
+    assert first == VALUE * ends
+    assert bytes_of_body == VALUE * body + ADAM_BYTES * ADAPTED.trained[1]
     assert GROUPED.stage_bytes == (ADAM_BYTES * ends, ADAM_BYTES * body)

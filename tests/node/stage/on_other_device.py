@@ -60,6 +60,7 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
     "recomputed": {"training": {"recompute": True, "weight_decay": 0.1}},
     "in a subspace": {"model": {"subspace": 4, "attn_mask_type": "block_causal"}},
     "with adapters": {"training": {"lora": {"rank": 2}}},
+    "by muon": {"training": {"optimizer": "muon", "weight_decay": 0.1}},
 }
 
 

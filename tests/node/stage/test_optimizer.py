@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from planaria.node.run_file import loads
 from planaria.node.stage import optimizer
+from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer, digest
 
 CPU = torch.device("cpu")
@@ -225,3 +227,84 @@ def test_modules_that_can_not_be_optimized_are_refused() -> None:
         StageOptimizer(nn.ReLU(), CPU)
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         StageOptimizer(nn.Linear(2, 2, dtype=torch.float64), CPU)
+
+
+# Muon
+
+
+def test_matrices_move_as_by_torch_s_muon() -> None:
+    """Which computes in bfloat16."""
+    ours, theirs = nn.Linear(24, 40, bias=False), nn.Linear(24, 40, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    stage = StageOptimizer(ours, CPU, weight_decay=0.1, muon=10.0)
+    muon = torch.optim.Muon(theirs.parameters(), lr=0.02, weight_decay=0.1, momentum=0.95)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        gradient = torch.randn(40, 24, generator=generator)
+        stage.gradient.copy_(gradient.flatten())
+        theirs.weight.grad = gradient
+        stage.step(0.002)
+        muon.step()
+    moved = (ours.weight - theirs.weight).norm() / theirs.weight.norm()
+    assert moved < 0.01
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 8, 5))
+        self.norm = nn.Parameter(torch.ones(8))
+
+
+def test_a_tensor_of_three_dimensions_is_a_batch_of_matrices_and_a_vector_moves_by_signs() -> None:
+    generator = torch.Generator().manual_seed(4)
+    gradients = torch.randn(3, 8, 5, generator=generator)
+    together = Experts()
+    stage = StageOptimizer(together, CPU, muon=2.0)
+    vector = torch.randn(8, generator=generator)
+    stage.gradient.copy_(torch.cat([gradients.flatten(), vector]))
+    stage.step(0.1)
+    for matrix, gradient in zip(together.weight, gradients, strict=True):
+        alone = nn.Linear(5, 8, bias=False)
+        nn.init.ones_(alone.weight)
+        other = StageOptimizer(alone, CPU, muon=2.0)
+        other.gradient.copy_(gradient.flatten())
+        other.step(0.1)
+        assert torch.equal(matrix, alone.weight)
+    torch.testing.assert_close(together.norm.detach(), 1 - 0.03 * vector.sign())
+
+
+def test_muon_has_one_moment_that_digest_and_state_cover() -> None:
+    module = Experts()
+    stage = StageOptimizer(module, CPU, muon=2.0)
+    stage.gradient.fill_(1.0)
+    stage.step(0.1)
+    state = [(name, tensor.clone()) for name, tensor in stage.state(optimizer=True)]
+    assert [name for name, _ in state] == ["weights", "first_moment"]
+    other = StageOptimizer(Experts(), CPU, muon=2.0)
+    other.load(state, steps=1)
+    assert other.digest() == stage.digest()
+    other.first_moment[other.in_turn()] += 1
+    assert other.digest() != stage.digest()
+    with pytest.raises(ValueError, match="tensors weights, first_moment or weights alone"):
+        stage.load([*state, ("second_moment", state[1][1])], steps=1)
+
+
+def test_only_blocks_are_for_muon() -> None:
+    run = loads('[training]\noptimizer = "muon"\nlr = 1e-3\nmuon_lr = 0.05')
+    config = run.config_for(11)
+    ends, body = (Beginning(run, config).stage(stage) for stage in (0, 1))
+    before = [p.detach().clone() for p in body.parameters()]
+    optimizers = [StageOptimizer.of_run(stage, CPU, run) for stage in (ends, body)]
+    sizes = [optimizer.state(optimizer=True) for optimizer in optimizers]
+    assert [len(tensors) for tensors in sizes] == [config.tensors_in(0), config.tensors_in(1)]
+    optimizers[1].gradient.fill_(1.0)
+    optimizers[1].step(0.5e-3)  # half of the peak
+    for parameter, old in zip(body.parameters(), before, strict=True):
+        if parameter.dim() == 1:
+            torch.testing.assert_close(parameter.detach(), old - 1.5e-4, rtol=0, atol=1e-6)
+        else:
+            rows, columns = parameter.shape
+            size = torch.linalg.matrix_norm(parameter - old, 2).item()
+            scale = max(1.0, rows / columns) ** 0.5
+            assert 0.6 < size / (0.025 * scale) < 1.25

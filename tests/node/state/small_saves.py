@@ -11,7 +11,7 @@ import torch
 
 from planaria.node.model.shape import ModelConfig
 from planaria.node.state.saves import Contents, SaveFile, Saves, find_saves
-from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.state.stage_state import TENSORS, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
 
@@ -47,7 +47,7 @@ def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> Sta
     last = pb.Commit(
         step=step, ballot=pb.Ballot(view=2, attempt=step), clip_scale=scales, lr_scale=scales
     )
-    names = ("weights", "first_moment", "second_moment")
+    names = TENSORS[: config.tensors_in(stage)]
     made = StageState(
         id=StateId.after(last, stage, 1, step),
         tensors={name: torch.rand(size, generator=drawn) for name in names},

@@ -16,7 +16,7 @@ BEST = ("exact", "weights", "part")
 def handover(
     stage: int = 0, parameters: int = 10**9, step: float = 3.0, rtt: float = 0.0, mbps: float = 1e3
 ) -> Handover:
-    return Handover(stage, parameters, step, rtt, mbps)
+    return Handover(stage, parameters, step, rtt, mbps, tensors=3)
 
 
 def test_seconds_are_those_of_the_formula() -> None:

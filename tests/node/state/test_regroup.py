@@ -171,6 +171,22 @@ def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> 
     assert moment_scale(BETAS[0], 5, 0) == 0.0
 
 
+def test_moments_stay_where_the_new_run_has_the_same_optimizer_or_muon(tmp_path: Path) -> None:
+    """Muon's momentum is Adam's first moment."""
+    adam, muon = model(2, 2), model(2, 1, muon=True)
+    ends, body = regrouped(saved(tmp_path / "old", adam), muon, tmp_path / "new")
+    assert list(ends.tensors) == ["weights", "first_moment", "second_moment"]
+    assert list(body.tensors) == ["weights", "first_moment"]
+    again = regrouped(
+        find_saves(tmp_path / "new"), replace(muon, stages=2), tmp_path / "third", "3"
+    )
+    for stage, found in enumerate(again):
+        wanted = state(adam, stage).tensors
+        assert all(torch.equal(values, wanted[name]) for name, values in found.tensors.items())
+    _, back = regrouped(find_saves(tmp_path / "new"), model(2, 1), tmp_path / "back", "4")
+    assert (list(back.tensors), back.optimizer_step) == (["weights"], 0)
+
+
 # Which saves
 
 
