@@ -232,7 +232,7 @@ def test_an_update_is_that_of_the_composition(length: int) -> None:
             update.step(1e-2)
     for stage, other in zip(stages, reference, strict=True):
         for a, b in zip(stage.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=0, atol=5e-4)  # factors are rounded
 
 
 def test_the_error_is_that_of_the_residual_over_all_pairs() -> None:

@@ -283,8 +283,8 @@ def seconds_at(
     matrices, which have no gradient. A packed base is unpacked for each pass: its bytes are read,
     and those of the matrix written and read. The optimizer reads four tensors and writes three, its
     gradient is cleared, and the digest reads the weights and an eighth of the moments: 37 bytes a
-    parameter. Muon orthogonalizes in float64, at half the rate. Relearning passes forward and
-    backward, and orthogonalizes. Raises SwarmFiguresError.
+    parameter. Muon orthogonalizes. Relearning passes forward and backward, and orthogonalizes.
+    Raises SwarmFiguresError.
     """
     if config.own is not None:
         raise SwarmFiguresError(
@@ -311,7 +311,7 @@ def seconds_at(
     forward, backward = forward + unpacking, backward + unpacking
     relearn = (forward + backward) * relearned_at_a_time(run, config) / run.training.microbatch
     relearn += orthogonalizing
-    state["apply"] += 2 * orthogonalizing if config.muon else 0.0
+    state["apply"] += orthogonalizing if config.muon else 0.0
     backward += forward if run.training.recompute else 0.0
     return Seconds(forward, backward, relearn=relearn, **state)
 

@@ -24,7 +24,7 @@ from planaria.node.model.learning_rate import peak_of
 from planaria.node.model.modules import BodyStage
 from planaria.node.model.shape import BETAS
 from planaria.recovery.exact import BLOCK, exact, exactly, squared_norm
-from planaria.recovery.orthogonal import exactly_orthogonalized
+from planaria.recovery.orthogonal import orthogonalized
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
@@ -183,7 +183,7 @@ class StageOptimizer:
                 shape = parameter.shape[-2:]
                 scale = rate * math.sqrt(max(1.0, shape[0] / shape[1]))
                 for matrix, weights in zip(ahead.view(-1, *shape), w.view(-1, *shape), strict=True):
-                    weights.sub_(exactly_orthogonalized(matrix).mul(scale))
+                    weights.sub_(orthogonalized(matrix).mul(scale))
 
     def squared_norm(self) -> float:
         """Squared norm of the gradient, in float64; inf or nan if any element is."""
