@@ -7,8 +7,8 @@ LEAST = $(shell sed -n 's/^requires-python = ">=3\.\(.*\)"/\1/p' pyproject.toml)
 CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.exit( \
 	"%s is Python %d.%d.%d, and planaria needs 3.$(LEAST) or newer. Name another: \
 	rm -rf .venv; make PYTHON=python3.12 $(MAKECMDGOALS)" % ((sys.argv[1],) + v))'
-# Tests of live swarms mostly wait.
-WORKERS = 'import os; print(2 * len(os.sched_getaffinity(0)))'
+# Tests of live swarms mostly wait: half of the workers begin with those.
+WORKERS = 'import os; print(3 * len(os.sched_getaffinity(0)))'
 
 TEST = .venv/bin/pytest -n $$(.venv/bin/python -c $(WORKERS)) --dist worksteal
 

@@ -32,18 +32,35 @@ settings.load_profile("untimed")
 CORPUS = Path(__file__).parent.parent / "corpus" / "austen"
 CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
 
+WAITING, COMPUTING, SHORT = range(3)
+"""Kinds of tests, for their order."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first at each worker: they get as many tests each, one part after
-    the other, and who has nothing left takes over from the end of what others have to do."""
+    """The longest tests come first at each worker. Half of the workers begin with tests of several
+    processes, which mostly wait; the other half with those that compute in one."""
 
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
-        lasting = item.path.parent.name in ("swarm", "simulation")
-        return item.path.name != "test_readme_commands.py", not lasting
+    def kind(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        if folder == "emulation" or (folder == "swarm" and not hasattr(item.module, "LocalSwarm")):
+            return WAITING
+        return COMPUTING if folder in ("swarm", "simulation") else SHORT
 
-    items.sort(key=rank)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    items[:] = [item for first in range(workers) for item in items[first::workers]]
+    if workers == 1:
+        return
+    items.sort(key=lambda item: item.path.name != "test_readme_commands.py")  # the longest of all
+    waiting, computing, short = ([item for item in items if kind(item) == of] for of in range(3))
+    half = workers // 2
+    begun = [waiting[first::half] for first in range(half)]
+    begun += [computing[first :: workers - half] for first in range(workers - half)]
+    items.clear()
+    for worker, own in enumerate(begun):  # xdist gives each worker as many tests, in this order
+        left = sum(map(len, begun[worker:])) + len(short)
+        more = max(0, left // (workers - worker) - len(own))
+        items += [*own, *short[:more]]
+        del short[:more]
+    items += short
 
 
 def pytest_collection_finish() -> None:

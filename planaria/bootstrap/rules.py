@@ -92,6 +92,7 @@ they can't be."""
 def problem_with(view: View, rules: MembershipRules) -> str:
     """Why the view can't be one of the run; empty: it can."""
     members = list(view.members)
+    seats = {m.node: stages_of(m) for m in members}
     addresses = [m.address for m in members if m.address]
     joined = [m.joined for m in members]
     if view.run != rules.run:
@@ -106,7 +107,7 @@ def problem_with(view: View, rules: MembershipRules) -> str:
         return f"its number is {view.number}"
     if len(members) > rules.max_nodes:
         return f"it has {len(members)} nodes, more than {rules.max_nodes}"
-    if len({m.node for m in members}) < len(members):
+    if len(seats) < len(members):
         return "a node is listed twice"
     if problem := first_misspelt(members):
         return problem
@@ -116,18 +117,18 @@ def problem_with(view: View, rules: MembershipRules) -> str:
         return "an address is listed twice"
     if joined != sorted(set(joined)):
         return "its nodes are not in the order of joining"
-    if any(stage > rules.stages for m in members for stage in stages_of(m)):
+    if any(stage > rules.stages for stages in seats.values() for stage in stages):
         return f"it has stages above {rules.stages}"
-    if stranger := next((m.node for m in members if 0 in stages_of(m) and not m.owner), ""):
+    if stranger := next((m.node for m in members if 0 in seats[m.node] and not m.owner), ""):
         return f"its stage 0 has {stranger}, which is not the run owner's"
-    if any(stages_of(m) != sorted(set(stages_of(m))) for m in members):
+    if any(stages != sorted(set(stages)) for stages in seats.values()):
         return "a node has two seats at a stage, or they are not in order"
     ends = [(relay.a, relay.b) for relay in view.relays]
     if ends != sorted(set(ends)) or any(
         not relay.a < relay.b or relay.via in (relay.a, relay.b) for relay in view.relays
     ):
         return "its relays are not in order"
-    if not {name for r in view.relays for name in (r.a, r.b, r.via)} <= {m.node for m in members}:
+    if not {name for r in view.relays for name in (r.a, r.b, r.via)} <= seats.keys():
         return "a relay names a node that is no member"
     invalid = any(not entry.instance or not entry.seconds >= 0 for entry in view.quarantined)
     if invalid or len(view.quarantined) > MOST_KEPT:
@@ -136,6 +137,6 @@ def problem_with(view: View, rules: MembershipRules) -> str:
         return "it awaits a save that can't be"
     if list(view.banned) != sorted(set(view.banned)) or not all(map(is_instance, view.banned)):
         return "its banned instances are invalid, or not in order"
-    if view.driver and view.driver not in {m.node for m in members if 0 in stages_of(m)}:
+    if view.driver and 0 not in seats.get(view.driver, ()):
         return f"its driver {view.driver} is no stage-0 member"
     return ""

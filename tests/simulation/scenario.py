@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections import Counter
@@ -57,6 +58,7 @@ def run(
 ) -> Result:
     """Under the seed's own policy unless told. Raises ScenarioError."""
     scenario = (kind or Scenario)(seed, machines or Machines(), policy)
+    gc.disable()  # what it would find in one scenario are a few MiB
     try:
         with small_pieces(), patch.object(line_file, "os", LedgerDisks(scenario.cluster.files)):
             return scenario.run()
@@ -66,6 +68,7 @@ def run(
         raise ScenarioError(scenario.report(f"crashed: {error!r}")) from error
     finally:
         scenario.world.close()
+        gc.enable()
 
 
 @contextmanager

@@ -51,12 +51,13 @@ class Handle:
         if self.is_cancelled:
             return
         process = self._context.get(RUNNING)
-        if process is not None and not process.responsive:
-            process.hold(self)
-        else:
+        if process is None:
             self._context.run(self._call, *self._arguments)
-            if process is not None:
-                process.check()
+        elif process.responsive:
+            self._context.run(self._call, *self._arguments)
+            process.check()
+        else:
+            process.hold(self)
 
 
 class _Never(asyncio.Future[None]):
@@ -126,7 +127,9 @@ class World(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]
         self, call: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        return self.call_at(self.now, call, *args, context=context)
+        handle = Handle(self.now, call, args, context or copy_context())
+        heapq.heappush(self._events, (self.now, next(self._numbers), handle, ()))
+        return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 

@@ -21,11 +21,8 @@ class Budget:
 
     def __init__(self, each: int) -> None:
         self.each = each
+        self.used = 0  # by all peers
         self._used: Counter[str] = Counter()
-
-    @property
-    def used(self) -> int:
-        return self._used.total()
 
     def spend(self, peer: str, size: int) -> str:
         """Account for an item of `size` bytes from `peer`. Returns "" if it fits, else the peer
@@ -35,18 +32,21 @@ class Budget:
         if self.used + size + ITEM > PEERS * self.each:
             return max(self._used, key=lambda other: self._used[other])
         self._used[peer] += size + ITEM
+        self.used += size + ITEM
         return ""
 
     def free(self, peer: str, size: int) -> None:
         """Account for an item that has been read."""
         self._used[peer] -= size + ITEM
+        self.used -= size + ITEM
 
     def drop(self, peer: str) -> None:
         """Account for all items of this peer having been dropped."""
-        del self._used[peer]
+        self.used -= self._used.pop(peer, 0)
 
     def clear(self) -> None:
         self._used.clear()
+        self.used = 0
 
     def sentence(self, peer: str) -> str:
         return f"{peer} has sent more than the {self.each} bytes that may wait here of one peer"

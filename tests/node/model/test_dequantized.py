@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bitsandbytes import functional
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.model import checkpoint as module
@@ -22,26 +20,39 @@ from planaria.node.stage.initial import Beginning
 from tests.node.hugging_face.test_adapters import write
 from tests.node.model.test_decoder import saved
 
+if TYPE_CHECKING:  # loading it takes seconds, at each worker
+    from transformers import LlamaConfig
+
 Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"
-CONFIG = LlamaConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+
+
+def llama() -> LlamaConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
 
 
 def plain(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    from transformers import LlamaForCausalLM
+
     torch.manual_seed(3)
-    LlamaForCausalLM(CONFIG).to(dtype).save_pretrained(folder)
+    LlamaForCausalLM(llama()).to(dtype).save_pretrained(folder)
     return folder
 
 
 def quantized(folder: Path, dtype: torch.dtype, **how: Any) -> dict[str, torch.Tensor]:
     """Save a model that bitsandbytes has quantized. Its dequantized matrices."""
+    from bitsandbytes import functional
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
     source = plain(folder / "plain", dtype)
     how = {"llm_int8_skip_modules": ["lm_head"], **how}
     model = AutoModelForCausalLM.from_pretrained(
@@ -174,7 +185,7 @@ def test_stages_of_transformers_have_the_dequantized_weights(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_other_quantizations_are_refused_by_name(tmp_path, method, kind) -> None:
     said = {"model_type": kind, "quantization_config": {"quant_method": method, "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict() | said))
+    (tmp_path / "config.json").write_text(json.dumps(llama().to_dict() | said))
     with pytest.raises(UnsupportedModelError, match=f"by {method}.* download the model that it"):
         Checkpoint.open(tmp_path)
 

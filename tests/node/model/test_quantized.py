@@ -10,7 +10,6 @@ from typing import get_args
 
 import pytest
 import torch
-from bitsandbytes import functional
 from torch import nn
 
 from planaria.node.model import quantized
@@ -49,6 +48,8 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None) -> None:
+    from bitsandbytes import functional
+
     weight = matrix(shape)
     codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     assert torch.equal(NF4, state.code)
