@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -160,6 +160,7 @@ class QuantizedLinear(nn.Module):
         self.codes = nn.Buffer(torch.empty(codes, dtype=torch.uint8, device=device))
         self.scales = nn.Buffer(torch.empty(scales, device=device))
         self.bias = linear.bias
+        self._product = _uncompiled_product()
 
     @property
     def in_features(self) -> int:
@@ -180,7 +181,7 @@ class QuantizedLinear(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _product(x, self)
+        out: Tensor = self._product(x, self)
         return out
 
 
@@ -198,10 +199,18 @@ class _Product(torch.autograd.Function):
         return gradient @ context.layer.weight(gradient.dtype), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _product(x: Tensor, layer: QuantizedLinear) -> Tensor:
-    out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
-    return out
+@cache
+def _uncompiled_product() -> Callable[[Tensor, QuantizedLinear], Tensor]:
+    """The product, which `torch.compile` leaves as it is. Made when a layer is, since that loads
+    torch's compiler, which takes a second."""
+
+    def product(x: Tensor, layer: QuantizedLinear) -> Tensor:
+        out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
+        return out
+
+    disable: Any = torch.compiler.disable
+    uncompiled: Callable[[Tensor, QuantizedLinear], Tensor] = disable(product)
+    return uncompiled
 
 
 def quantize(module: nn.Module, base: Base) -> None:
