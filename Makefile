@@ -8,7 +8,7 @@ CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.
 	"%s is Python %d.%d.%d, and planaria needs 3.$(LEAST) or newer. Name another: \
 	rm -rf .venv; make PYTHON=python3.12 $(MAKECMDGOALS)" % ((sys.argv[1],) + v))'
 # Tests of live swarms mostly wait: half of the workers begin with those.
-WORKERS = 'import os; print(3 * len(os.sched_getaffinity(0)))'
+WORKERS = 'import os; print(2 * len(os.sched_getaffinity(0)))'
 
 TEST = .venv/bin/pytest -n $$(.venv/bin/python -c $(WORKERS)) --dist worksteal
 

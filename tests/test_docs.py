@@ -25,7 +25,7 @@ def said() -> str:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Constant(value=str(text)):
-                    texts.append(re.sub(r"%(?:\.\d+)?[sdgf]", "…", text))
+                    texts.append(re.sub(r"%(?:\.\d+)?[sdgf]|\{\w+\}", "…", text))
                 case ast.JoinedStr(values=parts):
                     texts.append(
                         "".join(
