@@ -54,8 +54,9 @@ def exactly(*tensors: Tensor) -> Iterator[list[Tensor]]:
 def squared_norm(flat: Tensor) -> float:
     """Squared norm of float32 [n], in float64; inf or nan if any element is. The order of additions
     depends on n alone."""
-    total = exact(flat.new_zeros(BLOCK)).double()
-    for part in torch.split(flat, BLOCK):
+    size = min(BLOCK, 1 << (len(flat) - 1).bit_length())
+    total = exact(flat[:0]).new_zeros(size, dtype=torch.float64)
+    for part in torch.split(flat, size):
         total[: len(part)].add_(exact(part).double().square_())  # these squares are exact
     while len(total) > 1:
         first, second = total.chunk(2)

@@ -42,7 +42,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         gram = near @ near.T
         square = _rounded(gram, FINE)
         polynomial = _rounded(gram * b + (square @ square) * c, COARSE)
-        x = x * a + polynomial @ near
+        x.mul_(a).add_(polynomial @ near)
     return x.T if tall else x
 
 
