@@ -30,7 +30,7 @@ from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
-from planaria.node.stage.arithmetic import guess_stage
+from planaria.node.stage.arithmetic import guess_stage, layout_of
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
@@ -521,7 +521,7 @@ class TrainingSwarm:
 
     def _new_snapshot(self, number: int) -> Running:
         snapshot = snapshot_section(self.run, self.config)
-        layout = Layout(trained_shapes(self.config, number).values())
+        layout = layout_of(self.config, number)
         sent = ChosenSnapshot(
             layout,
             self.ablation.snapshot_choice,
