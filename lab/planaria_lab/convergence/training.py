@@ -36,6 +36,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.work import in_precision, passes_of, put_together, taken_apart
 from planaria.node.state.copies import snapshot_section
+from planaria.node.state.stage_state import TENSORS
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
@@ -530,7 +531,7 @@ class TrainingSwarm:
             snapshot.moments,
             (self.run.seed, number),
         )
-        held = HeldSnapshot(layout, 3 if snapshot.moments else 1)
+        held = HeldSnapshot(layout, layout.tensors if snapshot.moments else 1)
         return Running(layout, sent, held)
 
     def _send(self, number: int, running: Running) -> None:
@@ -698,9 +699,8 @@ class TrainingSwarm:
             case "snapshot":
                 running = self.snapshots[number]
                 line["staleness"] = self.committed - running.held.staleness().mean
-                names = ("weights", "first_moment", "second_moment")
                 steps, stage.omega, stage.boosted_at = running.state
-                tensors = list(zip(names, running.held.tensors, strict=False))
+                tensors = list(zip(TENSORS, running.held.tensors, strict=False))
                 stage.optimizer.load(tensors, steps if len(tensors) > 1 else 0)
             case _:
                 self._guess(decision)

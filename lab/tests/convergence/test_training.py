@@ -548,8 +548,10 @@ def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path:
     assert all(map(torch.equal, after, base))
 
 
-def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
-    swarm = TrainingSwarm(run_with(policy="snapshot", relearn__passes=0), corpus)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_snapshot_goes_with_its_holder(corpus: Corpus, optimizer: str) -> None:
+    run = override(run_with(policy="snapshot", relearn__passes=0), training__optimizer=optimizer)
+    swarm = TrainingSwarm(run, corpus)
     for _ in range(12):
         swarm.step()
     (line,) = swarm.lose([2])
