@@ -5,4 +5,5 @@
 - `at_rest.py`: counters that must be back at zero
 - `ports.py`: a free port
 - `rules.py`: rules of a transaction
+- `processors.py`: what a script prints with the kernels of another processor
 """

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from planaria.recovery.orthogonal import COARSE, FINE, QUINTIC, ROUNDS, orthogonalized
+from tests.harness.processors import printed
 
 
 def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -88,7 +86,7 @@ def test_no_addition_rounds(monkeypatch: pytest.MonkeyPatch, rows: int, columns:
 def test_processors_of_other_kinds_make_the_same_bits() -> None:
     script = (
         "import torch\n"
-        "from planaria.node.stage.optimizer import StageOptimizer, digest\n"
+        "from planaria.node.stage.optimizer import StageOptimizer\n"
         "module = torch.nn.Linear(300, 170)\n"
         "optimizer = StageOptimizer(module, torch.device('cpu'), weight_decay=0.1, muon=20.0)\n"
         "numbers = torch.arange(len(optimizer.weights))\n"
@@ -99,18 +97,10 @@ def test_processors_of_other_kinds_make_the_same_bits() -> None:
         "print(optimizer.digest().hex(), torch.backends.cpu.get_cpu_capability())\n"
     )
 
-    def words(**environment: str) -> list[str]:
-        run = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return run.stdout.split()
-
-    own = words()
-    plain = words(ATEN_CPU_CAPABILITY="default", MKL_CBWR="COMPATIBLE", OMP_NUM_THREADS="2")
+    own = printed(script)
+    plain = printed(
+        script, ATEN_CPU_CAPABILITY="default", MKL_CBWR="COMPATIBLE", OMP_NUM_THREADS="2"
+    )
     if platform.machine() == "x86_64":
         assert plain[1:] == ["DEFAULT"]
     assert own[0] == plain[0]

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +14,7 @@ from planaria.node.model.modules import BodyStage, EmbeddingStage, LlamaBody, Ll
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
+from tests.harness.processors import printed
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2, QWEN3
 
 
@@ -236,17 +234,7 @@ def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
         "print(a.digest().hex(), a.squared_norm(), torch.backends.cpu.get_cpu_capability())\n"
     )
 
-    def lines(**environment: str) -> list[str]:
-        run = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return run.stdout.split()
-
-    own, plain = lines(), lines(ATEN_CPU_CAPABILITY="default")
+    own, plain = printed(script), printed(script, ATEN_CPU_CAPABILITY="default")
     if platform.machine() == "x86_64":
         assert plain[2:] == ["DEFAULT"]
     assert own[:2] == plain[:2]
