@@ -374,6 +374,7 @@ async def test_who_comes_to_a_stage_that_relearns_ends_its_lesson_and_is_its_rep
     run = small(
         stages=4,
         replicas=2,
+        recovery__policy="checkfree",  # a running snapshot would be exact
         recovery__relearn__seconds=0.5,
         recovery__relearn__enough=1e6,
         recovery__relearn__passes=1000,
@@ -381,8 +382,7 @@ async def test_who_comes_to_a_stage_that_relearns_ends_its_lesson_and_is_its_rep
     )
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
-        await swarm.kill(2, 0)
-        await swarm.kill(2, 1)
+        await swarm.kill_at_once((2, 0), (2, 1))
         nodes = [node for node, _ in swarm.nodes.values()]  # one of them moves to stage 2
         await swarm.until(lambda: any(node.member and node.member.relearning for node in nodes))
         swarm.start(2, 0)
