@@ -153,10 +153,15 @@ def test_who_says_what_cannot_be_goes_and_whom_it_accuses_stays(place: Place) ->
 def a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(place: Place) -> None:
     """It has trained nothing yet: what it has is the first that it says."""
     rebuilt = len(place.lines.events("rebuilt"))
+    why = f"it claims step {MUCH}"
+
+    def convicted() -> list[str]:
+        return [decision for decision in place.described().decisions if why in decision]
+
+    before = convicted()
     tell(place.lies, JOINING)
     place.start_node("liar", 2, ["--lies", str(place.lies)])
-    why = f"it claims step {MUCH}"
-    place.wait_for("it to be named", lambda: any(why in d for d in place.described().decisions))
+    place.wait_for("it to be named", lambda: convicted() != before)
     place.goes_on()
     assert {member.node for member in place.described().view.members} == place.honest
     steps = [line["step"] for line in place.lines.of("ledger-*.jsonl") if "step" in line]
