@@ -89,7 +89,7 @@ from planaria.recovery.facts import COPIED, OWN
 
 log = logging.getLogger("planaria")
 
-TICK = 0.05
+TICK = 0.1
 """Seconds between two ticks."""
 MOST_MEASURED = 200
 """Maximum links that a node measures: each renewal carries the results."""
