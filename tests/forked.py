@@ -45,8 +45,8 @@ class Forked:
         takes_all: bool = False,
     ) -> None:
         """Standard output and error go to a file; `environment` is added to this process's. What
-        the command starts through `Processes` is forked from where it is, and isn't ended with it
-        by SIGKILL, unless it `takes_all` with it, as it does for a user."""
+        the command starts through `Processes` is forked from where it is: it has no `environment`,
+        and isn't ended with it by SIGKILL, unless it `takes_all` with it, as it does for a user."""
         context = multiprocessing.get_context("forkserver")
         begin_fork_server()
         settings = dict(environment or {})
@@ -97,5 +97,5 @@ def _run(
     if cwd is not None:
         os.chdir(cwd)
     if not takes_all:  # there is one to fork from, whose address this process knows
-        forkserver._forkserver.ensure_running = lambda: None
+        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
     run_planaria(arguments)

@@ -28,7 +28,6 @@ from tests.metadata_service import NAME, MetadataService, metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
-ROOT = Path(__file__).parents[2]
 DEADLINE = 300.0  # seconds; only a hanging test gets there
 
 
@@ -38,7 +37,7 @@ class ByHand:
     def __init__(self, folder: Path, run: RunFile) -> None:
         self.folder, self.lines = folder, Lines(folder)
         self.started: list[Forked] = []
-        self.environment = {"PYTHONPATH": str(ROOT)}
+        self.environment: dict[str, str] = {}
         self.start_registry("registry", run)
 
     def start_registry(self, name: str, run: RunFile, *options: str) -> None:
@@ -54,8 +53,10 @@ class ByHand:
 
     def start(self, name: str, *arguments: str) -> Forked:
         log = self.folder / f"{name}.log"
-        self.started.append(Forked(log, *arguments, cwd=self.folder, environment=self.environment))
-        return self.started[-1]
+        own = self.environment  # which only its own fork server hands on
+        process = Forked(log, *arguments, cwd=self.folder, environment=own, takes_all=bool(own))
+        self.started.append(process)
+        return process
 
     def start_node(self, name: str, stage: int, *options: str) -> Forked:
         where = ["--join", self.address, "--stage", str(stage), "--out", str(self.folder)]
