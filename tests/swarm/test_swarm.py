@@ -3,18 +3,13 @@ node of a body stage, the registry; and one node is frozen with SIGSTOP."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import time
 from itertools import chain
 
-import pytest
-
-from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
-from tests.reference import train
 from tests.swarm.small import SMALL, small
 
 
@@ -61,18 +56,6 @@ def test_every_kind_of_kill_heals(up):
     assert summary["attempts"]["committed"] == 60
     assert summary["attempts"]["aborted"] >= 1
     assert (swarm.out / "loss.png").stat().st_size > 10_000
-
-
-def test_without_failures_a_swarm_equals_one_process(up, data):
-    run = small(steps=20)
-    swarm = up(run, "--replicas", "2")
-    status, output = swarm.finish()
-    assert status == 0, output
-    lines = [json.loads(line) for line in (swarm.out / "ledger.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "step" in line]
-    # The same arithmetic; only the order in which microbatches add up differs.
-    assert losses == pytest.approx(list(train(run, Corpus.open(data))), rel=1e-5)
-    assert_clean(swarm.summary(), 20)
 
 
 def test_with_no_replace_a_run_goes_from_ten_nodes_down_to_two_and_on_to_its_end(up):
