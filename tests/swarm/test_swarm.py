@@ -10,6 +10,7 @@ import time
 from itertools import chain
 
 from planaria.node.report.ledger import audit
+from tests.swarm.paced import pace_up
 from tests.swarm.small import SMALL, small
 
 
@@ -109,7 +110,8 @@ def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
 def test_nodes_come_and_go_as_a_spot_trace_has_it(up, tmp_path):
     trace = tmp_path / "spot.csv"
     trace.write_text("0,add,a\n0,add,b\n9,add,c\n20000,remove,b\n40000,add,d\n")
-    swarm = up(small(stages=2, steps=100_000), "--trace", str(trace), "--speedup", "10")
+    run = small(stages=2, steps=100_000)
+    swarm = up(run, "--trace", str(trace), "--speedup", "10", before=pace_up)
     swarm.wait_until("who comes", lambda: len(swarm.events("started")) == 5)
     swarm.wait_until("the rebuild", lambda: swarm.events("rebuilt"))
     step = swarm.events("rebuilt")[-1]["step"]
@@ -140,6 +142,7 @@ def test_nodes_that_are_lost_at_a_rate_are_replaced(up):
     swarm = up(
         small(stages=1, steps=100_000),
         *("--replicas", "2", "--loss-rate", "50%/h", "--speedup", "10", "--seed", "133369"),
+        before=pace_up,
     )
     swarm.wait_until("two losses", lambda: len(swarm.events("killed")) == 2)
     swarm.wait_until("those in their place", lambda: len(swarm.events("rebuilt")) >= 2)
@@ -163,7 +166,7 @@ def test_the_registry_can_be_killed(up):
 
 
 def test_after_a_registry_restart_views_grow_and_losses_heal(up):
-    swarm = up(small(stages=3, steps=100_000))
+    swarm = up(small(stages=3, steps=100_000), before=pace_up)
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     os.kill(swarm.pid("registry"), signal.SIGKILL)
     swarm.wait_until("another registry", lambda: len(swarm.events("started")) >= 6)
@@ -178,7 +181,7 @@ def test_after_a_registry_restart_views_grow_and_losses_heal(up):
 
 
 def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
-    swarm = up(small(steps=100_000), "--replicas", "2")
+    swarm = up(small(steps=100_000), "--replicas", "2", before=pace_up)
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     frozen = swarm.pid("1.1")
     (name,) = {event["node"] for event in swarm.events("joined") if event["pid"] == frozen}
