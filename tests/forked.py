@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -43,15 +43,17 @@ class Forked:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         takes_all: bool = False,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Standard output and error go to a file; `environment` is added to this process's. What
-        the command starts through `Processes` is forked from where it is, and isn't ended with it
-        by SIGKILL, unless it `takes_all` with it, as it does for a user."""
+        the command starts through `Processes` is forked from where it is: it has no `environment`,
+        and isn't ended with it by SIGKILL, unless it `takes_all` with it, as it does for a user.
+        `before` is called in its process first."""
         context = multiprocessing.get_context("forkserver")
         begin_fork_server()
         settings = dict(environment or {})
         self._process = context.Process(
-            target=_run, args=(output, cwd, settings, takes_all, list(arguments))
+            target=_run, args=(output, cwd, settings, takes_all, before, list(arguments))
         )
         self._process.start()
         assert self._process.pid is not None
@@ -85,6 +87,7 @@ def _run(
     cwd: Path | None,
     environment: dict[str, str],
     takes_all: bool,
+    before: Callable[[], None] | None,
     arguments: list[str],
 ) -> None:
     die_with_parent()
@@ -97,5 +100,7 @@ def _run(
     if cwd is not None:
         os.chdir(cwd)
     if not takes_all:  # there is one to fork from, whose address this process knows
-        forkserver._forkserver.ensure_running = lambda: None
+        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    if before is not None:
+        before()
     run_planaria(arguments)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -146,11 +147,12 @@ async def _streamed(stub: Any, drawing: Drawing, liar: str) -> None:
     if drawing.random.random() < 0.2:
         renewals.append(drawing.message(Renewal))
 
-    async def said() -> AsyncIterator[Renewal]:
+    call = stub.KeepAlive(timeout=0.2)
+    with suppress(asyncio.InvalidStateError, grpc.aio.BaseError):  # it is over: reading says how
         for renewal in renewals:
-            yield renewal
-
-    async for _ in stub.KeepAlive(said(), timeout=0.2):
+            await call.write(renewal)
+        await call.done_writing()  # of an iterator, gRPC would cancel the call where this fails
+    while await call.read() is not grpc.aio.EOF:
         pass
 
 

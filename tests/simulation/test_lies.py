@@ -107,9 +107,8 @@ class Forged(Scenario):
 
 
 def test_a_registry_without_its_journal_believes_its_own_key_and_no_member() -> None:
-    for seed in range(2):
-        result = run(seed, kind=Forged)
-        assert (result.outcome, result.counts["forged"]) == ("finished", 1)
+    result = run(0, kind=Forged)
+    assert (result.outcome, result.counts["forged"]) == ("finished", 1)
 
 
 def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

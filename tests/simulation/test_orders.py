@@ -171,12 +171,6 @@ class Changed(Scenario):
                 self.quiet_from = max(self.quiet_from, self.world.now)
 
 
-def test_settings_change_at_a_commit_for_all_and_training_goes_on() -> None:
-    counts, outcomes = several(Changed)
-    assert counts["changed"] > 3
-    assert outcomes["finished"] > 3
-
-
 class TakenBack(Changed):
     """The run goes back to saved steps, too, in the middle of losses."""
 
@@ -204,8 +198,9 @@ class TakenBack(Changed):
                 self.back_at.pop()
 
 
-def test_a_run_goes_back_to_a_saved_step_and_what_it_left_never_counts_again() -> None:
+def test_settings_change_at_a_commit_for_all_and_what_a_run_goes_back_from_never_counts() -> None:
     counts, outcomes = several(TakenBack)
+    assert counts["changed"] > 3
     assert counts["sent back"] > 3
     assert counts["steps lost"] > 3
     assert outcomes["finished"] > 3

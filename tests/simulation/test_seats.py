@@ -231,9 +231,6 @@ def test_newcomers_get_their_share_of_the_seats_and_keep_them(policy: str) -> No
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_gives_or_takes_a_seat_may_be_lost_meanwhile(policy: str) -> None:
-    died = 0
-    for seed in range(2):
-        scenario, result = run_of(seed, Losing, policy)
-        assert result == "finished", f"seed {seed}"
-        died += scenario.cluster.counts["died in a move"]
-    assert died
+    scenario, result = run_of(1, Losing, policy)
+    assert result == "finished"
+    assert scenario.cluster.counts["died in a move"]

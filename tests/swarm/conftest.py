@@ -33,9 +33,9 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 class Up:
     """`planaria up` as a child process."""
 
-    def __init__(self, out: Path, said: Path, *arguments: str, takes_all: bool = False) -> None:
+    def __init__(self, out: Path, said: Path, *arguments: str, **how: Any) -> None:
         self.out, self.said, self.lines = out, said, Lines(out)
-        self.process = Forked(said, "up", *arguments, takes_all=takes_all)
+        self.process = Forked(said, "up", *arguments, **how)
 
     def finish(self) -> tuple[int, str]:
         """Exit status and output."""
@@ -105,8 +105,8 @@ def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts `planaria up` with the given run; ends it, whatever happens."""
     started: list[Up] = []
 
-    def start(run: RunFile | Path, *arguments: str, takes_all: bool = False, at: Path = data) -> Up:
-        """A run that is new, or goes on in a folder."""
+    def start(run: RunFile | Path, *arguments: str, at: Path = data, **how: Any) -> Up:
+        """A run that is new, or goes on in a folder; `how` as for Forked."""
         out, file, said = (tmp_path / f"{what}{len(started)}" for what in ("out", "run", "said"))
         if isinstance(run, Path):
             arguments = ("--resume", str(run), *arguments)
@@ -114,7 +114,7 @@ def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
         else:
             file.write_text(dumps(override(run, data__path=str(at))))
             arguments = (str(file), "--out", str(out), *arguments)
-        started.append(Up(out, said, *arguments, takes_all=takes_all))
+        started.append(Up(out, said, *arguments, **how))
         return started[-1]
 
     yield start

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from planaria.node.machine.processes import run_planaria
+from planaria.node.machine.processes import Processes, run_planaria
 
 PASS = 0.05  # seconds
 
@@ -17,6 +17,13 @@ def run_paced(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`, for `Processes`."""
     pace()
     run_planaria(arguments)
+
+
+def pace_up() -> None:
+    """From here on, in this process, `planaria up` starts such nodes."""
+    from planaria.node.local import swarm
+
+    swarm.Processes = lambda *given: Processes(*given[:3], work=run_paced)  # type: ignore[assignment, misc]
 
 
 def pace() -> None:

@@ -35,8 +35,10 @@ def run_of(folder: Path, key: str, stages: int | list[int] = 3, **changes: Any) 
     return take_in_here(from_fields({**others, "model": model}))
 
 
-@pytest.mark.parametrize("key", ["from", "config"])
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mixtral", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("gemma3_text", "from"), ("gpt2", "from"), ("mixtral", "config"), ("llama", "config")],
+)
 async def test_a_family_is_trained_healed_and_exported(
     corpus: Corpus, tmp_path: Path, kind: str, key: str
 ) -> None:

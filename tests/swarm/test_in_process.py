@@ -293,7 +293,7 @@ async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, codec, tol
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=tolerance)
 
 
-@pytest.mark.parametrize(("replicas", "codec"), [(3, "int8"), (2, "lowrank"), (3, "lowrank")])
+@pytest.mark.parametrize(("replicas", "codec"), [(3, "int8"), (2, "lowrank")])
 async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path, replicas, codec):
     """Through the loss of one, an attempt that goes on or is given up, and its successor."""
     wire = {"activations": "none", "gradients": "none", "averaging": codec}
@@ -730,13 +730,7 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
 
 @pytest.mark.parametrize(
     ("policy", "changes"),
-    [
-        ("checkfree", {}),
-        ("redundant", {}),
-        ("redundant", MUON),
-        ("snapshot", {}),
-        ("snapshot", MUON),
-    ],
+    [("checkfree", {}), ("redundant", MUON), ("snapshot", MUON)],
 )
 async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(
     corpus, tmp_path, policy, changes

@@ -18,13 +18,11 @@ STAGES, STEPS = 4, 22
 DEATHS = {"2.0": "forward@6", "3.0": "backward@10", "4.0": "counted@14", "0.0": "decide@18"}
 PROMISED = {
     "checkfree": ["checkfree", "checkfree", "interpolate", "snapshot"],
-    "checkfree+": ["checkfree+", "checkfree+", "checkfree+", "snapshot"],
-    "auto": ["snapshot"] * 4,
-    "snapshot": ["snapshot"] * 4,
     "redundant": ["redundant"] * 4,
     "checkpoint": ["checkpoint"] * 4,
 }
-"""By policy, the method for each of these losses, as the table of docs/recovery.md has it."""
+"""By policy, the method for each of these losses, as the table of docs/recovery.md has it. Where
+all come by snapshot or by a stage's swapped order, lab/tests/swarm/test_recovery.py loses them."""
 EXACT = ("redundant", "checkpoint")
 """Policies after whose rebuilds training goes on as if nothing had happened."""
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data.corpus import Corpus
+from tests.swarm.paced import pace_up
 from tests.swarm.small import small
 
 
@@ -36,7 +37,7 @@ def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data,
     run = small(steps=100_000, saves__every=4, model__attn_mask_type="block_causal")
     chats = shutil.copytree(data, tmp_path / "chats")
     (chats / "chat_template.jinja").write_text("{{ messages[-1].content }}, she said")
-    swarm = up(run, "--kill", "1@6", at=chats)
+    swarm = up(run, "--kill", "1@6", at=chats, before=pace_up)
     swarm.wait_until("saves of one step", lambda: swarm.committed() >= 14)
     living = tmp_path / "living"
     join = (swarm.out / "registry.address").read_text().strip()

@@ -3,18 +3,14 @@ node of a body stage, the registry; and one node is frozen with SIGSTOP."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import time
 from itertools import chain
 
-import pytest
-
-from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
-from tests.reference import train
+from tests.swarm.paced import pace_up
 from tests.swarm.small import SMALL, small
 
 
@@ -61,18 +57,6 @@ def test_every_kind_of_kill_heals(up):
     assert summary["attempts"]["committed"] == 60
     assert summary["attempts"]["aborted"] >= 1
     assert (swarm.out / "loss.png").stat().st_size > 10_000
-
-
-def test_without_failures_a_swarm_equals_one_process(up, data):
-    run = small(steps=20)
-    swarm = up(run, "--replicas", "2")
-    status, output = swarm.finish()
-    assert status == 0, output
-    lines = [json.loads(line) for line in (swarm.out / "ledger.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "step" in line]
-    # The same arithmetic; only the order in which microbatches add up differs.
-    assert losses == pytest.approx(list(train(run, Corpus.open(data))), rel=1e-5)
-    assert_clean(swarm.summary(), 20)
 
 
 def test_with_no_replace_a_run_goes_from_ten_nodes_down_to_two_and_on_to_its_end(up):
@@ -126,7 +110,8 @@ def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
 def test_nodes_come_and_go_as_a_spot_trace_has_it(up, tmp_path):
     trace = tmp_path / "spot.csv"
     trace.write_text("0,add,a\n0,add,b\n9,add,c\n20000,remove,b\n40000,add,d\n")
-    swarm = up(small(stages=2, steps=100_000), "--trace", str(trace), "--speedup", "10")
+    run = small(stages=2, steps=100_000)
+    swarm = up(run, "--trace", str(trace), "--speedup", "10", before=pace_up)
     swarm.wait_until("who comes", lambda: len(swarm.events("started")) == 5)
     swarm.wait_until("the rebuild", lambda: swarm.events("rebuilt"))
     step = swarm.events("rebuilt")[-1]["step"]
@@ -157,6 +142,7 @@ def test_nodes_that_are_lost_at_a_rate_are_replaced(up):
     swarm = up(
         small(stages=1, steps=100_000),
         *("--replicas", "2", "--loss-rate", "50%/h", "--speedup", "10", "--seed", "133369"),
+        before=pace_up,
     )
     swarm.wait_until("two losses", lambda: len(swarm.events("killed")) == 2)
     swarm.wait_until("those in their place", lambda: len(swarm.events("rebuilt")) >= 2)
@@ -180,7 +166,7 @@ def test_the_registry_can_be_killed(up):
 
 
 def test_after_a_registry_restart_views_grow_and_losses_heal(up):
-    swarm = up(small(stages=3, steps=100_000))
+    swarm = up(small(stages=3, steps=100_000), before=pace_up)
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     os.kill(swarm.pid("registry"), signal.SIGKILL)
     swarm.wait_until("another registry", lambda: len(swarm.events("started")) >= 6)
@@ -195,7 +181,7 @@ def test_after_a_registry_restart_views_grow_and_losses_heal(up):
 
 
 def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
-    swarm = up(small(steps=100_000), "--replicas", "2")
+    swarm = up(small(steps=100_000), "--replicas", "2", before=pace_up)
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     frozen = swarm.pid("1.1")
     (name,) = {event["node"] for event in swarm.events("joined") if event["pid"] == frozen}

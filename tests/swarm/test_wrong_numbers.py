@@ -296,9 +296,7 @@ def adds_up(node: OneSeat, factor: float) -> None:
     Reduction._tell = wrong
 
 
-@pytest.mark.parametrize(
-    ("lie", "factor"), [(contributes, -1.0), (contributes, -2.0), (adds_up, -0.3), (adds_up, -1e3)]
-)
+@pytest.mark.parametrize(("lie", "factor"), [(contributes, -2.0), (adds_up, -0.3), (adds_up, -1e3)])
 async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_so(
     corpus, tmp_path, monkeypatch, lie, factor
 ):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,20 +214,6 @@ def test_the_head_takes_what_torch_allocates(
 
     measured = allocated(train)
     assert 0.99 * measured <= working(run, config, 0, frozen) <= 1.45 * measured
-
-
-def test_it_is_so_on_a_processor_without_bfloat16_instructions() -> None:
-    """Which takes more for bf16 than one that has them; of the two, one is tested above."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    tests = "what_torch_allocates and bf16"
-    tested = subprocess.run(
-        [*command, "-k", tests],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert tested.returncode == 0, tested.stdout
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -340,7 +342,7 @@ class ModelConfig:
 
     def trained_in(self, stage: int) -> int:
         """Number of trained parameters of a stage, whose layers may be unlike other stages'."""
-        return sum(map(math.prod, trained_shapes(self, stage).values()))
+        return _values(trained_shapes, self, stage)
 
     @property
     def alike(self) -> bool:
@@ -377,13 +379,13 @@ class ModelConfig:
 
     def values_in(self, stage: int) -> int:
         """Number of parameters of a stage without adapters."""
-        return sum(map(math.prod, named_shapes(self, stage).values()))
+        return _values(named_shapes, self, stage)
 
     def packed_in(self, stage: int) -> int:
         """Number of these that are in packed matrices (quantized.py)."""
         if self.base_of(stage) is None:
             return 0
-        return sum(map(math.prod, matrices(self, stage).values()))
+        return _values(matrices, self, stage)
 
     def base_of(self, stage: int) -> Base | None:
         """Form of the stage's frozen matrices; None: float32."""
@@ -393,6 +395,16 @@ class ModelConfig:
     def seat_bytes(self) -> float:
         """Memory of a node that serves the largest stage."""
         return COMPUTED * max(self.stage_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _values(
+    shapes_of: Callable[[ModelConfig, int], Mapping[str, tuple[int, ...]]],
+    config: ModelConfig,
+    stage: int,
+) -> int:
+    """Number of values in tensors of these shapes. A plan asks the same some 100,000 times."""
+    return sum(map(math.prod, shapes_of(config, stage).values()))
 
 
 def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:

@@ -92,7 +92,7 @@ def test_data_that_the_environment_names_is_used_where_it_is_the_runs(
     run = resolve(loads(f"data.path = '{data}'\nmodel.stages = 2"))
     other = run.model_copy(update={"data": run.data.model_copy(update={"content": "0" * 32})})
     mine = replace(setup().options, out=tmp_path, stage=None)
-    monkeypatch.setenv("PLANARIA_DATA", str(data.parent))
+    monkeypatch.setenv("PLANARIA_DATA", str(data))
     found = find_corpus(run, mine)
     assert isinstance(found, Corpus) and found.path == data
     assert find_corpus(other, mine) is None, "a node without the data serves other stages"
