@@ -41,15 +41,6 @@ class Evict:
 
 
 @dataclass(frozen=True)
-class Settle:
-    """Answer all pending suspicions of the node."""
-
-    node: str
-    member: bool
-    reason: str
-
-
-@dataclass(frozen=True)
 class Contradict:
     """Notify the node on its KeepAlive stream that its report is refused, and why."""
 
@@ -67,7 +58,7 @@ class Dial:
     seconds: float
 
 
-Effect = Issue | Probe | Evict | Settle | Contradict | Dial
+Effect = Issue | Probe | Evict | Contradict | Dial
 
 
 def not_served(run: str, requested: str) -> Refused:

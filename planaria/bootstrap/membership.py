@@ -24,7 +24,6 @@ from planaria.bootstrap.effects import (
     Evict,
     Issue,
     Refused,
-    Settle,
     not_served,
 )
 from planaria.bootstrap.history import DECISION_LENGTH, History
@@ -127,9 +126,9 @@ class Membership:
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
         effects = self.renewed(renewal, now)
-        if (node := self.members.by_name.get(renewal.node)) is not None:
-            self._leases.stream_opened(node, effects)
-        return [*self._take_effects(), *effects]
+        node = self.members.by_name.get(renewal.node)
+        opened = [] if node is None else self._leases.stream_opened(node)
+        return [*self._take_effects(), *opened, *effects]
 
     def renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
@@ -142,7 +141,7 @@ class Membership:
         if renewal.HasField("report"):
             effects = self._reported(node, renewal.report, now)
         if renewal.probe and renewal.probe == node.probe:
-            effects.append(self._leases.answered(node))
+            self._leases.answered(node)
         return effects
 
     def _reported(self, node: Node, report: pb.Report, now: float) -> list[Effect]:
@@ -193,7 +192,7 @@ class Membership:
             raise Refused("INVALID_ARGUMENT", f"node {accuser} accuses itself; leave instead")
         node = self.members.by_name.get(accused)
         if node is None:
-            return [Settle(accused, False, self.history.why_gone(accused))]
+            return []
         node.accusers[accuser] = evidence(suspicion)
         self.history.note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
         if suspicion.cause != pb.SILENT and not node.doomed:
@@ -265,7 +264,7 @@ class Membership:
         """Evicts nodes past their deadline, and names the first driver when the wait is over."""
         if not self.isolation.allows_views(now):
             return []
-        for node, reason in self._leases.expired(self._effects, now):
+        for node, reason in self._leases.expired(now):
             self._evict(node, reason, now)
             if node.cause == pb.SILENT and not reason.startswith("left: "):
                 self._awaited.lost(node, self.members.vacant(), now)
@@ -433,8 +432,6 @@ class Membership:
         self._cuts.gone(node.name)
         self._accusations.gone(node.name)
         self._effects.append(Evict(node.name, reason))
-        if node.accusers:
-            self._effects.append(Settle(node.name, False, reason))
 
     def _staff(self, now: float) -> None:
         """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
@@ -540,7 +537,7 @@ class Membership:
         )
 
     def _learn(self, view: pb.View, now: float) -> None:
-        former = dict(self.members.by_name)
+        former = list(self.members.by_name)
         try:
             if problem := self._watermark.impossible(view.committed):
                 raise ValueError(problem)
@@ -548,14 +545,12 @@ class Membership:
         except ValueError as error:
             self.history.note(f"a node's view is rejected: {error}")
             return
-        for name, node in former.items():
+        for name in former:
             if name in self.members.by_name:
                 continue
             reason = f"not a member of view {view.number}, which other nodes have"
             self.history.gone(name, reason)
             self._effects.append(Evict(name, reason))
-            if node.accusers:
-                self._effects.append(Settle(name, False, reason))
         self._effects.append(Issue(view))
 
     def _take_effects(self) -> list[Effect]:

@@ -437,15 +437,9 @@ class Suspicion(_message.Message):
     signature: bytes
     def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
-class Verdict(_message.Message):
-    __slots__ = ("member", "reason", "view")
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    VIEW_FIELD_NUMBER: _ClassVar[int]
-    member: bool
-    reason: str
-    view: int
-    def __init__(self, member: _Optional[bool] = ..., reason: _Optional[str] = ..., view: _Optional[int] = ...) -> None: ...
+class Heard(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("node", "why", "signature")

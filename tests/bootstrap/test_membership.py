@@ -15,7 +15,6 @@ from planaria.bootstrap.effects import (
     Issue,
     Probe,
     Refused,
-    Settle,
 )
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.isolation import MOST_DIALLED
@@ -983,14 +982,11 @@ def test_that_nobody_answers_who_dials_a_last_holder_does_not_say_that_it_is_gon
 def test_a_last_holder_that_does_not_answer_a_probe_stays_while_anybody_reaches_it() -> None:
     swarm = full(lease=5, probe_timeout=3)
     swarm.suspect("n0", "n1")
-    (settle,) = silent(swarm, 4.5, "n1", n0=["n1"])
-    assert isinstance(settle, Settle)
-    assert settle.member
-    assert "n2 reaches it" in settle.reason
+    assert silent(swarm, 4.5, "n1", n0=["n1"]) == []
+    assert "n2 reaches it" in swarm.machine.history.decisions[-1]
     assert silent(swarm, 5, "n1", n0=["n1"]) == []
     swarm.suspect("n0", "n1")
-    (settle,) = silent(swarm, 5, "n1", n0=["n1"])
-    assert isinstance(settle, Settle)
+    assert silent(swarm, 5, "n1", n0=["n1"]) == []
     silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
     assert swarm.nodes() == ["n0", "n2"]
 
@@ -1051,7 +1047,8 @@ def test_who_answers_stays_however_often_it_is_suspected() -> None:
         assert swarm.suspect("n2", "n1") == [], "asked already"
         swarm.open("n1")
         assert swarm.effects == [probe], "a new stream is asked again"
-        assert swarm.answer() == [Settle("n1", True, "n1 answered the registry's probe")]
+        assert swarm.answer() == []
+        assert swarm.machine.history.decisions[-1] == "n1 answers the registry"
         assert swarm.wait(2) == []
 
 
@@ -1063,7 +1060,7 @@ def test_an_ordinary_renewal_is_no_answer_to_a_probe() -> None:
     swarm.renew("n1", probe=77)
     why = evictions(swarm.wait(0.6))["n1"]
     assert "no answer to a probe for 1.5 s; suspected by n0: silent" in why
-    assert swarm.effects[1:] == [Settle("n1", False, why), Issue(swarm.view)]
+    assert swarm.effects[1:] == [Issue(swarm.view)]
 
 
 def test_suspect_without_a_stream_has_the_time_to_reconnect() -> None:
@@ -1071,18 +1068,16 @@ def test_suspect_without_a_stream_has_the_time_to_reconnect() -> None:
     swarm.lose("n1", there=False)
     assert swarm.suspect("n0", "n1") == []
     swarm.open("n1")
-    assert swarm.effects == [Settle("n1", True, "n1 answered the registry's probe")]
+    assert swarm.effects == []
+    assert swarm.machine.history.decisions[-1] == "n1 answers the registry"
     swarm.lose("n1", there=False)
     swarm.suspect("n0", "n1")
-    _, settle, _ = swarm.wait(0.5)
-    assert isinstance(settle, Settle)
-    assert not settle.member
+    assert "suspected by n0" in evictions(swarm.wait(0.5))["n1"]
 
 
 def test_suspecting_a_stranger_or_by_a_stranger() -> None:
     swarm = full()
-    (settle,) = swarm.suspect("n0", "nobody")
-    assert settle == Settle("nobody", False, "not a member of the current view")
+    assert swarm.suspect("n0", "nobody") == []
     with pytest.raises(Refused, match="accuser 'nobody' is no member"):
         swarm.suspect("nobody", "n0")
     with pytest.raises(Refused, match="accuses itself"):
@@ -1093,7 +1088,7 @@ def test_where_nobody_else_could_drive_the_driver_is_believed() -> None:
     swarm = full()
     effects = swarm.suspect("n0", "n2", HANG, "no microbatch for 31 s")
     why = "hang: no microbatch for 31 s, according to the driver n0; no other node could confirm it"
-    assert effects == [Evict("n2", why), Settle("n2", False, why), Issue(swarm.view)]
+    assert effects == [Evict("n2", why), Issue(swarm.view)]
     assert swarm.nodes() == ["n0", "n1"]
 
 
