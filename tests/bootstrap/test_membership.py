@@ -29,7 +29,6 @@ from planaria.bootstrap.registry_pb2 import (
     NUMBERS,
     SHAPE,
     SILENT,
-    AwaitedSave,
     Cause,
     Complaint,
     JoinReply,
@@ -491,9 +490,6 @@ def test_stage_0_is_served_by_the_owners_nodes_only() -> None:
     swarm.join("a2", key="a")
     assert (swarm.stage("a2"), swarm.view.driver) == (0, "a2")
     assert waiting not in swarm.view.reason
-    forged = issued(number=99, members=[Member(node="x", seats=[Seat(stage=0)], joined=1)])
-    with pytest.raises(ValueError, match="its stage 0 has x, which is not the run owner's"):
-        swarm.machine.restore(forged, swarm.now)
 
 
 def test_repeated_join_gets_the_same_answer_and_other_particulars_are_refused() -> None:
@@ -1492,21 +1488,10 @@ def test_a_restarted_registry_goes_on_after_the_grace() -> None:
     assert "left: ill" in swarm.view.reason
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"members": [Member(node="a", seats=[Seat(stage=9)], joined=1)]}, "stages above 2"),
-        ({"members": [Member(node="a", joined=1, block="203.0.113.7/24")]}, "address block is inv"),
-        ({"awaited": [AwaitedSave(stage=9)]}, "it awaits a save that can't be"),
-        ({"banned": ["x"]}, "its banned instances are invalid"),
-        ({"banned": ["b" * 32, "a" * 32]}, "its banned instances are invalid"),
-    ],
-)
-def test_nothing_is_restored_from_a_view_that_makes_no_sense(
-    fields: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        Swarm().machine.restore(issued(number=1, **fields), 0.0)
+def test_nothing_is_restored_from_a_view_of_more_stages() -> None:
+    view = issued(number=1, members=[Member(node="a", seats=[Seat(stage=9)], joined=1)])
+    with pytest.raises(ValueError, match="stages above 2"):
+        Swarm().machine.restore(view, 0.0)
 
 
 def test_a_registry_without_its_journal_learns_from_its_members() -> None:
