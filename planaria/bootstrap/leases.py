@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from planaria.bootstrap.cuts import LOOKS, Cuts
 from planaria.bootstrap.effects import Dial, Effect, Probe
 from planaria.bootstrap.history import History
-from planaria.bootstrap.members import Members, MembersNow, Node
+from planaria.bootstrap.members import Members, Node
 from planaria.bootstrap.neighbours import place_of
 
 ACCUSERS_NAMED = 3
@@ -148,9 +148,8 @@ class Leases:
     def _spare(self, node: Node, now: float) -> bool:
         """Spares a silent node that is the last holder of a stage while another member reaches it;
         the check is repeated soon."""
-        context, former_helper = MembersNow(self._members, now), node.reached_by
-        spared = context.spared(node.name)
-        node.reached_by = self._cuts.reached_by(context, node.name) if spared else ""
+        former_helper, spared = node.reached_by, self._members.spared(node.name, now)
+        node.reached_by = self._cuts.reached_by(node.name, now) if spared else ""
         if not node.reached_by:
             return False
         if not former_helper:

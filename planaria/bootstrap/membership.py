@@ -31,7 +31,7 @@ from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.isolation import Isolation
 from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
-from planaria.bootstrap.members import Members, MembersNow, Node
+from planaria.bootstrap.members import Members, Node
 from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import assign
@@ -66,9 +66,9 @@ class Membership:
         numbers = itertools.count(1)  # of dials
         self.members = Members(rules)
         self._watermark = CommitWatermark(rules.steps)
-        self._cuts = Cuts(rules.lease)
+        self._cuts = Cuts(self.members)
         self._quarantine = Quarantine()
-        self._accusations = Accusations(rules.corroboration_time)
+        self._accusations = Accusations(self.members)
         self._driving = Driving(self.members, self._accusations)
         self._leases = Leases(self.members, self._cuts, self.history, numbers)
         self.isolation = Isolation(self.members, self._leases, self.history, numbers)
@@ -195,12 +195,11 @@ class Membership:
             return []
         node.accusers[accuser] = evidence(suspicion)
         self.history.note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
-        if suspicion.cause != pb.SILENT and not node.doomed:
-            context = MembersNow(self.members, now)
-            if convicted := self._accusations.heard(suspicion, context, now):
-                node.cause = convicted.cause
-                self._leases.doom(node, convicted.why)
-                return self.tick(now)
+        for_cause = suspicion.cause != pb.SILENT and not node.doomed
+        if for_cause and (convicted := self._accusations.heard(suspicion, now)):
+            node.cause = convicted.cause
+            self._leases.doom(node, convicted.why)
+            return self.tick(now)
         return self._leases.suspect(node, now)
 
     def dialled(self, question: int, name: str, alive: bool | None) -> None:
@@ -347,7 +346,7 @@ class Membership:
             view=self.view,
             members=self.members.described(now),
             protocol=PROTOCOL,
-            cuts=self._cuts.listed(MembersNow(self.members, now), now),
+            cuts=self._cuts.listed(now),
             quarantined=self._quarantine.listed(now),
         )
         self.history.describe(description, now)
@@ -391,7 +390,7 @@ class Membership:
 
     def _review_accusations(self, now: float) -> None:
         """Decides accusations by the driver alone: the accused stays, and another node drives."""
-        for decision in self._accusations.review(MembersNow(self.members, now), now):
+        for decision in self._accusations.review(now):
             if isinstance(decision, Convicted):
                 node = self.members.by_name[decision.node]
                 node.cause = decision.cause
@@ -408,7 +407,7 @@ class Membership:
         """Assigns relays to members that can't reach each other, or evicts one of them."""
         while self._cuts.any:
             evicted = False
-            for decision in self._cuts.review(MembersNow(self.members, now), now):
+            for decision in self._cuts.review(now):
                 if isinstance(decision, Goes):
                     self._evict(self.members.by_name[decision.node], decision.why, now)
                     evicted = True
