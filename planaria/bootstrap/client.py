@@ -504,8 +504,6 @@ class _Membership:
                 if notice.evicted:
                     self.notice = notice.evicted
                     return f"it evicts this node without a signed view: {notice.evicted}"
-                if notice.refused:
-                    log.warning("the registry refuses this node's report: %s", notice.refused)
                 if notice.measure:
                     self.on_measure(notice.measure)
                 if notice.probe:

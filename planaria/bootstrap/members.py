@@ -55,7 +55,7 @@ class Node:
     doomed: str = ""  # reason of its eviction, due at once; empty: none
     cause: pb.Cause = pb.SILENT  # of that eviction
     claim: Claim | None = None  # the newest claim to its address
-    contradicted: float = -math.inf  # time of the last notice
+    contradicted: float = -math.inf  # time of the last report that was refused, as noted
     since: dict[int, float] = field(default_factory=dict)  # stage -> when it got the seat
     layer: float = 0.0  # seconds of a microbatch in a layer, a recent mean; 0: not measured
     ends: float = 0.0  # the same for stage 0

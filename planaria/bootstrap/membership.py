@@ -19,7 +19,6 @@ from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.driving import Driving
 from planaria.bootstrap.effects import (
-    Contradict,
     Effect,
     Evict,
     Issue,
@@ -41,7 +40,7 @@ from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.truncation import fit
 from planaria.bootstrap.views import is_genuine, sign
 
-CONTRADICTED_EVERY = 60.0  # seconds between two notices to a node about refused reports
+CONTRADICTED_EVERY = 60.0  # seconds between two decisions about refused reports of a node
 LEAVES_COLLECTED = 0.3  # seconds to collect leave announcements, without placement meanwhile
 SECONDS_PER_MEMBER = 2e-4  # between two join batches; sending a view takes half of that
 OWNER_AWAITED = (
@@ -148,11 +147,10 @@ class Membership:
         name = node.name
         committed = max((seat.committed for seat in report.seats), default=0)
         if problem := self._watermark.impossible(committed):
-            if now < node.contradicted + CONTRADICTED_EVERY:
-                return []
-            node.contradicted = now
-            self.history.note(f"refused a report of {name} ({place_of(node.member)}): {problem}")
-            return [Contradict(name, problem)]
+            if now >= node.contradicted + CONTRADICTED_EVERY:
+                node.contradicted, place = now, place_of(node.member)
+                self.history.note(f"refused a report of {name} ({place}): {problem}")
+            return []
         node.report = report
         if name == self.view.driver:
             self._watermark.reach(max(map(age_of, report.seats), default=(0, 0)))

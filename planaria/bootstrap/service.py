@@ -23,7 +23,6 @@ from planaria.bootstrap.broadcast import Broadcast, Waker
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.effects import (
-    Contradict,
     Dial,
     Effect,
     Evict,
@@ -527,8 +526,6 @@ class RegistryServer:
                     self._tell(node, probe=number)
                 case Evict(node, reason):
                     self._tell(node, evicted=reason)
-                case Contradict(node, reason):
-                    self._tell(node, refused=reason)
                 case Dial():
                     dialling = self._loop.create_task(self._dial(effect))
                     self._dialling[dialling] = None

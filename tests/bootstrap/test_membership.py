@@ -8,7 +8,6 @@ import pytest
 
 from planaria.bootstrap.accusations import STANDS
 from planaria.bootstrap.effects import (
-    Contradict,
     Dial,
     Effect,
     Evict,
@@ -1888,13 +1887,13 @@ def test_a_frozen_member_has_half_a_lease_to_keep_its_address() -> None:
 def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str) -> None:
     swarm = full(steps=100)
     swarm.tell("n0", committed=7)
-    effects = swarm.renew(liar, report=swarm.report(liar, committed=10**9))
     why = "step 1000000000 can't be committed in a run of 100 steps"
-    assert effects == [Contradict(liar, why)]
-    assert swarm.renew(liar, report=swarm.report(liar, committed=10**9)) == [], "it was told"
+    for _ in range(2):
+        assert swarm.renew(liar, report=swarm.report(liar, committed=10**9)) == []
     swarm.join("x")
     assert (swarm.view.lineage, swarm.view.committed) == (0, 7)
-    assert [told for told in swarm.machine.history.decisions if why in told and liar in told]
+    decisions = swarm.machine.history.decisions
+    assert len([told for told in decisions if why in told and liar in told]) == 1
     described = swarm.machine.describe(swarm.now).members
     assert all(seat.committed <= 7 for one in described for seat in one.report.seats)
 
