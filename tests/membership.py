@@ -4,12 +4,18 @@ import math
 
 from planaria.bootstrap.cuts import Cuts
 from planaria.bootstrap.effects import Effect, Refused
+from planaria.bootstrap.failure_domains import block_of
+from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.members import Members
 from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.operator_orders import MOST_CHANGES
 from planaria.bootstrap.placement import Staffing
-from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest
-from planaria.bootstrap.rules import problem_with
+from planaria.bootstrap.quarantine import MOST_KEPT
+from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
+from planaria.bootstrap.rules import MembershipRules, problem_with
+from planaria.bootstrap.spelling import first_misspelt
 
 
 def join(
@@ -38,7 +44,8 @@ def validate_state(machine: Membership) -> None:
     assert remembered <= members.by_name.keys(), "accusations by or of former members"
     assert list(view.relays) == machine._cuts.relays(), "the view lags the relays"
     assert (view.lineage, view.committed) <= machine._watermark.newest
-    assert not view.number or not problem_with(view, rules), problem_with(view, rules)
+    if view.number:
+        _validate_view(view, rules)
     if machine._driving.started and not view.driver:
         assert not members.count(0), "a stage-0 member, but no driver"
     _validate_indexes(members)
@@ -48,6 +55,35 @@ def validate_state(machine: Membership) -> None:
         assert (node.due, node.name) in machine._leases._deadlines
         assert not (node.streaming and node.lost is not None)
         assert not node.probe or node.accusers, "a probe that nobody asked for"
+
+
+def _validate_view(view: View, rules: MembershipRules) -> None:
+    assert not problem_with(view, rules), problem_with(view, rules)
+    assert view.reason.isprintable() and view.ordered.isprintable()
+    members, joined = list(view.members), [m.joined for m in view.members]
+    seats = {m.node: stages_of(m) for m in members}
+    addresses = [m.address for m in members if m.address]
+    assert len(members) <= rules.max_nodes
+    assert len(seats) == len(members), "a node is listed twice"
+    assert len(set(addresses)) == len(addresses), "an address is listed twice"
+    assert not first_misspelt(members), first_misspelt(members)
+    assert all(not m.block or block_of(m.block.partition("/")[0]) == m.block for m in members)
+    assert joined == sorted(set(joined)), "not in the order of joining"
+    assert all(m.owner for m in members if 0 in seats[m.node]), "a stranger at stage 0"
+    assert all(stages == sorted(set(stages)) for stages in seats.values())
+    assert not view.driver or 0 in seats.get(view.driver, ())
+    ends = [(relay.a, relay.b) for relay in view.relays]
+    assert ends == sorted(set(ends)) and all(a < b for a, b in ends)
+    assert all(relay.via not in (relay.a, relay.b) for relay in view.relays)
+    assert {name for r in view.relays for name in (r.a, r.b, r.via)} <= seats.keys()
+    assert all(entry.instance and entry.seconds >= 0 for entry in view.quarantined)
+    assert len(view.quarantined) <= MOST_KEPT
+    assert all(save.stage <= rules.stages and save.seconds >= 0 for save in view.awaited)
+    assert list(view.banned) == sorted(set(view.banned)) and all(map(is_instance, view.banned))
+    numbers = [change.number for change in view.changes]
+    assert numbers == sorted(set(numbers)) and all(numbers) and len(numbers) <= MOST_CHANGES
+    assert not any(change.pending for change in view.changes[:-1])
+    assert all(change.settings or change.step for change in view.changes)
 
 
 def _validate_indexes(members: Members) -> None:

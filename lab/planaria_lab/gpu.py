@@ -29,6 +29,7 @@ from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.machine.device import find_device
 from planaria.node.machine.processes import run_planaria
+from planaria.node.model.shape import PRESETS
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria_lab.bench import codecs, left, pipeline, stage
 from planaria_lab.bench.swarm import swarm
@@ -43,15 +44,21 @@ LONGEST: Final = 9.0
 ON_CPU: Final = 0.5
 """Minutes of a piece on a CPU."""
 TESTS: Final = "tests/node/stage/test_any_device.py", "lab/tests/convergence/test_any_device.py"
+
+
+def _shape(preset: str) -> dict[str, int]:
+    return {k: v for k, v in PRESETS[preset]._asdict().items() if k != "learning_rate"}
+
+
 MODELS: Final[Mapping[str, Mapping[str, int]]] = {
-    "124M": {"dim": 512, "heads": 8, "layers": 12, "stages": 4, "context": 512, "hidden": 2048},
-    "500M": {"dim": 1024, "heads": 16, "layers": 24, "stages": 6, "context": 1024, "hidden": 4096},
+    "124M": _shape("small"),
+    "500M": _shape("medium"),
     "8B": {
         **{"dim": 4096, "heads": 32, "kv_heads": 8, "layers": 32, "stages": 1},
         **{"context": 2048, "hidden": 14_336},
     },
 }
-"""CheckFree's table 4, with the hidden width of its code, and LLaMA 3's 8B."""
+"""Two presets by the names that CheckFree has for them, and LLaMA 3's 8B."""
 SMALL: Final = {"dim": 64, "heads": 4, "hidden": 128, "context": 32}
 """Of each model on a CPU, which has a block in each stage."""
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {

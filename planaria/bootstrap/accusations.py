@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from planaria.bootstrap.members import MembersNow
+from planaria.bootstrap.members import Members
 from planaria.bootstrap.registry_pb2 import HANG, SILENT, Cause, Suspicion
 from planaria.bootstrap.spelling import readable
 
@@ -49,14 +49,13 @@ class _Accused:
 
 
 class Accusations:
-    def __init__(self, corroboration_time: float) -> None:
-        """`corroboration_time`: seconds allowed for corroboration of the driver's accusation."""
-        self.corroboration_time = corroboration_time
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._accused: dict[str, _Accused] = {}
         self._newest: dict[str, str] = {}  # accuser -> its latest accused
         self._alone: Counter[str] = Counter()  # drives lost by uncorroborated accusations
 
-    def heard(self, suspicion: Suspicion, context: MembersNow, now: float) -> Convicted | None:
+    def heard(self, suspicion: Suspicion, now: float) -> Convicted | None:
         """Records an accusation with a cause. It replaces the accuser's former one: an accuser has
         one accused at a time."""
         accuser, name = suspicion.accuser, suspicion.accused
@@ -67,15 +66,15 @@ class Accusations:
         if len(accused.charges) > KEPT:
             oldest = min(accused.charges, key=lambda accuser: accused.charges[accuser][0])
             del accused.charges[oldest]
-        if why := self._convicted(name, context, now):
+        if why := self._convicted(name, now):
             return Convicted(name, suspicion.cause, why)
-        if accuser == context.members.driver and accused.corroborate_by == math.inf:
-            accused.corroborate_by = now + self.corroboration_time
+        if accuser == self._members.driver and accused.corroborate_by == math.inf:
+            accused.corroborate_by = now + self._members.rules.corroboration_time
         return None
 
-    def review(self, context: MembersNow, now: float) -> Iterator[Convicted | Uncorroborated]:
+    def review(self, now: float) -> Iterator[Convicted | Uncorroborated]:
         """Decides the accusations whose corroboration deadline has passed."""
-        handed_over, driver = False, context.members.driver
+        handed_over, driver = False, self._members.driver
         for name in sorted(
             name for name, accused in self._accused.items() if accused.corroborate_by <= now
         ):
@@ -84,11 +83,11 @@ class Accusations:
             if handed_over or (entry := accused.charges.get(driver)) is None:
                 continue
             charge = entry[1]
-            if why := self._convicted(name, context, now):  # no other node could drive by now
+            if why := self._convicted(name, now):  # no other node could drive by now
                 yield Convicted(name, charge.cause, why)
                 continue
             finding = f"{name} stays, since only {driver} accuses it: {evidence(charge)}"
-            heirs = [heir for heir in self._heirs(name, context) if heir != name]
+            heirs = [heir for heir in self._heirs(name, now) if heir != name]
             heir = min(heirs, key=self.lost_alone, default="")
             yield Uncorroborated(finding, heir)
             if heir:
@@ -114,17 +113,17 @@ class Accusations:
         if accused := self._accused.get(self._newest.pop(accuser, "")):
             accused.charges.pop(accuser, None)
 
-    def _convicted(self, name: str, context: MembersNow, now: float) -> str:
+    def _convicted(self, name: str, now: float) -> str:
         """The reason to evict the node, though it may be alive; empty: not enough evidence. The
         driver must be among the accusers. A driver as accused requires more than half of the other
         serving nodes, since a contradiction between two nodes has no known culprit."""
-        driver, serving = context.members.driver, {*context.serving()} - {name}
+        driver, serving = self._members.driver, {*self._members.serving()} - {name}
         charges = {
             accuser: charge
             for accuser, (time, charge) in self._accused[name].charges.items()
             if accuser in serving and now - time < STANDS
         }
-        several, accusers = self._voices(name, charges, context) > 1, ", ".join(charges)
+        several, accusers = self._voices(name, charges) > 1, ", ".join(charges)
         if name == driver:
             if not several or 2 * len(charges) <= len(serving):
                 return ""
@@ -134,26 +133,26 @@ class Accusations:
         if several:
             return f"{evidence(by_driver)}, according to {accusers}"
         reason = f"{evidence(by_driver)}, according to the driver {driver}"
-        if by_driver.cause == HANG and context.hangs(name):
+        if by_driver.cause == HANG and self._members.hangs(name):
             return f"{reason} and to {name} itself"
-        return "" if self._heirs(name, context) else f"{reason}; no other node could confirm it"
+        return "" if self._heirs(name, now) else f"{reason}; no other node could confirm it"
 
-    def _voices(self, accused: str, accusers: Iterable[str], context: MembersNow) -> int:
+    def _voices(self, accused: str, accusers: Iterable[str]) -> int:
         """The number of independent accusers. Nodes of one failure domain count as one against an
         accused elsewhere, since the fault may be their domain's."""
-        own = context.members.by_name[accused].place
-        places = {name: context.members.by_name[name].place for name in accusers}
+        own = self._members.by_name[accused].place
+        places = {name: self._members.by_name[name].place for name in accusers}
         return len({name if place == own else place for name, place in places.items()})
 
-    def _heirs(self, accused: str, context: MembersNow) -> list[str]:
+    def _heirs(self, accused: str, now: float) -> list[str]:
         """Nodes that could replace the driver and would count as a second accuser."""
-        driver = context.members.driver
+        driver = self._members.driver
         return [
             node
-            for node in context.serving()
+            for node in self._members.serving()
             if node != driver
-            and context.may_drive(node)
-            and self._voices(accused, (driver, node), context) > 1
+            and self._members.may_drive(node, now)
+            and self._voices(accused, (driver, node)) > 1
         ]
 
 

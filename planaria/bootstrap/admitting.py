@@ -46,65 +46,58 @@ def advertised(listen: Address, port: int, advertise: Address | None) -> Address
     return Address(host, port)
 
 
-class Admitting:
-    """Serves enrolment. `on_invites` receives the texts of the first invites, by role."""
+@asynccontextmanager
+async def enrolling(
+    admission: Admission,
+    certified: Certified,
+    run: str,
+    enrol: Address,
+    addresses_for: Callable[[int], tuple[Address, Address]],
+    on_invites: Callable[[dict[Role, str]], None],
+    others: Sequence[Address] = (),
+) -> AsyncIterator[None]:
+    """Serves enrolment at `enrol` in this block. `addresses_for`: maps the enrolment port to the
+    addresses of registry and enrolment that invites name. `on_invites` receives the texts of the
+    first invites, by role. `others`: the run's other registries, with the default enrolment port.
+    Raises the errors of `add_port`, AdmissionError and OSError."""
+    server = EnrolmentServer(admission)
+    port = await server.start(str(enrol), certified)
+    try:
+        registry, enrolment = addresses_for(port)
+        log.info("enrolment listens on port %d; invites name %s and %s", port, registry, enrolment)
+        registries = [str(address) for address in (registry, *others)]
+        enrolments = [str(address) for address in (enrolment, *map(beside, others))]
+        places = run, registries, enrolments
+        on_invites({role: _invite(admission, role, each, *places) for role, each in FIRST})
+        yield
+    finally:
+        await server.stop()
 
-    def __init__(
-        self,
-        admission: Admission,
-        certified: Certified,
-        run: str,
-        enrol: Address,
-        addresses_for: Callable[[int], tuple[Address, Address]],
-        on_invites: Callable[[dict[Role, str]], None],
-        others: Sequence[Address] = (),
-    ) -> None:
-        """`addresses_for`: maps the enrolment port to the addresses of registry and enrolment that
-        invites name. `others`: the run's other registries, with the default enrolment port."""
-        self._admission, self._certified, self._run = admission, certified, run
-        self._enrol, self._addresses_for, self._on_invites = enrol, addresses_for, on_invites
-        self._others = others
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Raises the errors of `add_port`, AdmissionError and OSError."""
-        server = EnrolmentServer(self._admission)
-        port = await server.start(str(self._enrol), self._certified)
-        try:
-            registry, enrolment = self._addresses_for(port)
-            log.info(
-                "enrolment listens on port %d; invites name %s and %s", port, registry, enrolment
-            )
-            registries = [str(address) for address in (registry, *self._others)]
-            enrolments = [str(address) for address in (enrolment, *map(beside, self._others))]
-            self._on_invites(
-                {
-                    role: self._invite(role, seconds, registries, enrolments)
-                    for role, seconds in FIRST
-                }
-            )
-            yield
-        finally:
-            await server.stop()
+def _invite(
+    admission: Admission,
+    role: Role,
+    seconds: float,
+    run: str,
+    registries: list[str],
+    enrolments: list[str],
+) -> str:
+    """The invite in the registry's folder if it is valid, else a new one."""
+    folder, authority = admission.folder, admission.authority
+    file = None if folder is None else folder / f"{role}.invite"
+    if file is not None and _is_good(admission, file, [*registries, *enrolments]):
+        return file.read_text(encoding="utf-8").strip()
+    made, secret = admission.invite(role, seconds=seconds)
+    text = made.for_others(run, registries, enrolments, authority.certificate, secret)
+    if file is not None:
+        write_secret(file, text.encode() + b"\n")
+    return text
 
-    def _invite(
-        self, role: Role, seconds: float, registries: list[str], enrolments: list[str]
-    ) -> str:
-        """The invite in the registry's folder if it is valid, else a new one."""
-        folder, authority = self._admission.folder, self._admission.authority
-        file = None if folder is None else folder / f"{role}.invite"
-        if file is not None and self._is_good(file, [*registries, *enrolments]):
-            return file.read_text(encoding="utf-8").strip()
-        made, secret = self._admission.invite(role, seconds=seconds)
-        text = made.for_others(self._run, registries, enrolments, authority.certificate, secret)
-        if file is not None:
-            write_secret(file, text.encode() + b"\n")
-        return text
 
-    def _is_good(self, file: Path, places: list[str]) -> bool:
-        try:
-            invitation = decode(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeError, InviteError):
-            return False
-        same = [*invitation.registries, *invitation.enrolments] == places
-        return same and self._admission.invites.is_open(invitation.secret, time.time())
+def _is_good(admission: Admission, file: Path, places: list[str]) -> bool:
+    try:
+        invitation = decode(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, InviteError):
+        return False
+    same = [*invitation.registries, *invitation.enrolments] == places
+    return same and admission.invites.is_open(invitation.secret, time.time())

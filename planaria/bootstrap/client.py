@@ -425,8 +425,8 @@ class RegistryClient:
     async def _suspect(self, suspicion: pb.Suspicion) -> None:
         accused, why = suspicion.accused, suspicion.why
         try:
-            verdict = await self._call("Suspect", suspicion, SUSPECT_DEADLINE)
-            log.info("suspected %s (%s): %s", accused, why, verdict.reason)
+            await self._call("Suspect", suspicion, SUSPECT_DEADLINE)
+            log.info("suspected %s (%s)", accused, why)
         except Broken as broken:
             logged = broken.code in _LOGGED_BY_MEMBERSHIP
             level = logging.DEBUG if logged else logging.WARNING
@@ -504,8 +504,6 @@ class _Membership:
                 if notice.evicted:
                     self.notice = notice.evicted
                     return f"it evicts this node without a signed view: {notice.evicted}"
-                if notice.refused:
-                    log.warning("the registry refuses this node's report: %s", notice.refused)
                 if notice.measure:
                     self.on_measure(notice.measure)
                 if notice.probe:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from planaria.bootstrap.members import MembersNow
+from planaria.bootstrap.members import Members
 from planaria.bootstrap.registry_pb2 import Complaint, Cut, Relay
 
 LOOKS = 10  # reviews per lease
@@ -58,8 +58,8 @@ class Goes:
 
 
 class Cuts:
-    def __init__(self, lease: float) -> None:
-        self.lease = lease
+    def __init__(self, members: Members) -> None:
+        self._members, self.lease = members, members.rules.lease
         self._reviewed_at = -math.inf
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._of: dict[str, set[tuple[str, str]]] = {}  # the pairs of each node
@@ -123,7 +123,7 @@ class Cuts:
             if pair.idle_since < math.inf:
                 pair.idle_since = min(now, pair.idle_since + seconds)
 
-    def review(self, context: MembersNow, now: float) -> list[str | Goes]:
+    def review(self, now: float) -> list[str | Goes]:
         """What is due now: descriptions of relays that began, ended or changed, and members to
         evict. After an eviction, which ends the list, call again."""
         done: list[str | Goes] = []
@@ -133,8 +133,8 @@ class Cuts:
             if not pair.complaints:
                 if now - pair.clear_since >= 2 * self.lease or not pair.via:
                     done += self._over(key, pair)
-            elif all(map(context.heard, key)) and self._is_due(context, key, pair, now):
-                done += self._see_to(context, key, pair, now)
+            elif all(self._members.heard(n, now) for n in key) and self._is_due(key, pair, now):
+                done += self._see_to(key, pair, now)
             if done and isinstance(done[-1], Goes):
                 return done
         self._reviewed_at = now
@@ -150,7 +150,7 @@ class Cuts:
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
-    def listed(self, context: MembersNow, now: float) -> list[Cut]:
+    def listed(self, now: float) -> list[Cut]:
         """The cuts, as `planaria status` lists them."""
         return [
             Cut(
@@ -159,16 +159,16 @@ class Cuts:
                 seconds=now - pair.since,
                 via=pair.via,
                 carried=bool(pair.via) and pair.carried,
-                state=self._state(context, a, b),
+                state=self._state(a, b, now),
             )
             for (a, b), pair in sorted(self._pairs.items())
             if pair.complaints
         ]
 
-    def reached_by(self, context: MembersNow, node: str) -> str:
+    def reached_by(self, node: str, now: float) -> str:
         """A member that reports a link with `node`; empty: none."""
-        others = (other for other in context.members.by_name if other != node)
-        return next((other for other in others if self._says_linked(context, other, node)), "")
+        others = (other for other in self._members.by_name if other != node)
+        return next((other for other in others if self._says_linked(other, node, now)), "")
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -190,25 +190,23 @@ class Cuts:
         a, b = key
         return [f"{a} and {b} reach each other again"] if pair.via else []
 
-    def _is_due(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _is_due(self, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
         waited = now - pair.since >= PATIENCE * self.lease
-        both = all(context.members.by_name[node].renewed > pair.since for node in key)
-        return (waited and both) or not context.linkable(*key)
+        both = all(self._members.by_name[node].renewed > pair.since for node in key)
+        return (waited and both) or not self._members.linkable(*key)
 
-    def _see_to(
-        self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float
-    ) -> list[str | Goes]:
+    def _see_to(self, key: tuple[str, str], pair: _Pair, now: float) -> list[str | Goes]:
         """Chooses a relay or an eviction for a pair whose cut is due."""
         a, b = key
         former = pair.via
-        if former and self._goes_on(context, key, pair, now):
+        if former and self._goes_on(key, pair, now):
             return []
-        pair.via = self._third(context, key, pair)
+        pair.via = self._third(key, pair, now)
         pair.idle_since = now if pair.via else math.inf
         seconds = now - pair.unlinked
         exhausted = len(pair.failed) >= MOST_TRIED or not pair.via
-        if exhausted and seconds >= 2 * self.lease and (evicted := self._goes(context, a, b)):
+        if exhausted and seconds >= 2 * self.lease and (evicted := self._goes(a, b, now)):
             partner = _other(key, evicted)
             return [Goes(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")]
         if pair.via:
@@ -219,7 +217,7 @@ class Cuts:
             pair.failed.clear()
         return [f"no member relays for {a} and {b} any more"] if former else []
 
-    def _goes_on(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _goes_on(self, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether the pair's relay carries, or has time left to begin."""
         cut_off = {node for node in key if self._stands(pair.via, node)}
         if pair.carried:
@@ -229,28 +227,28 @@ class Cuts:
         if cut_off or now - pair.idle_since >= self.lease:
             pair.failed[pair.via] = cut_off
             return False
-        return self._reaches(context, pair.via, key)
+        return self._reaches(pair.via, key, now)
 
-    def _third(self, context: MembersNow, key: tuple[str, str], pair: _Pair) -> str:
+    def _third(self, key: tuple[str, str], pair: _Pair, now: float) -> str:
         """The relay for a pair: by preference a node that has links to both already, then one that
         carries for the fewest pairs, then the oldest; empty: none."""
         carried = Counter(other.via for other in self._pairs.values())
         candidates = [
             node
-            for node in context.members.by_name
-            if node not in key and node not in pair.failed and self._reaches(context, node, key)
+            for node in self._members.by_name
+            if node not in key and node not in pair.failed and self._reaches(node, key, now)
         ]
 
         def cost(node: str) -> tuple[bool, int]:
-            linked = all(context.neighbours(node, end) for end in key)
+            linked = all(self._members.are_neighbours(node, end) for end in key)
             return not linked, carried[node]
 
         return min(candidates, key=cost, default="")
 
-    def _reaches(self, context: MembersNow, node: str, others: Iterable[str]) -> bool:
+    def _reaches(self, node: str, others: Iterable[str], now: float) -> bool:
         """Whether `node` can link to all `others`, as far as the reports say."""
-        return context.heard(node) and all(
-            context.linkable(node, other) and not self._apart(node, other) for other in others
+        return self._members.heard(node, now) and all(
+            self._members.linkable(node, other) and not self._apart(node, other) for other in others
         )
 
     def _stands(self, a: str, b: str) -> bool:
@@ -265,26 +263,26 @@ class Cuts:
             for key in keys
         )
 
-    def _reached(self, context: MembersNow, node: str, but: str) -> bool:
+    def _reached(self, node: str, but: str, now: float) -> bool:
         """Whether a node other than `but` can reach `node`."""
-        others = (other for other in context.members.by_name if other not in (node, but))
+        others = (other for other in self._members.by_name if other not in (node, but))
         return any(
-            self._reaches(context, other, [node])
-            or self._says_linked(context, node, other)
-            or self._says_linked(context, other, node)
+            self._reaches(other, [node], now)
+            or self._says_linked(node, other, now)
+            or self._says_linked(other, node, now)
             for other in others
         )
 
-    def _says_linked(self, context: MembersNow, node: str, other: str) -> bool:
+    def _says_linked(self, node: str, other: str, now: float) -> bool:
         """Whether `node` needs a link with `other` and has no complaint except a relayed one."""
-        if not context.believed(node):
+        if not self._members.believed(node, now):
             return False
         pair = self._pairs.get(_key(node, other))
         if pair is not None and node in pair.complaints:
             return pair.complaints[node]
-        return context.neighbours(node, other) and node not in self._more
+        return self._members.are_neighbours(node, other) and node not in self._more
 
-    def _goes(self, context: MembersNow, a: str, b: str) -> str:
+    def _goes(self, a: str, b: str, now: float) -> str:
         """The node of the pair to evict; empty: neither.
 
         A candidate's partner must be able to work without it and be reachable by another node. A
@@ -293,28 +291,28 @@ class Cuts:
         suggests; else the one cut off from more members; else the one whose stage has more nodes;
         else the newer one.
         """
-        reached = {a: self._reached(context, a, b), b: self._reached(context, b, a)}
-        order = {name: number for number, name in enumerate(context.members.by_name)}
+        members, driver = self._members, self._members.driver
+        reached = {a: self._reached(a, b, now), b: self._reached(b, a, now)}
+        order = {name: number for number, name in enumerate(members.by_name)}
         free = [
             node
             for node, other in ((a, b), (b, a))
-            if reached[other] and (not context.spared(node) or not reached[node])
+            if reached[other] and (not members.spared(node, now) or not reached[node])
         ]
-        driver = context.members.driver
 
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
             undriven = driver not in (a, b) and self._stands(node, driver)
-            spared = context.spared(node)
+            spared = members.spared(node, now)
             cut_off = sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
-            return not spared, undriven, cut_off, context.replicas(node), order[node]
+            return not spared, undriven, cut_off, members.replicas(node, now), order[node]
 
         return max(free, key=cost, default="")
 
-    def _state(self, context: MembersNow, a: str, b: str) -> str:
+    def _state(self, a: str, b: str, now: float) -> str:
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'relays' if pair.carried else 'is to relay'} for them"
-        if self._third(context, (a, b), pair) or self._goes(context, a, b):
+        if self._third((a, b), pair, now) or self._goes(a, b, now):
             return "they wait for a link or a relay"
         return "no member can relay for them, and neither can be spared"
 

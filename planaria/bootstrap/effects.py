@@ -41,23 +41,6 @@ class Evict:
 
 
 @dataclass(frozen=True)
-class Settle:
-    """Answer all pending suspicions of the node."""
-
-    node: str
-    member: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Contradict:
-    """Notify the node on its KeepAlive stream that its report is refused, and why."""
-
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Dial:
     """Check for `seconds` whether the node answers at HOST:PORT, and call `dialled`."""
 
@@ -67,7 +50,7 @@ class Dial:
     seconds: float
 
 
-Effect = Issue | Probe | Evict | Settle | Contradict | Dial
+Effect = Issue | Probe | Evict | Dial
 
 
 def not_served(run: str, requested: str) -> Refused:

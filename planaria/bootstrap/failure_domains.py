@@ -36,11 +36,6 @@ def block_of(host: str) -> str:
     return str(ip_network((address, BITS[address.version]), strict=False))
 
 
-def is_block(text: str) -> bool:
-    """Whether `block_of` can return `text`."""
-    return not text or block_of(text.partition("/")[0]) == text
-
-
 class Census:
     """Counts nodes by failure domain."""
 

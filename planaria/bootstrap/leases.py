@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 
 from planaria.bootstrap.cuts import LOOKS, Cuts
-from planaria.bootstrap.effects import Dial, Effect, Probe, Settle
+from planaria.bootstrap.effects import Dial, Effect, Probe
 from planaria.bootstrap.history import History
-from planaria.bootstrap.members import Members, MembersNow, Node
+from planaria.bootstrap.members import Members, Node
 from planaria.bootstrap.neighbours import place_of
 
 ACCUSERS_NAMED = 3
@@ -28,13 +28,13 @@ class Leases:
         self._rules, self._numbers, self._probes = members.rules, numbers, itertools.count(1)
         self._deadlines: list[tuple[float, str]] = []
 
-    def stream_opened(self, node: Node, effects: list[Effect]) -> None:
-        """`effects`: of the stream's first renewal; gets those of the stream."""
+    def stream_opened(self, node: Node) -> list[Effect]:
         node.streaming, node.lost, node.dial, node.gone = True, None, 0, False
         if node.probe:
-            effects.insert(0, Probe(node.name, node.probe))
-        elif node.accusers:
-            effects.append(self.answered(node))
+            return [Probe(node.name, node.probe)]
+        if node.accusers:
+            self.answered(node)
+        return []
 
     def renewed(self, node: Node, now: float) -> None:
         node.renewed = now
@@ -42,10 +42,10 @@ class Leases:
             node.reached_by = ""
             self._history.note(f"{node.name} ({place_of(node.member)}) is heard again")
 
-    def answered(self, node: Node) -> Settle:
-        """Settles suspicions of a node that answered. For its reachability, see cuts.py."""
+    def answered(self, node: Node) -> None:
+        """Ends suspicions of a node that answered. For its reachability, see cuts.py."""
         node.accusers, node.probe = {}, 0
-        return Settle(node.name, True, f"{node.name} answered the registry's probe")
+        self._history.note(f"{node.name} answers the registry")
 
     def stream_lost(self, node: Node, now: float) -> list[Effect]:
         """Records the loss of the node's stream, and dials it. A machine whose process has ended
@@ -97,16 +97,15 @@ class Leases:
             node.due = due
             heapq.heappush(self._deadlines, (due, node.name))
 
-    def expired(self, effects: list[Effect], now: float) -> Iterator[tuple[Node, str]]:
-        """Nodes to evict before the next one is requested, with the reason. `effects`: gets those
-        of nodes that are spared."""
+    def expired(self, now: float) -> Iterator[tuple[Node, str]]:
+        """Nodes to evict before the next one is requested, with the reason."""
         while self._deadlines and self._deadlines[0][0] <= now:
             due, name = heapq.heappop(self._deadlines)
             node = self._members.by_name.get(name)
             if node is None or node.due != due:
                 continue
             node.due = math.inf
-            if reason := self._overdue(node, effects, now):
+            if reason := self._overdue(node, now):
                 yield node, reason
             else:
                 self.schedule(node)
@@ -127,7 +126,7 @@ class Leases:
         lost = node.lost if node.gone else None
         return math.inf if lost is None else lost + self._rules.reconnect
 
-    def _overdue(self, node: Node, effects: list[Effect], now: float) -> str:
+    def _overdue(self, node: Node, now: float) -> str:
         """Why the node is past its deadline; empty: it isn't, or is spared."""
         if node.doomed:
             return node.doomed
@@ -142,25 +141,21 @@ class Leases:
             why = f"not renewed for {rules.lease:g} s"
         else:
             return ""
-        if self._spare(node, effects, now):
+        if self._spare(node, now):
             return ""
         return f"{why}{', and no member reaches it any more' * was_reached}{accused}"
 
-    def _spare(self, node: Node, effects: list[Effect], now: float) -> bool:
+    def _spare(self, node: Node, now: float) -> bool:
         """Spares a silent node that is the last holder of a stage while another member reaches it;
         the check is repeated soon."""
-        context, former_helper = MembersNow(self._members, now), node.reached_by
-        spared = context.spared(node.name)
-        node.reached_by = self._cuts.reached_by(context, node.name) if spared else ""
+        former_helper, spared = node.reached_by, self._members.spared(node.name, now)
+        node.reached_by = self._cuts.reached_by(node.name, now) if spared else ""
         if not node.reached_by:
             return False
-        why = (
-            f"{node.name} ({place_of(node.member)}) is not heard, but {node.reached_by} reaches "
-            "it: it stays, as the only node with its stage's state"
-        )
         if not former_helper:
-            self._history.note(why)
-        if node.accusers:
-            effects.append(Settle(node.name, True, why))
+            self._history.note(
+                f"{node.name} ({place_of(node.member)}) is not heard, but {node.reached_by} "
+                "reaches it: it stays, as the only node with its stage's state"
+            )
         node.checked, node.probe, node.accusers = now, 0, {}
         return True

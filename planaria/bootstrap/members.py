@@ -1,4 +1,4 @@
-"""The table of members with its indexes, and what cuts and accusations query about members."""
+"""The table of members with its indexes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Node:
     doomed: str = ""  # reason of its eviction, due at once; empty: none
     cause: pb.Cause = pb.SILENT  # of that eviction
     claim: Claim | None = None  # the newest claim to its address
-    contradicted: float = -math.inf  # time of the last notice
+    contradicted: float = -math.inf  # time of the last report that was refused, as noted
     since: dict[int, float] = field(default_factory=dict)  # stage -> when it got the seat
     layer: float = 0.0  # seconds of a microbatch in a layer, a recent mean; 0: not measured
     ends: float = 0.0  # the same for stage 0
@@ -368,70 +368,63 @@ class Members:
             for node in self
         ]
 
-
-@dataclass(frozen=True)
-class MembersNow:
-    """The members' state at `now`."""
-
-    members: Members
-    now: float
+    # -- answers to cuts.py and accusations.py ---------------------------------------------------
 
     def serving(self) -> list[str]:
         """The nodes with seats, in the order of joining."""
-        return [node.name for node in self.members if node.stages]
+        return [node.name for node in self if node.stages]
 
-    def heard(self, node: str) -> bool:
+    def heard(self, name: str, now: float) -> bool:
         """Whether the node is a member and alive, as far as the registry knows."""
-        record = self.members.by_name.get(node)
-        return record is not None and record.heard(self.members.rules.lease, self.now)
+        node = self.by_name.get(name)
+        return node is not None and node.heard(self.rules.lease, now)
 
     def linkable(self, a: str, b: str) -> bool:
         """Whether at least one of the two can be dialled."""
-        return any(self.members.by_name[node].member.address for node in (a, b))
+        return any(self.by_name[name].member.address for name in (a, b))
 
-    def neighbours(self, a: str, b: str) -> bool:
+    def are_neighbours(self, a: str, b: str) -> bool:
         """Whether the two need a link in every step, so that no complaint implies a link."""
-        return b in self.members.neighbours().of(a)
+        return b in self.neighbours().of(a)
 
-    def believed(self, node: str) -> bool:
+    def believed(self, name: str, now: float) -> bool:
         """Whether the node's silence implies that its links work: its lease is valid, though its
         stream may be broken, and its placement is old enough to have tested its links."""
-        record, lease = self.members.by_name[node], self.members.rules.lease
-        alive = self.now < record.renewed + lease and not (record.gone or record.doomed)
-        return alive and self.now >= record.placed + lease / 2
+        node, lease = self.by_name[name], self.rules.lease
+        alive = now < node.renewed + lease and not (node.gone or node.doomed)
+        return alive and now >= node.placed + lease / 2
 
-    def spared(self, node: str) -> bool:
+    def spared(self, name: str, now: float) -> bool:
         """Whether the node is the last holder of a stage and makes progress."""
-        record = self.members.by_name[node]
-        if self.hangs(node):
+        node = self.by_name[name]
+        if self.hangs(name):
             return False
-        reported = {seat.stage for seat in record.report.seats}
-        if record.renewed >= record.placed + self.members.rules.lease:
-            reported.update(record.stages)  # it has had time to report them
-        without_state = reported - (record.holds or set())
-        with_state = (stage for stage in record.stages if stage not in without_state)
-        return any(all(other is record for other in self._holders(stage)) for stage in with_state)
+        reported = {seat.stage for seat in node.report.seats}
+        if node.renewed >= node.placed + self.rules.lease:
+            reported.update(node.stages)  # it has had time to report them
+        without_state = reported - (node.holds or set())
+        with_state = (stage for stage in node.stages if stage not in without_state)
+        return any(all(other is node for other in self._holders(s, now)) for s in with_state)
 
-    def replicas(self, node: str) -> int:
+    def replicas(self, name: str, now: float) -> int:
         """The least number of heard nodes with the state of one of its stages."""
-        stages = self.members.by_name[node].stages
-        return min((sum(1 for _ in self._holders(stage)) for stage in stages), default=0)
+        stages = self.by_name[name].stages
+        return min((sum(1 for _ in self._holders(stage, now)) for stage in stages), default=0)
 
-    def hangs(self, node: str) -> bool:
+    def hangs(self, name: str) -> bool:
         """Whether the node itself reports a hang."""
-        return self.members.by_name[node].report.stalled_seconds > 0
+        return self.by_name[name].report.stalled_seconds > 0
 
-    def may_drive(self, node: str) -> bool:
+    def may_drive(self, name: str, now: float) -> bool:
         """Whether the node has a seat at stage 0, is heard, and stays."""
-        record = self.members.by_name[node]
-        alive = record.leased(self.members.rules.lease, self.now)
-        return alive and 0 in record.stages and not (record.doomed or record.leaving)
+        node = self.by_name[name]
+        alive = node.leased(self.rules.lease, now)
+        return alive and 0 in node.stages and not (node.doomed or node.leaving)
 
-    def _holders(self, stage: int) -> Iterable[Node]:
+    def _holders(self, stage: int, now: float) -> Iterable[Node]:
         """The stage's nodes with its state that are heard."""
-        lease = self.members.rules.lease
-        with_state = (n for n in self.members.at(stage) if n.holds and stage in n.holds)
-        return (node for node in with_state if node.heard(lease, self.now))
+        with_state = (node for node in self.at(stage) if node.holds and stage in node.holds)
+        return (node for node in with_state if node.heard(self.rules.lease, now))
 
 
 def _copy(member: pb.Member) -> pb.Member:

@@ -19,12 +19,10 @@ from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.driving import Driving
 from planaria.bootstrap.effects import (
-    Contradict,
     Effect,
     Evict,
     Issue,
     Refused,
-    Settle,
     not_served,
 )
 from planaria.bootstrap.history import DECISION_LENGTH, History
@@ -32,7 +30,7 @@ from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.isolation import Isolation
 from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
-from planaria.bootstrap.members import Members, MembersNow, Node
+from planaria.bootstrap.members import Members, Node
 from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import assign
@@ -42,7 +40,7 @@ from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.truncation import fit
 from planaria.bootstrap.views import is_genuine, sign
 
-CONTRADICTED_EVERY = 60.0  # seconds between two notices to a node about refused reports
+CONTRADICTED_EVERY = 60.0  # seconds between two decisions about refused reports of a node
 LEAVES_COLLECTED = 0.3  # seconds to collect leave announcements, without placement meanwhile
 SECONDS_PER_MEMBER = 2e-4  # between two join batches; sending a view takes half of that
 OWNER_AWAITED = (
@@ -67,9 +65,9 @@ class Membership:
         numbers = itertools.count(1)  # of dials
         self.members = Members(rules)
         self._watermark = CommitWatermark(rules.steps)
-        self._cuts = Cuts(rules.lease)
+        self._cuts = Cuts(self.members)
         self._quarantine = Quarantine()
-        self._accusations = Accusations(rules.corroboration_time)
+        self._accusations = Accusations(self.members)
         self._driving = Driving(self.members, self._accusations)
         self._leases = Leases(self.members, self._cuts, self.history, numbers)
         self.isolation = Isolation(self.members, self._leases, self.history, numbers)
@@ -127,9 +125,9 @@ class Membership:
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
         effects = self.renewed(renewal, now)
-        if (node := self.members.by_name.get(renewal.node)) is not None:
-            self._leases.stream_opened(node, effects)
-        return [*self._take_effects(), *effects]
+        node = self.members.by_name.get(renewal.node)
+        opened = [] if node is None else self._leases.stream_opened(node)
+        return [*self._take_effects(), *opened, *effects]
 
     def renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
@@ -142,18 +140,17 @@ class Membership:
         if renewal.HasField("report"):
             effects = self._reported(node, renewal.report, now)
         if renewal.probe and renewal.probe == node.probe:
-            effects.append(self._leases.answered(node))
+            self._leases.answered(node)
         return effects
 
     def _reported(self, node: Node, report: pb.Report, now: float) -> list[Effect]:
         name = node.name
         committed = max((seat.committed for seat in report.seats), default=0)
         if problem := self._watermark.impossible(committed):
-            if now < node.contradicted + CONTRADICTED_EVERY:
-                return []
-            node.contradicted = now
-            self.history.note(f"refused a report of {name} ({place_of(node.member)}): {problem}")
-            return [Contradict(name, problem)]
+            if now >= node.contradicted + CONTRADICTED_EVERY:
+                node.contradicted, place = now, place_of(node.member)
+                self.history.note(f"refused a report of {name} ({place}): {problem}")
+            return []
         node.report = report
         if name == self.view.driver:
             self._watermark.reach(max(map(age_of, report.seats), default=(0, 0)))
@@ -193,15 +190,14 @@ class Membership:
             raise Refused("INVALID_ARGUMENT", f"node {accuser} accuses itself; leave instead")
         node = self.members.by_name.get(accused)
         if node is None:
-            return [Settle(accused, False, self.history.why_gone(accused))]
+            return []
         node.accusers[accuser] = evidence(suspicion)
         self.history.note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
-        if suspicion.cause != pb.SILENT and not node.doomed:
-            context = MembersNow(self.members, now)
-            if convicted := self._accusations.heard(suspicion, context, now):
-                node.cause = convicted.cause
-                self._leases.doom(node, convicted.why)
-                return self.tick(now)
+        for_cause = suspicion.cause != pb.SILENT and not node.doomed
+        if for_cause and (convicted := self._accusations.heard(suspicion, now)):
+            node.cause = convicted.cause
+            self._leases.doom(node, convicted.why)
+            return self.tick(now)
         return self._leases.suspect(node, now)
 
     def dialled(self, question: int, name: str, alive: bool | None) -> None:
@@ -265,7 +261,7 @@ class Membership:
         """Evicts nodes past their deadline, and names the first driver when the wait is over."""
         if not self.isolation.allows_views(now):
             return []
-        for node, reason in self._leases.expired(self._effects, now):
+        for node, reason in self._leases.expired(now):
             self._evict(node, reason, now)
             if node.cause == pb.SILENT and not reason.startswith("left: "):
                 self._awaited.lost(node, self.members.vacant(), now)
@@ -348,7 +344,7 @@ class Membership:
             view=self.view,
             members=self.members.described(now),
             protocol=PROTOCOL,
-            cuts=self._cuts.listed(MembersNow(self.members, now), now),
+            cuts=self._cuts.listed(now),
             quarantined=self._quarantine.listed(now),
         )
         self.history.describe(description, now)
@@ -392,7 +388,7 @@ class Membership:
 
     def _review_accusations(self, now: float) -> None:
         """Decides accusations by the driver alone: the accused stays, and another node drives."""
-        for decision in self._accusations.review(MembersNow(self.members, now), now):
+        for decision in self._accusations.review(now):
             if isinstance(decision, Convicted):
                 node = self.members.by_name[decision.node]
                 node.cause = decision.cause
@@ -409,7 +405,7 @@ class Membership:
         """Assigns relays to members that can't reach each other, or evicts one of them."""
         while self._cuts.any:
             evicted = False
-            for decision in self._cuts.review(MembersNow(self.members, now), now):
+            for decision in self._cuts.review(now):
                 if isinstance(decision, Goes):
                     self._evict(self.members.by_name[decision.node], decision.why, now)
                     evicted = True
@@ -433,8 +429,6 @@ class Membership:
         self._cuts.gone(node.name)
         self._accusations.gone(node.name)
         self._effects.append(Evict(node.name, reason))
-        if node.accusers:
-            self._effects.append(Settle(node.name, False, reason))
 
     def _staff(self, now: float) -> None:
         """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
@@ -540,7 +534,7 @@ class Membership:
         )
 
     def _learn(self, view: pb.View, now: float) -> None:
-        former = dict(self.members.by_name)
+        former = list(self.members.by_name)
         try:
             if problem := self._watermark.impossible(view.committed):
                 raise ValueError(problem)
@@ -548,14 +542,12 @@ class Membership:
         except ValueError as error:
             self.history.note(f"a node's view is rejected: {error}")
             return
-        for name, node in former.items():
+        for name in former:
             if name in self.members.by_name:
                 continue
             reason = f"not a member of view {view.number}, which other nodes have"
             self.history.gone(name, reason)
             self._effects.append(Evict(name, reason))
-            if node.accusers:
-                self._effects.append(Settle(name, False, reason))
         self._effects.append(Issue(view))
 
     def _take_effects(self) -> list[Effect]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from planaria.bootstrap import registry_pb2 as pb
@@ -145,18 +145,6 @@ def last_step(view: pb.View, committed: int, steps: int) -> int:
 def changes_in_force(view: pb.View) -> list[pb.Change]:
     """The changes of settings that hold."""
     return [change for change in view.changes if not change.pending]
-
-
-def problem_with_changes(changes: Sequence[pb.Change]) -> str:
-    """Why these can't be a run's changes; empty: they can."""
-    numbers = [change.number for change in changes]
-    if len(changes) > MOST_CHANGES or numbers != sorted(set(numbers)) or not all(numbers):
-        return "its changes of settings are not in order, or too many"
-    if any(change.pending for change in changes[:-1]):
-        return "a change of settings is pending before another"
-    if any(not (change.settings or change.step) for change in changes):
-        return "a change of settings changes none"
-    return ""
 
 
 def in_words(view: pb.View) -> str:

@@ -400,18 +400,16 @@ class Renewal(_message.Message):
     def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., happened: _Optional[_Iterable[str]] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., shown: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("probe", "evicted", "view", "measure", "refused")
+    __slots__ = ("probe", "evicted", "view", "measure")
     PROBE_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     probe: int
     evicted: str
     view: int
     measure: int
-    refused: str
-    def __init__(self, probe: _Optional[int] = ..., evicted: _Optional[str] = ..., view: _Optional[int] = ..., measure: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, probe: _Optional[int] = ..., evicted: _Optional[str] = ..., view: _Optional[int] = ..., measure: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "node", "known")
@@ -437,15 +435,9 @@ class Suspicion(_message.Message):
     signature: bytes
     def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
-class Verdict(_message.Message):
-    __slots__ = ("member", "reason", "view")
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    VIEW_FIELD_NUMBER: _ClassVar[int]
-    member: bool
-    reason: str
-    view: int
-    def __init__(self, member: _Optional[bool] = ..., reason: _Optional[str] = ..., view: _Optional[int] = ...) -> None: ...
+class Heard(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("node", "why", "signature")

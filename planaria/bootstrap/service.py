@@ -23,14 +23,12 @@ from planaria.bootstrap.broadcast import Broadcast, Waker
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.effects import (
-    Contradict,
     Dial,
     Effect,
     Evict,
     Issue,
     Probe,
     Refused,
-    Settle,
     not_served,
 )
 from planaria.bootstrap.enrolment import OperatorServer
@@ -86,7 +84,6 @@ class Limits:
     watchers: int = 20_000
     joins: int = 1_000  # waiting for a view
     answers: int = 128 * 2**20  # bytes of join replies in flight
-    suspicions: int = 10_000
     examinations: int = 16
 
 
@@ -121,7 +118,6 @@ class RegistryServer:
         self._held: Counter[str] = Counter()  # places of open calls, by kind
         self._logged = 0
         self._measurements, self._measured_at = 0, 0.0
-        self._verdicts: dict[str, list[asyncio.Future[pb.Verdict]]] = {}
         self._dialling: dict[asyncio.Task[None], None] = {}
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
         self.port = 0  # the listening port, once open
@@ -357,23 +353,13 @@ class RegistryServer:
                 else:
                     await self._waker.next_view()
 
-    async def Suspect(self, request: pb.Suspicion, stream: AcceptedStream) -> pb.Verdict:
+    async def Suspect(self, request: pb.Suspicion, stream: AcceptedStream) -> pb.Heard:
         _check_length("why", request.why, WHY_BYTES)
         for name in ("accuser", "accused"):
             _check_length(name, getattr(request, name), NAME_BYTES)
         self._check_signed(request, request.accuser, stream)
-        if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
-            raise Refused("RESOURCE_EXHAUSTED", "too many suspicions wait for an answer; try again")
-        verdict: asyncio.Future[pb.Verdict] = self._loop.create_future()
-        waiting = self._verdicts.setdefault(request.accused, [])
-        waiting.append(verdict)
-        try:
-            self._carry_out(self.machine.suspect(request, self._loop.time()))
-            return await verdict  # the machine resolves every suspicion in time
-        finally:
-            waiting.remove(verdict)
-            if not waiting and self._verdicts.get(request.accused) is waiting:
-                del self._verdicts[request.accused]
+        self._carry_out(self.machine.suspect(request, self._loop.time()))
+        return pb.Heard()
 
     async def Leave(self, request: pb.LeaveRequest, stream: AcceptedStream) -> pb.LeaveReply:
         _check_length("why", request.why, WHY_BYTES)
@@ -540,14 +526,6 @@ class RegistryServer:
                     self._tell(node, probe=number)
                 case Evict(node, reason):
                     self._tell(node, evicted=reason)
-                case Contradict(node, reason):
-                    self._tell(node, refused=reason)
-                case Settle(node, member, reason):
-                    number = self.machine.view.number
-                    answer = pb.Verdict(member=member, reason=reason, view=number)
-                    for verdict in self._verdicts.pop(node, ()):
-                        if not verdict.done():
-                            verdict.set_result(answer)
                 case Dial():
                     dialling = self._loop.create_task(self._dial(effect))
                     self._dialling[dialling] = None

@@ -20,7 +20,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.model import learning_rate
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import VALUE, ModelConfig
 from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import Applied, Event, HoldingCost, RelearningRound
 from planaria.node.run_file import AUDITED, RunFile
@@ -608,7 +608,7 @@ def held_bytes(run: RunFile, config: ModelConfig) -> int:
 
 def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
     """The run file's settings for the driver."""
-    training, recovery = run.training, run.recovery
+    training, recovery, stages = run.training, run.recovery, range(config.stages + 1)
     return TransactionRules(
         stages=config.stages,
         steps=run.steps,
@@ -625,7 +625,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         relearn_seconds=recovery.relearn.seconds,
         progress=run.swarm.progress,
         tokens=training.microbatch * config.context,
-        state_bytes=4 * 4 * max(config.parameters),  # weights, frozen ones, and moments
+        state_bytes=2 * max(config.state_bytes(of) + VALUE * config.values_in(of) for of in stages),
         spot_check=run.trust.spot_check,
         tolerance=run.trust.tolerance,
         audits=run.trust.gradients != "off" and run.wire.averaging in AUDITED,

@@ -35,6 +35,7 @@ from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import sampler_of
 from planaria.node.launch.errors import NodeError
+from planaria.node.launch.notices import FAREWELL
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.watch import Hang, Watch
 from planaria.node.model.architecture import Architecture
@@ -70,7 +71,6 @@ from planaria.node.report.log_stream import LastLines
 from planaria.node.report.samples import in_report
 from planaria.node.run_file import RunFile
 from planaria.node.seats import Seats
-from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE
 from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.transaction.leaving import Leaving

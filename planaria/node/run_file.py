@@ -426,6 +426,17 @@ class TrainingSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def rated(self) -> TrainingSection:
+        """Checks that the optimizer has the rate that is given."""
+        default = type(self).model_fields["muon_lr"].default
+        if self.optimizer != "muon" and self.muon_lr != default:
+            raise ValueError(
+                f"muon_lr = {self.muon_lr:g} is for optimizer = muon, and this is "
+                f"{self.optimizer}: set optimizer, too, or leave muon_lr out"
+            )
+        return self
+
     @property
     def microbatches(self) -> int:
         return self.batch // self.microbatch

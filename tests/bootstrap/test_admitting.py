@@ -10,7 +10,7 @@ import pytest
 from planaria.bootstrap import admitting
 from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.admission import Admission
-from planaria.bootstrap.admitting import Admitting, advertised, beside
+from planaria.bootstrap.admitting import advertised, beside, enrolling
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.invites import decode
@@ -23,8 +23,8 @@ async def begin(folder: Path | None, registry: Address = HERE) -> dict[Role, str
     admission, shown = Admission(folder), dict[Role, str]()
     certified = Certified(admission.own_pair(), admission.own_pair)
     places = lambda port: (registry, Address("127.0.0.1", 7399))  # noqa: E731
-    began = Admitting(admission, certified, "r", Address("127.0.0.1", 0), places, shown.update)
-    async with began.serving():
+    at = Address("127.0.0.1", 0)
+    async with enrolling(admission, certified, "r", at, places, shown.update):
         pass
     return shown
 

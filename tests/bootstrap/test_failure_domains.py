@@ -9,7 +9,6 @@ from planaria.bootstrap.failure_domains import (
     Census,
     FailureDomain,
     block_of,
-    is_block,
 )
 
 
@@ -25,12 +24,6 @@ from planaria.bootstrap.failure_domains import (
 )
 def test_a_block_is_what_one_customer_has(host: str, block: str) -> None:
     assert block_of(host) == block
-    assert is_block(block)
-
-
-@pytest.mark.parametrize("text", ["203.0.113.7/24", "203.0.113.0/16", "127.0.0.0/24", "a", "/"])
-def test_what_is_no_block(text: str) -> None:
-    assert not is_block(text)
 
 
 def test_the_block_counts_before_the_host_that_a_node_says_of_itself() -> None:

@@ -30,10 +30,8 @@ from planaria.bootstrap.identity import Identity, is_signed
 from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
 from planaria.bootstrap.invites import decode as decode_invite
 from planaria.bootstrap.journal import Journal, JournalError, _file_of, read_view
-from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import Member, NewView, Relay, Seat, View
-from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.store import LEASE, Store, StoreError
+from planaria.bootstrap.store import Store, StoreError
 from planaria.bootstrap.views import is_genuine, sign, unpacked, view_in
 from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError, Index, read_index
@@ -73,7 +71,6 @@ from planaria.node.wire.session import (
 from planaria.node.wire.tensors import decode, decode_low_rank
 from tests.bootstrap.fake_etcd import FakeEtcd
 from tests.harness.rules import RULES
-from tests.membership import validate_state
 
 SMALL: Final = ModelConfig(
     vocabulary=8,
@@ -359,7 +356,7 @@ def admissions(data: bytes) -> None:
 
 def stores(data: bytes) -> None:
     """What etcd has of a run, from others who write there: who leads, the number of the newest view
-    and the view, and decisions; and a view that the run's key has signed, whatever is in it."""
+    and the view, and decisions."""
     values = [*pieces(data), b"", b"", b""]
     etcd = FakeEtcd()
     names = ["leader", "number", "view", *(f"decided/{n:010}" for n in range(len(values)))]
@@ -372,17 +369,6 @@ def stores(data: bytes) -> None:
         Admission(None, certifies=False, decided=store)
     with suppress(StoreError):
         assert not store.campaign(), "nobody has signed that"
-    with suppress(DecodeError, StoreError, ValueError):
-        view = View.FromString(values[2])
-        sign(view, IDENTITY, View())
-        etcd.values["planaria/r/number"] = str(view.number).encode()
-        etcd.values["planaria/r/view"] = view.SerializeToString()
-        etcd.passes(LEASE)
-        if store.campaign() and store.view is not None:
-            machine = Membership(MembershipRules(run="r", stages=2), IDENTITY)
-            machine.restore(store.view, 0.0)
-            machine.tick(1000.0)
-            validate_state(machine)
 
 
 def new_views(data: bytes) -> None:

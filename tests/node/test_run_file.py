@@ -89,6 +89,8 @@ OUT_OF_BOUNDS = {
             "training.weight_decay = 0.5: .* 1.1 of it.* less than 1",
         ),
         ('optimizer = "muon"\nlora = {}', "optimizer = muon is for all weights, and adapters"),
+        ("muon_lr = 0.05", "muon_lr = 0.05 is for optimizer = muon, and this is adamw: set"),
+        ("muon_lr = 0.02", None),
         ('optimizer = "sgd"', "training.optimizer: .*'adamw' or 'muon' .value: 'sgd'"),
         ("schedule = 'sine'", "training.schedule: .*'cosine', 'linear', 'constant' or 'wsd'"),
         ("schedule = 'wsd'\ndecay_share = 0.95", "warmup = 10 steps and .* = 0.95 of steps = 100"),

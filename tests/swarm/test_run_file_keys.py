@@ -131,6 +131,7 @@ USED = {
 }
 
 
+MUON = {"training__optimizer": "muon"}
 OF_THE_REGISTRY = {"notify.command"}
 """What no node gets (tests/node/page/test_notifying.py)."""
 
@@ -140,7 +141,7 @@ def changed(key: str, value: Any) -> RunFile:
         other = CHANGED[key]
     else:
         other = not value if isinstance(value, bool) else 2 * value or 2
-    together = {"data__path": ""} if key == "data.corpora" else {}
+    together = {"data.corpora": {"data__path": ""}, "training.muon_lr": MUON}.get(key, {})
     return override(BASE, **together, **{key.replace(".", "__"): other})
 
 

@@ -16,11 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.launch.notices import ADDRESS_VARIABLE
+from planaria.node.launch.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.state.handover import MARGIN
 from planaria.node.wire.naming import node_of
 from tests.forked import Forked
 from tests.metadata_service import metadata_service

@@ -10,8 +10,6 @@ kept are seconds, bytes and the most memory of each node (VmHWM).
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -72,12 +70,8 @@ def main() -> None:
             lines, events = look(), watched.events("rebuilt")
         stall = min(line["time"] for line in lines if line["time"] > killed) - killed
         seconds = statistics.median(line["seconds"] for line in lines)
-        started = time.monotonic()
-        folders = map(str, trained.saves.iterdir())
-        command = [sys.executable, "-m", "planaria", "export", *folders, "--merged"]
-        command += ["--model", str(model), "--dtype", "bf16", "--out", str(out / "merged")]
-        subprocess.run([*command, "--run", str(out / "run/run.toml")], check=True)
-        exported = time.monotonic() - started
+        options = "--merged", "--model", str(model), "--dtype", "bf16"
+        exported = trained.exported(out / "run/run.toml", out / "merged", *options)
         audited = audit(out / "run/logs")
         print(f"{MODEL}, {folder_size(model) / MB:,.0f} MB: taken in after {taken_in:.0f} s")
         print(f"{seconds:.1f} s a step; {stall:.1f} s from the SIGKILL to the next commit")

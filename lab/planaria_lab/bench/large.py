@@ -84,6 +84,14 @@ class Swarm:
                 self.most[slot] = max(self.most.get(slot, 0), high_water(process))
             time.sleep(0.1)
 
+    def exported(self, run_file: Path, out: Path, *options: str) -> float:
+        """Exports its saves to `out`, with these options; returns the seconds."""
+        started = time.monotonic()
+        command = [sys.executable, "-m", "planaria", "export", *map(str, self.saves.iterdir())]
+        command += ["--run", str(run_file), "--out", str(out), *options]
+        subprocess.run(command, check=True, capture_output=True)
+        return time.monotonic() - started
+
     def need(self, slot: str, replicas: Mapping[int, int], during: str = "") -> int:
         """Bytes. `during`: a loss, as `at_a_loss` names what comes then."""
         config = self.run.model.config
@@ -180,12 +188,8 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
         f"{name}: went on at step {began}, {folder_size(trained.saves) / MB:.0f} MB of saves",
         flush=True,
     )
-    started = time.monotonic()
     exported = out / "exported"
-    command = [sys.executable, "-m", "planaria", "export", *map(str, trained.saves.iterdir())]
-    command += ["--run", str(out / "again" / "run.toml"), "--out", str(exported)]
-    subprocess.run(command, check=True, capture_output=True)
-    took = time.monotonic() - started
+    took = trained.exported(out / "again" / "run.toml", exported)
     print(f"{name}: exported, {folder_size(exported) / MB:.0f} MB in {took:.1f} s", flush=True)
     keep("large", model=name, step_seconds=seconds, again=began, export_seconds=took)
     compare(name, trained, replicas, base, {other: "relearning"})

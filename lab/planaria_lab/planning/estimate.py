@@ -19,11 +19,11 @@ from planaria.node.averaging.coding import parts
 from planaria.node.model.shape import VALUE
 from planaria.node.run_file import RunFile
 from planaria.node.state.copies import snapshot_section
-from planaria.node.state.handover import Handover
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
 from planaria.recovery.snapshot import holder_count, steps_between
 from planaria_lab.emulation.links import Link, Network
+from planaria_lab.planning.handover import Handover
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import HOUR
 from planaria_lab.simulator.clock import ON_WIRE, chunk_in_simulation

@@ -342,8 +342,8 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
 def handover_data(plan: Candidate) -> list[dict[str, Any]]:
     """For each stage: bytes, seconds from a notice until they are handed over, and what each notice
     is enough for."""
-    from planaria.node.state.handover import NOTICES
     from planaria_lab.planning.estimate import handovers
+    from planaria_lab.planning.handover import NOTICES
 
     return [
         {
@@ -390,9 +390,9 @@ def _print_plan(
 ) -> None:
     from rich.table import Table
 
-    from planaria.node.state.handover import NOTICES
-    from planaria.node.state.handover import notice_summary as in_words
     from planaria_lab.planning.estimate import handovers
+    from planaria_lab.planning.handover import NOTICES
+    from planaria_lab.planning.handover import notice_summary as in_words
     from planaria_lab.planning.planner import described
     from planaria_lab.simulator.step import simulate_step
 

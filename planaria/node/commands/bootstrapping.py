@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, folder_beside
-from planaria.bootstrap.admitting import Admitting, advertised, beside
+from planaria.bootstrap.admitting import advertised, beside, enrolling
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
@@ -155,7 +155,7 @@ class Bootstrapping:
 
         show = partial(_show_invites, admission.folder)
         named = admission, certified, run_id(self.run), at, addresses_for, show, self.others
-        return Admitting(*named).serving()
+        return enrolling(*named)
 
     @asynccontextmanager
     async def _watched(self, registry: RegistryServer) -> AsyncIterator[None]:

@@ -21,12 +21,10 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
+from planaria.bootstrap.credentials import Credentials, CredentialsError
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.reachability import NOBODY, dead_end, probe_all, proxies
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.bootstrap.rules import PROTOCOL
@@ -223,22 +221,17 @@ async def _listening(examined: Examined) -> AsyncIterator[Port]:
     if examined.addresses.dials_only:
         yield Port(name, 0, "")
         return
-    server = grpc.aio.server()
+    server = GrpcTransport(examined.credentials, insecure=examined.options.insecure)
     try:
         check_reachable(examined.addresses)
-        listen, insecure = str(examined.addresses.listen), examined.options.insecure
-        number = add_port(server, listen, examined.credentials, insecure)
+        number = await server.serve(str(examined.addresses.listen), {}, [name])
     except (NodeError, CredentialsError, OSError) as error:
         yield Port(name, 0, UnknownFact(str(error), Grade.PROBLEM))
         return
-    healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-    await server.start()
     try:
         yield Port(name, number, str(examined.addresses.listen._replace(port=number)))
     finally:
-        await server.stop(None)
+        await server.stop(0)
 
 
 async def _dial_back(

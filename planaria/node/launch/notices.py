@@ -29,13 +29,17 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple, Protocol
 
-from planaria.node.state.handover import MARGIN, POLL
-
 log = logging.getLogger("planaria")
 
 ADDRESS: Final = "169.254.169.254:80"
 ADDRESS_VARIABLE: Final = "PLANARIA_METADATA_ADDRESS"
 """Environment variable with another address, for tests."""
+POLL = 2.0
+"""Seconds between two checks for a notice; AWS recommends five or less, GCP leaves only thirty."""
+MARGIN = 3.0
+"""Seconds before the announced end at which a node wants to be gone; the time is approximate."""
+FAREWELL = 2.0
+"""Seconds of its grace that a node keeps for leaving properly."""
 PATIENCE = 2.0
 """Seconds for a metadata service to answer."""
 FIRST_EVENTS = 130.0

@@ -282,10 +282,8 @@ class Load(NamedTuple):
         has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
         if plan.device not in ("auto", "cpu") or (plan.device == "auto" and has_gpu):
             return cls(nodes, 0, 0.0)
-        stages = range(config.stages + 1)
-        parameters = sum(map(config.values_in, stages))
-        states = run.swarm.replicas * sum(map(config.bytes_of, stages))
-        matrices = parameters - config.parameters[0] + config.vocabulary * config.dim
+        states = run.swarm.replicas * sum(map(config.bytes_of, range(config.stages + 1)))
+        matrices = config.values - config.parameters[0] + config.vocabulary * config.dim
         passes = 3 if config.lora is None else 2
         return cls(nodes, states, 2.0 * passes * matrices * run.training.batch * config.context)
 
@@ -323,9 +321,8 @@ def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> It
     """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
     operations per second of a core, called where cores compute."""
     run, config, load = plan.run, plan.run.config, Load.of(plan)
-    parameters = sum(map(config.values_in, range(config.stages + 1)))
     yield (
-        f"{parameters:,} parameters at {load.nodes} nodes, which take about "
+        f"{config.values:,} parameters at {load.nodes} nodes, which take about "
         f"{_gib(load.memory)} of this machine's {_gib(machine.memory)} of memory"
     )
     if load.memory > machine.memory:

@@ -381,8 +381,13 @@ class ModelConfig:
         """Number of parameters of a stage without adapters."""
         return _values(named_shapes, self, stage)
 
+    @property
+    def values(self) -> int:
+        """Number of parameters of all stages, without adapters."""
+        return sum(map(self.values_in, range(self.stages + 1)))
+
     def packed_in(self, stage: int) -> int:
-        """Number of these that are in packed matrices (quantized.py)."""
+        """Number of the stage's that are in packed matrices (quantized.py)."""
         if self.base_of(stage) is None:
             return 0
         return _values(matrices, self, stage)

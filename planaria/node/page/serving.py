@@ -47,13 +47,9 @@ class Living:
         registry.on_happened = self._happened
 
     def _happened(self, node: str, lines: Sequence[str]) -> None:
-        machine = self.registry.machine
-        driver = machine.view.driver
-        record = machine.members.by_name.get(driver)
-        committed = 0 if record is None else record.committed
-        stages = self._run.model.body_stages
+        driver, stages = self.registry.machine.view.driver, self._run.model.body_stages
         for line in lines:
-            self._history.hear_from(node, line, stages, time.time(), driver, committed)
+            self._history.hear_from(node, line, stages, time.time(), driver)
 
     @property
     def _run(self) -> RunFile:

@@ -24,8 +24,6 @@ OF_THE_DRIVER = (
     events.Finished,
 )
 """Events about the whole run. Only the driver reports them."""
-LEAD = 100
-"""Steps that the driver's events may be ahead of its last report."""
 MOST_POINTS = 1000
 """Limit of a curve's points: at this number, every other one is dropped."""
 MOST_NEWS = 300
@@ -99,11 +97,9 @@ class History:
         self._commits: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)  # time, step
         self._looked: float | None = None
 
-    def hear_from(
-        self, node: str, text: str, stages: int, now: float, driver: str, committed: int
-    ) -> None:
+    def hear_from(self, node: str, text: str, stages: int, now: float, driver: str) -> None:
         """Handle a line of a member's event log; `now` in Unix seconds. The content is untrusted:
-        an invalid entry is dropped. `committed`: the newest step of the driver's report."""
+        an invalid entry is dropped."""
         line = _object(text)
         if line is None:
             return
@@ -113,7 +109,7 @@ class History:
             return
         if entry is None or not events.is_for_all(entry.event):
             return
-        if self._may_say(node, entry, driver) and self._is_ours(entry, stages, committed):
+        if self._may_say(node, entry, driver) and self._is_ours(entry, stages):
             when = entry.time if abs(entry.time - now) < SKEW else now
             self.hear(events.Entry(when, entry.node, entry.event))
             self.story.forget(MOST_NODES)
@@ -126,11 +122,9 @@ class History:
             return own and node == driver
         return own or (hasattr(entry.event, "node") and isinstance(entry.node, str))
 
-    def _is_ours(self, entry: events.Entry, stages: int, committed: int) -> bool:
-        of_the_driver = isinstance(entry.event, OF_THE_DRIVER)
-        most = min(self.story.steps, committed + LEAD) if of_the_driver else self.story.steps
+    def _is_ours(self, entry: events.Entry, stages: int) -> bool:
         step, stage = (getattr(entry.event, name, 0) for name in ("step", "stage"))
-        return 0 <= step <= most and 0 <= (stage or 0) <= stages
+        return 0 <= step <= self.story.steps and 0 <= (stage or 0) <= stages
 
     def hear(self, entry: events.Entry) -> None:
         """Handle an event."""

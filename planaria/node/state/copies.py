@@ -51,6 +51,7 @@ from planaria.recovery.snapshot import (
     SentWhole,
     UpdateError,
     ValuesError,
+    holder_count,
     steps_between,
 )
 
@@ -81,7 +82,7 @@ def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
         return snapshot
     ends, body = config.trained
     of_end, of_body = (config.tensors_in(n) if snapshot.moments else 1 for n in (0, 1))
-    whole = 2 * ends * of_end + config.stages * body * of_body  # see `route`
+    whole = holder_count(0, config.stages) * ends * of_end + config.stages * body * of_body
     whole *= 4 if snapshot.codec == "none" else 1
     crossing = crossing_bytes(config, training.microbatch * config.context, run.wire)
     sent = (config.stages + 1) * training.microbatches * sum(crossing)

@@ -64,7 +64,7 @@ def heard(*events: dict[str, Any], node: str = NODES[0]) -> History:
     history = History(RUN.steps)
     for event in events:
         text = json.dumps({"time": NOW, "node": f"{node}/0", **event})
-        history.hear_from(node, text, 2, NOW, NODES[0], 40)
+        history.hear_from(node, text, 2, NOW, NODES[0])
     return history
 
 

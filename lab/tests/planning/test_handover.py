@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.state.handover import NOTICES, Handover, notice_summary
+from planaria_lab.planning.handover import NOTICES, Handover, notice_summary
 
 BEST = ("exact", "weights", "part")
 

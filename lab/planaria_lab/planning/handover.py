@@ -1,4 +1,4 @@
-"""Decides whether a stage's last node can hand its state to an heir within a termination notice.
+"""Whether a stage's last node can hand its state to an heir within a termination notice.
 
 The node sees the notice up to POLL seconds late, and ends its part of the step. It pushes the
 weights, then Adam's moments. It keeps FAREWELL seconds for leaving, and MARGIN since the announced
@@ -17,16 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from planaria.node.launch.notices import FAREWELL, MARGIN, POLL
 from planaria.node.model.shape import VALUE
 
-POLL = 2.0
-"""Seconds between two checks for a notice; AWS recommends five or less, GCP leaves only thirty."""
-MARGIN = 3.0
-"""Seconds before the announced end at which a node wants to be gone; the time is approximate."""
 NOTICES: Final = (120.0, 30.0, 10.0)
 """Seconds of notice: AWS, then GCP and Azure, then what is left if it is seen late."""
-FAREWELL = 2.0
-"""Seconds of its grace that a node keeps for leaving properly."""
 INITIAL_WINDOW: Final = 10 * 1448
 """Bytes of TCP's initial window."""
 
