@@ -453,8 +453,8 @@ class TrainingSwarm:
         tensors: list[Tensor] | None = [] if keeps else None
         with in_precision(self.run, self.device):
             loss = self._forward(visits, tensors, *self._samples(TRAIN, samples))
-        averages = self.replicas is not None and self.rounds is None
-        with self.replicas.computing(microbatch) if averages else nullcontext():
+        replicas = self.replicas if self.rounds is None else None
+        with nullcontext() if replicas is None else replicas.computing(microbatch):
             (loss / scored).backward()  # type: ignore[no-untyped-call]
         return loss.item(), Crossings(visits, tensors or [])
 
