@@ -1,7 +1,8 @@
 """Replicas of each stage, as far as what they average goes: the daemon's reduction, in one process.
 
-The weights of replicas are the same bits, so they are here once. What each would have is its own
-gradient, of its share of the window, and what it holds back.
+The weights of replicas that average in each step are the same bits, so they are here once. What
+each would have is its own gradient, of its share of the window, and what it holds back. Pipelines
+that meet after several steps have weights of their own (`Rounds`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -64,9 +65,10 @@ class Replicas:
             for feedback, row in zip(feedbacks, stage_rows, strict=True):
                 feedback.row = None if row is None else row.to(self._rows[0][0].device)
 
-    def forget(self, stage: int) -> None:
-        """Drops the error feedback of a stage whose nodes are lost or went back."""
-        for feedbacks in self._held_back:
+    def forget(self, stage: int, lost: int | None = None) -> None:
+        """Drops the error feedback of a stage whose nodes are lost or went back, or of the lost
+        one."""
+        for feedbacks in self._held_back if lost is None else [self._held_back[lost]]:
             feedbacks[stage].drop()
 
     def held_back(self, stage: int) -> float:
@@ -83,14 +85,21 @@ class Replicas:
                 stack.enter_context(stage.optimizer.accumulating_into(row))
             yield
 
-    def average(self, step: int, microbatches: int) -> None:
-        """Averages the replicas' gradients into those of the stages, and zeroes the replicas'."""
+    def put_gradient(self, replica: int, stage: int, gradient: torch.Tensor) -> None:
+        """Takes float32 [n] as what this replica has collected."""
+        self._rows[replica][stage].copy_(gradient)
+
+    def average(self, step: int, microbatches: int, present: Sequence[int] | None = None) -> None:
+        """Sums the gradients of all or of the `present` replicas into those of the stages, and
+        zeroes the replicas'."""
         ballot = Ballot(1, step)
+        some = range(len(self.names)) if present is None else present
+        names = [self.names[replica] for replica in some]
         for number, stage in enumerate(self._stages):
-            rows = [rows[number] for rows in self._rows]
-            held_back = [feedbacks[number] for feedbacks in self._held_back]
+            rows = [self._rows[replica][number] for replica in some]
+            held_back = [self._held_back[replica][number] for replica in some]
             now = self._codings[number].at(step)
-            self._reduce(ballot, now, rows, held_back, microbatches)
+            self._reduce(ballot, now, names, rows, held_back, microbatches)
             stage.optimizer.gradient.copy_(rows[0])
             for row, feedback in zip(rows, held_back, strict=True):
                 row.zero_()
@@ -101,6 +110,7 @@ class Replicas:
         self,
         ballot: Ballot,
         coding: Coding,
+        names: Sequence[str],
         rows: Sequence[torch.Tensor],
         held_back: Sequence[ErrorFeedback],
         microbatches: int,
@@ -108,15 +118,13 @@ class Replicas:
         count = len(rows)
         reductions = {
             name: Reduction(
-                ReductionRound(name, ballot, self.names, window=microbatches),
+                ReductionRound(name, ballot, names, window=microbatches),
                 row,
                 range(number, microbatches, count),
                 coding,
                 feedback if feeds_back(coding.codec) else None,
             )
-            for number, (name, row, feedback) in enumerate(
-                zip(self.names, rows, held_back, strict=True)
-            )
+            for number, (name, row, feedback) in enumerate(zip(names, rows, held_back, strict=True))
         }
         sent: deque[tuple[str, str, Frame]] = deque()
         for name, reduction in reductions.items():
@@ -127,3 +135,71 @@ class Replicas:
             source, target, frame = sent.popleft()
             self.sent += frame.size
             sent += [(target, *item) for item in reductions[target].absorb(source, frame)]
+
+
+class Rounds:
+    """Pipelines that train apart and meet after each round of steps (DiLoCo, Douillard et al. 2023,
+    arXiv 2311.08105, Algorithm 1).
+
+    Where they meet, each stage averages its pipelines' differences from the weights that the round
+    began with, by the reduction of `Replicas`. The outer optimizer, Nesterov's as torch's SGD has
+    it, takes the mean for a gradient. Moments of the inner optimizers stay each pipeline's own.
+    """
+
+    def __init__(
+        self, replicas: Replicas, pipelines: Sequence[Sequence[Stage]], lr: float, momentum: float
+    ) -> None:
+        """`lr`, `momentum`: of the outer optimizer."""
+        self.present = list(range(len(pipelines)))  # pipelines that train in this round
+        self.start = [stage.optimizer.weights.clone() for stage in pipelines[0]]
+        self.velocity = [torch.zeros_like(weights) for weights in self.start]
+        self.samples = [[0] * len(self.start) for _ in pipelines]
+        """Of this round, by pipeline and stage: those whose gradients are in the stage's weights
+        only there."""
+        self._replicas, self._pipelines = replicas, pipelines
+        self._lr, self._momentum = lr, momentum
+
+    def state(self) -> tuple[Any, ...]:
+        """What `put` takes."""
+        flats = [[flat.clone() for flat in flats] for flats in (self.start, self.velocity)]
+        return [*self.present], *flats, [[*counts] for counts in self.samples]
+
+    def put(self, state: tuple[Any, ...]) -> None:
+        self.present, start, velocity, self.samples = state
+        for flat, saved in zip([*self.start, *self.velocity], [*start, *velocity], strict=True):
+            flat.copy_(saved)
+
+    def trained(self, pipeline: int, samples: int) -> None:
+        """Counts the samples of a step."""
+        self.samples[pipeline] = [count + samples for count in self.samples[pipeline]]
+
+    def take_lost(self, pipeline: int, stage: int) -> int:
+        """Forgets what a lost node held beside its state. Returns the number of samples of which
+        this stage's gradients are lost with it."""
+        self._replicas.forget(stage, pipeline)
+        lost, self.samples[pipeline][stage] = self.samples[pipeline][stage], 0
+        return lost
+
+    @torch.no_grad()
+    def meet(self, step: int, microbatches: int) -> None:
+        """Ends the round after `step`. A pipeline that was lost in it comes back, with the moments
+        of the first that is present."""
+        for pipeline in self.present:
+            for number, stage in enumerate(self._pipelines[pipeline]):
+                difference = (self.start[number] - stage.optimizer.weights) / len(self.present)
+                self._replicas.put_gradient(pipeline, number, difference)
+        self._replicas.average(step, microbatches, self.present)
+        for number, stages in enumerate(zip(*self._pipelines, strict=True)):
+            self._step(self.start[number], self.velocity[number], stages[0].optimizer.gradient)
+            source = stages[self.present[0]].optimizer
+            for pipeline, stage in enumerate(stages):
+                if pipeline not in self.present:
+                    stage.optimizer.load(source.state(optimizer=True), source.steps)
+                stage.optimizer.weights.copy_(self.start[number])
+        self.present = list(range(len(self._pipelines)))
+        self.samples = [[0] * len(self.start) for _ in self._pipelines]
+
+    def _step(self, weights: torch.Tensor, velocity: torch.Tensor, gradient: torch.Tensor) -> None:
+        velocity.mul_(self._momentum).add_(gradient)
+        weights.sub_((gradient + self._momentum * velocity) * self._lr)
+        gradient.zero_()

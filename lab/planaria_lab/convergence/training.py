@@ -55,7 +55,7 @@ from planaria.recovery.snapshot import (
 )
 from planaria.recovery.snapshot import decode as decode_update
 from planaria_lab.choices import Choice, ChosenSnapshot
-from planaria_lab.convergence.averaging import Replicas
+from planaria_lab.convergence.averaging import Replicas, Rounds
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
 from planaria_lab.simulator.swarm import orthogonalizing_flops
 
@@ -117,12 +117,30 @@ class Ablation(Section):
     without a flush, as PipeDream-2BW trains (arXiv 2006.09503, section 3.1)."""
     replicas: int = 1  # of each stage, as far as averaging goes
     averaging_feedback: bool = True  # what its codec leaves out goes with the next step's
+    meet_every: int = Field(default=0, ge=0)
+    """Not 0: the replicas are pipelines that train apart for so many steps, then average what their
+    weights have changed by (arXiv 2311.08105)."""
+    outer_lr: float = 0.7  # of the step that they then take, as published
+    outer_momentum: float = 0.9
+    round_loss: Literal["peer", "start", "guess", "pipeline"] = "peer"
+    """What a stage that one of them loses begins with: the state of another's stage, the same with
+    the weights that the round began with, or a guess. Or the whole pipeline is lost until they
+    meet, and the mean is over the others."""
 
     @model_validator(mode="after")
     def moments_are_adams(self) -> Ablation:
         if self.relearn_moments and not self.relearn_adam:
             raise ValueError(
                 "relearn_moments goes with relearning by Adam: give relearn_adam its rate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def several_meet(self) -> Ablation:
+        if self.meet_every and (self.replicas < 2 or self.late or self.lost_share):
+            raise ValueError(
+                f"meet_every = {self.meet_every} is for two replicas or more, not for "
+                f"{self.replicas}, and goes neither with late nor with lost_share"
             )
         return self
 
@@ -277,14 +295,22 @@ class TrainingSwarm:
         checkpoint = None if origin is None else Checkpoint.open(Path(origin))
         own = None if self.config.own is None else load_as_said(run, self.config)
         self.beginning = Beginning(run, self.config, checkpoint, own)
-        self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
         count, feedback = self.ablation.replicas, self.ablation.averaging_feedback
-        self.replicas = None
+        self.pipelines = [
+            [self._new(stage) for stage in range(self.config.stages + 1)]
+            for _ in range(count if self.ablation.meet_every else 1)
+        ]
+        self.stages = self.pipelines[0]  # of the one that computes or is looked at
+        self.replicas, self.rounds = None, None
         if count > 1:
             shapes = [
                 trained_shapes(self.config, number).values() for number in range(len(self.stages))
             ]
             self.replicas = Replicas(count, run.wire, self.stages, shapes, feedback)
+        if self.replicas is not None and self.ablation.meet_every:
+            self._check_rounds()
+            outer = self.ablation.outer_lr, self.ablation.outer_momentum
+            self.rounds = Rounds(self.replicas, self.pipelines, *outer)
         self.windows = windows(self.corpus, run.seed, self.config.context, run.batches)
         self.committed = 0
         self.lineage = 0
@@ -322,6 +348,21 @@ class TrainingSwarm:
         optimizer = StageOptimizer.of_run(module, self.device, self.run)
         return Stage(module, optimizer, passes_of(module, self.run))
 
+    def _check_rounds(self) -> None:
+        """Raises ValueError for a run whose pipelines can't train apart."""
+        microbatches, count = self.run.training.microbatches, self.ablation.replicas
+        if microbatches % count:
+            raise ValueError(
+                f"a step has {microbatches} microbatches, which {count} pipelines can't share out: "
+                "change training.batch or training.microbatch"
+            )
+        if self.policy.checkpoints or self.relearns:
+            raise ValueError(
+                "ablation.meet_every goes neither with checkpoints nor with relearning: choose "
+                "another recovery.policy than "
+                f"{self.run.recovery.policy!r}, and recovery.relearn.passes = 0"
+            )
+
     def _check_named_stages(self) -> None:
         """Raises ValueError for stages of the ablation that the model doesn't have."""
         swapped, copied = chain(*self.ablation.swapped), chain(*self.ablation.copied.items())
@@ -341,15 +382,16 @@ class TrainingSwarm:
     def state(self) -> dict[str, Any]:
         """What `put` takes; it changes with the swarm."""
         fields = {name: getattr(self, name) for name in KEPT}
-        stages = [State.of(stage) for stage in self.stages]
+        stages = [State.of(stage) for stage in chain(*self.pipelines)]
         lessons = [lesson.state() for lesson in self.lessons]
         replicas = None if self.replicas is None else self.replicas.state()
+        rounds = None if self.rounds is None else self.rounds.state()
         tensors = {"stages": stages, "boundary": list(self.boundary), "replicas": replicas}
-        return {**fields, **tensors, "lessons": lessons}
+        return {**fields, **tensors, "rounds": rounds, "lessons": lessons}
 
     def put(self, state: Mapping[str, Any]) -> None:
         """Raises KeyError, ValueError for the state of another run."""
-        for stage, saved_stage in zip(self.stages, state["stages"], strict=True):
+        for stage, saved_stage in zip(chain(*self.pipelines), state["stages"], strict=True):
             saved_stage.put(stage)
         for name in KEPT:
             setattr(self, name, state[name])
@@ -358,6 +400,8 @@ class TrainingSwarm:
         self.boundary.extend(state["boundary"])
         if self.replicas is not None:
             self.replicas.put(state["replicas"])
+        if self.rounds is not None:
+            self.rounds.put(state["rounds"])
         for lesson in state["lessons"]:
             self.lessons.append(self._lesson(lesson.block, lesson.pieces, lesson.passes, lesson.lr))
             self.lessons[-1].put(lesson)
@@ -367,33 +411,52 @@ class TrainingSwarm:
     def step(self, loss_soon: bool = True) -> float:
         """Trains the next step; returns its mean loss, nats a token. Without a `loss_soon`, its
         boundary tensors are not kept."""
-        training, replicas = self.run.training, self.replicas
+        training, rounds = self.run.training, self.rounds
         step = self.committed + 1
         ids = self.windows.ids(step)
         ahead = self._ahead()
         keeps = self.relearns and loss_soon
-        losses, crossed = [], []
-        scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
-        before = self.committed * training.microbatches
-        for microbatch in range(training.microbatches):
-            visits = self.order(before + microbatch)
-            chosen = microbatch_ids(ids, microbatch, training.microbatch)
-            tensors: list[Tensor] | None = [] if keeps else None
-            with in_precision(self.run, self.device):
-                loss = self._forward(visits, tensors, *self._samples(TRAIN, chosen))
-            with nullcontext() if replicas is None else replicas.computing(microbatch):
-                (loss / scored).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-            crossed.append(Crossings(visits, tensors or []))
-        if replicas is not None:
-            replicas.average(step, training.microbatches)
-        self._commit(step, ahead)
+        losses, crossed, scored = [], [], 0
+        present = [0] if rounds is None else rounds.present
+        for place, pipeline in enumerate(present):
+            self.stages = self.pipelines[pipeline]
+            share = range(place, training.microbatches, len(present))
+            chosen = [microbatch_ids(ids, number, training.microbatch) for number in share]
+            tokens = count_scored(self.corpus, TRAIN, self.config.context, np.concatenate(chosen))
+            for number, samples in zip(share, chosen, strict=True):
+                loss, crossings = self._compute(number, samples, max(1, tokens), keeps)
+                losses.append(loss)
+                crossed.append(crossings)
+            if self.replicas is not None and rounds is None:
+                self.replicas.average(step, training.microbatches)
+            self._commit(step, ahead)
+            if rounds is not None:
+                rounds.trained(pipeline, sum(map(len, chosen)))
+            scored += tokens
+        self.committed = step
+        if rounds is not None and (step % self.ablation.meet_every == 0 or step == self.run.steps):
+            rounds.meet(step, training.microbatches)
+        self.stages = self.pipelines[present[0]]
         if keeps:
             self.boundary.append((step, crossed))
         else:
             self.boundary.clear()
         self._keep_ready()
-        return math.fsum(losses) / scored
+        return math.fsum(losses) / max(1, scored)
+
+    def _compute(
+        self, microbatch: int, samples: NDArray[np.int64], scored: int, keeps: bool
+    ) -> tuple[float, Crossings]:
+        """Adds the gradient of a microbatch's losses / `scored`. Returns the sum of its losses, and
+        its boundary tensors, if they are to be kept."""
+        visits = self.order(self.committed * self.run.training.microbatches + microbatch)
+        tensors: list[Tensor] | None = [] if keeps else None
+        with in_precision(self.run, self.device):
+            loss = self._forward(visits, tensors, *self._samples(TRAIN, samples))
+        replicas = self.replicas if self.rounds is None else None
+        with nullcontext() if replicas is None else replicas.computing(microbatch):
+            (loss / scored).backward()  # type: ignore[no-untyped-call]
+        return loss.item(), Crossings(visits, tensors or [])
 
     def order(self, microbatch: int) -> tuple[int, ...]:
         """The visits of a microbatch of the run, counted from 0."""
@@ -486,7 +549,6 @@ class TrainingSwarm:
             stage.optimizer.zero_gradient()
             if number in ahead:
                 stage.optimizer.weights.add_(ahead[number])
-        self.committed = step
 
     @torch.no_grad()
     def validate(self, samples: Tensor | None = None) -> float:
@@ -581,6 +643,43 @@ class TrainingSwarm:
         `perturbation` is ||weights after it - weights before it||. Raises LostError."""
         if self.ablation.lost_share:
             return [self._lose_share(self.ablation.lost_share)]
+        if self.rounds is not None:
+            return self._lose_in_round(self.rounds, stages)
+        return self._lose_stages(stages)
+
+    def _lose_in_round(self, rounds: Rounds, stages: Sequence[int]) -> list[dict[str, Any]]:
+        """A pipeline loses these stages, or all. The pipelines are hit in turn, round by round. A
+        line has `samples`, of which the stage's gradients are lost: all since the round began."""
+        method, present = self.ablation.round_loss, rounds.present
+        hit = present[(self.committed // self.ablation.meet_every) % len(present)]
+        others = [pipeline for pipeline in present if pipeline != hit]
+        if not others:
+            raise LostError(f"no other pipeline has trained since pipeline {hit} was left alone")
+        lost = range(len(self.stages)) if method == "pipeline" else stages
+        samples = {stage: rounds.take_lost(hit, stage) for stage in lost}
+        beside: dict[str, Any] = {"pipeline": hit, "step": self.committed}
+        if method == "pipeline":
+            rounds.present = others
+            return [{"stage": None, "method": method, "samples": max(samples.values()), **beside}]
+        self.stages = self.pipelines[hit]
+        before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
+        if method == "guess":
+            return [
+                {**line, **beside, "samples": samples[line["stage"]]}
+                for line in self._lose_stages(stages)
+            ]
+        lines = []
+        for number in lost:
+            stage = self.stages[number]
+            State.of(self.pipelines[others[0]][number]).put(stage)
+            if method == "start":
+                stage.optimizer.weights.copy_(rounds.start[number])
+            moved = torch.linalg.vector_norm(stage.optimizer.weights - before[number]).item()
+            line = {"stage": number, "method": method, "samples": samples[number]}
+            lines.append({**line, **beside, "perturbation": moved})
+        return lines
+
+    def _lose_stages(self, stages: Sequence[int]) -> list[dict[str, Any]]:
         lost = frozenset(stages)
         before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
         self.lessons = [lesson for lesson in self.lessons if not lost & lesson.learners.keys()]
@@ -738,7 +837,7 @@ class TrainingSwarm:
 
     def _forget(self, lost: frozenset[int]) -> None:
         """Drops what the lost nodes held of others; what they were sending begins again."""
-        if self.replicas is not None:
+        if self.replicas is not None and self.rounds is None:
             for stage in lost:
                 self.replicas.forget(stage)
         for number in self.snapshots:

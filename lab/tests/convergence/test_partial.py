@@ -18,6 +18,8 @@ from tests.forked import begin_fork_server
 
 KILLED_AFTER = 14
 BACKGROUND = {"recovery": {"relearn": {"enough": 0.5, "each_step": 3}}}
+ALONE = {"recovery": {"relearn": {"passes": 0}}}
+ROUNDS = {"replicas": 2, "meet_every": 5, "round_loss": "guess"}
 PATIENCE = 600.0
 
 
@@ -43,6 +45,7 @@ def study(data: Path) -> Study:
                 {"name": "in the background", "run": BACKGROUND},
                 {"name": "snapshot", "run": {"recovery": {"policy": "snapshot"}}},
                 {"name": "checkpoint", "run": {"recovery": {"policy": "checkpoint"}}},
+                {"name": "rounds", "run": ALONE, "ablation": ROUNDS},
             ],
         }
     )
@@ -71,7 +74,10 @@ def killed_in(path: Path, key: str, job: Job) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.parametrize("variant", ["relearned", "in the background", "snapshot", "checkpoint"])
+VARIANTS = ["relearned", "in the background", "snapshot", "checkpoint", "rounds"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_who_is_killed_ends_as_if_it_had_not_been(data: Path, tmp_path: Path, variant: str) -> None:
     todo = {job.variant: (key, job) for key, job in resolved(jobs(study(data)))}
     key, job = todo[variant]

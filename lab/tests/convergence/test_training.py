@@ -449,13 +449,20 @@ class Reference:
     def adam(self, stage: int, factor: float) -> torch.optim.Adam:
         return torch.optim.Adam(self.parameters[stage], factor * self.lr, betas=(0.9, 0.999))
 
-    def step(self, step: int, pairs: Sequence[tuple[int, int]], scope: str) -> float:
+    def step(
+        self,
+        step: int,
+        pairs: Sequence[tuple[int, int]] = (),
+        scope: str = "global",
+        share: slice = slice(None),
+    ) -> float:
+        """`share`: of the window's microbatches, the gradient's mean is over them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         context = self.model.config.max_position_embeddings
         pair = inputs_and_targets(self.corpus, "train", context, self.drawn.ids(step))
         size, total = self.run.training.microbatch, 0.0
-        split = [torch.split(torch.from_numpy(array), size) for array in pair]
+        split = [torch.split(torch.from_numpy(array), size)[share] for array in pair]
         for number, (inputs, targets) in enumerate(zip(*split, strict=True)):
             order = list(range(len(self.layers)))
             for a, b in pairs if number % 2 else ():
@@ -524,6 +531,152 @@ def test_iterations_and_a_recovery_are_those_of_a_plain_loop(corpus: Corpus, for
         for name, parameter in reference.named(number).items():
             apart = (ours[name] - parameter).abs().max().item()
             assert apart < 0.02 * reference.lr, (number, name)
+
+
+def plain_run(**changes: object) -> RunFile:
+    run = run_with(policy="checkfree", relearn__passes=0, **changes)
+    return override(run, training__schedule="constant", training__warmup=0, training__clip=0.3)
+
+
+def flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def put_flat(parameters: Sequence[nn.Parameter], values: torch.Tensor) -> None:
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, torch.split(values, sizes), strict=True):
+        parameter.data.copy_(part.view_as(parameter))
+
+
+@pytest.mark.parametrize(
+    ("every", "lr", "momentum", "lost_after"),
+    [(1, 1.0, 0.0, None), (2, 0.7, 0.9, None), (2, 0.7, 0.9, 3)],
+    ids=["mean of weights", "Nesterov", "a pipeline is lost"],
+)
+def test_pipelines_that_meet_train_as_two_plain_loops(
+    corpus: Corpus, every: int, lr: float, momentum: float, lost_after: int | None
+) -> None:
+    """The outer step as PyTorch's SGD documents Nesterov's. Who is left trains the whole window,
+    and the mean is its own."""
+    outer = Ablation(replicas=2, meet_every=every, outer_lr=lr, outer_momentum=momentum)
+    swarm = TrainingSwarm(plain_run(), corpus, outer.model_copy(update={"round_loss": "pipeline"}))
+    both = [Reference(swarm), Reference(swarm)]
+    shares = [slice(0, None, 2), slice(1, None, 2)]
+    start = [flat(stage) for stage in both[0].parameters]
+    velocity = [torch.zeros_like(stage) for stage in start]
+    present = [0, 1]
+    for step in range(1, 5):
+        whole = len(present) == 1
+        losses = [both[of].step(step, share=slice(None) if whole else shares[of]) for of in present]
+        assert swarm.step() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        if step == lost_after:
+            (line,) = swarm.lose([3])
+            assert (line["pipeline"], line["samples"]) == (1, 4)  # of one step
+            present = [0]
+        if step % every:
+            continue
+        for number, weights in enumerate(start):
+            trained_by_each = [flat(both[of].parameters[number]) for of in present]
+            if momentum == 0:
+                start[number] = torch.stack(trained_by_each).mean(dim=0)
+            else:
+                gradient = weights - torch.stack(trained_by_each).mean(dim=0)
+                velocity[number] = momentum * velocity[number] + gradient
+                start[number] = weights - lr * (gradient + momentum * velocity[number])
+            for loop in both:
+                put_flat(loop.parameters[number], start[number])
+        present = [0, 1]
+    for pipeline in swarm.pipelines:
+        for number, stage in enumerate(pipeline):
+            ours = dict(stage.module.named_parameters())
+            for name, parameter in both[0].named(number).items():
+                apart = (ours[name] - parameter).abs().max().item()
+                assert apart < 0.05 * both[0].lr, (number, name)
+
+
+def test_pipelines_send_their_differences_where_they_meet(corpus: Corpus) -> None:
+    """As many bytes as gradients have in a step; one that is alone sends nothing."""
+    sent = {}
+    for codec in ("none", "int8"):
+        run = override(plain_run(), wire__averaging=codec)
+        each_step = TrainingSwarm(run, corpus, Ablation(replicas=2))
+        each_step.step()
+        rounds = Ablation(replicas=2, meet_every=3, round_loss="pipeline")
+        swarm = TrainingSwarm(run, corpus, rounds)
+        assert each_step.replicas is not None and swarm.replicas is not None
+        for _ in range(7):
+            swarm.step()
+        sent[codec] = swarm.replicas.sent
+        assert sent[codec] == 2 * each_step.replicas.sent
+        swarm.lose([1])
+        for _ in range(2):
+            swarm.step()
+        assert swarm.replicas.sent == sent[codec]
+    weights = sum(len(stage.optimizer.weights) for stage in swarm.stages)
+    assert sent["none"] == 2 * 2 * 4 * weights
+    assert sent["int8"] < sent["none"] / 3.8
+
+
+def test_a_stage_lost_in_a_round_comes_from_the_other_pipeline_its_start_or_a_guess(
+    corpus: Corpus,
+) -> None:
+    begun: dict[str, torch.Tensor] = {}
+    methods: tuple[Literal["peer", "start", "guess"], ...] = ("peer", "start", "guess")
+    for method in methods:
+        ablation = Ablation(replicas=2, meet_every=4, round_loss=method)
+        swarm = TrainingSwarm(plain_run(), corpus, ablation)
+        for _ in range(6):
+            swarm.step()
+            if swarm.committed == 4:
+                start = swarm.stages[3].optimizer.weights.clone()
+        other, hit = swarm.pipelines
+        sides = [hit[of] for of in (2, 4)]
+        guess = average(
+            *(side.optimizer.weights for side in sides), *weights_of(*(s.omega for s in sides))
+        )
+        (line,) = swarm.lose([3])
+        assert line["samples"] == 2 * 4  # of two steps, half of each window
+        assert (line["stage"], line["pipeline"], line["perturbation"] > 0) == (3, 1, True)
+        begun[method] = hit[3].optimizer.weights.clone()
+        expected = {"peer": other[3].optimizer.weights, "start": start, "guess": guess}
+        assert begun[method].equal(expected[method])
+        assert hit[3].optimizer.steps == (0 if method == "guess" else 6)
+        (line,) = swarm.lose([3])
+        assert line["samples"] == 0  # they are lost already
+        for _ in range(2):
+            swarm.step()
+        assert all(map(torch.equal, *([s.optimizer.weights for s in p] for p in swarm.pipelines)))
+    assert not any(a.equal(b) for a, b in itertools.combinations(begun.values(), 2))
+
+
+def test_a_round_goes_on_from_a_kept_state_and_ends_with_the_last_pipeline(corpus: Corpus) -> None:
+    run = override(plain_run(), wire__averaging="int8")
+    ablation = Ablation(replicas=2, meet_every=3, round_loss="pipeline")
+    swarm, again = (TrainingSwarm(run, corpus, ablation) for _ in range(2))
+    for _ in range(4):
+        swarm.step()
+    swarm.lose([2])
+    again.put(copy.deepcopy(swarm.state()))
+    with pytest.raises(LostError, match="no other pipeline has trained since pipeline 0 was left"):
+        swarm.lose([2])
+    assert [swarm.step() for _ in range(5)] == [again.step() for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "message"),
+    [
+        ({}, 3, "a step has 4 microbatches, which 3 pipelines can't share out"),
+        ({"policy": "checkpoint"}, 2, "neither with checkpoints nor with relearning"),
+        ({"relearn__passes": 1}, 2, "and recovery.relearn.passes = 0"),
+        ({}, 1, "meet_every = 2 is for two replicas or more, not for 1"),
+    ],
+)
+def test_pipelines_that_cannot_train_apart_are_refused(
+    corpus: Corpus, changes: dict[str, Any], replicas: int, message: str
+) -> None:
+    run = run_with(**{"policy": "checkfree", "relearn__passes": 0, **changes})
+    with pytest.raises(ValueError, match=message):
+        TrainingSwarm(run, corpus, Ablation(replicas=replicas, meet_every=2))
 
 
 def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
