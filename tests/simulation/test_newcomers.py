@@ -126,12 +126,12 @@ def struck(seed: int, kind: type[Scenario]) -> Result:
     return result
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [2, 7])
 def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 
 
-@pytest.mark.parametrize("seed", [2, 10, 18])
+@pytest.mark.parametrize("seed", [2, 12, 18])
 def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
     assert struck(seed, TheirDriverToo).counts["memory"] >= 3
 
