@@ -18,10 +18,8 @@ from planaria.bootstrap.registry_pb2 import (
     Renewal,
     Report,
     SeatReport,
-    View,
 )
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.views import sign
 from tests.bootstrap.conftest import joining
 from tests.membership import join, validate_state
 
@@ -201,25 +199,6 @@ def test_a_run_that_is_stopped_has_its_settings_until_it_is_opened() -> None:
     run.change("steps=9")
     assert run.order("end") == "the operator ends the run", "which waits for nobody"
     assert not run.machine.view.changes, "one that doesn't hold yet is withdrawn"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [Change(number=2, settings=["a=1"]), Change(number=1, settings=["a=1"])],
-        [Change(number=1, settings=["a=1"], pending=True), Change(number=2, settings=["a=1"])],
-        [Change(number=1)],
-        [Change(settings=["a=1"])],
-    ],
-)
-def test_a_view_with_changes_that_can_not_be_is_refused(changes: list[Change]) -> None:
-    run = Run()
-    view = View()
-    view.CopyFrom(run.machine.view)
-    view.changes.extend(changes)
-    sign(view, run.machine.key, View())
-    with pytest.raises(ValueError, match="change"):
-        Membership(RULES, run.machine.key).restore(view, 0.0)
 
 
 def test_nobody_joins_a_run_that_is_stopped_until_it_is_opened_again() -> None:
