@@ -1000,5 +1000,5 @@ async def test_a_former_member_waits_for_its_run_to_join_again(
         port = place.port
     async with serve(MembershipRules("other", stages=1), port):
         with pytest.raises(RegistryUnreachable, match="serves run other, not r"):
-            await client.join(joining("a2", "a:1"), identity("a"), deadline=0.3)
+            await client.join(joining("a2", "a:1"), identity("a"), deadline=2.0)
     await client.close()
