@@ -136,9 +136,8 @@ class Membership:
             reason = self.history.why_gone(renewal.node)
             return [Evict(renewal.node, f"{reason}; join again under a new node id")]
         self._leases.renewed(node, now)
-        effects: list[Effect] = []
-        if renewal.HasField("report"):
-            effects = self._reported(node, renewal.report, now)
+        reports = renewal.HasField("report")
+        effects = self._reported(node, renewal.report, now) if reports else []
         if renewal.probe and renewal.probe == node.probe:
             self._leases.answered(node)
         return effects
