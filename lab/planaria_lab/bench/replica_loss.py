@@ -4,7 +4,8 @@ A swarm with replicas of each stage loses three of them, one after the other, by
 it has done half of its microbatches of a step; once for each way. The cost is the time from the
 commit before to the commit of that step, above the median of the steps around it, in steps. It is
 held against the lost replica's share of the step's microbatches, one part in as many as its stage
-has replicas: the time that it takes the stage to do them again with one replica's speed.
+has replicas: the time that it takes the stage to do them again with one replica's speed. Once with
+three replicas of each stage, once with four.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from planaria.node.run_file import loads, override
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import train
 
-STAGES, REPLICAS = 2, 3
+STAGES, REPLICAS = 2, (3, 4)
 LOST = {"1.1": 6, "2.0": 12, "1.0": 18}  # at which step
 AROUND = 4  # steps before and after
 GOAL = 1.5
@@ -34,13 +35,11 @@ steps = 24
 [model]
 preset = "mini"
 stages = {STAGES}
-context = 256
+context = 128
 [training]
-batch = 72
+batch = 48
 microbatch = 2
 validation_microbatches = 0
-[swarm]
-replicas = {REPLICAS}
 """
 
 
@@ -62,16 +61,18 @@ def run_half(arguments: list[str]) -> None:
     run_planaria(arguments)
 
 
-def costs(masking: str, data: Path, out: Path) -> tuple[list[float], int]:
-    """The cost of each loss in steps, and the number of attempts aborted."""
-    run = resolve(override(loads(RUN), data__path=str(data), recovery__masking=masking))
+def costs(masking: str, replicas: int, data: Path, out: Path) -> tuple[list[float], float, int]:
+    """The cost of each loss in steps, the median of a step's seconds, and the number of attempts
+    aborted."""
+    changes = {"recovery__masking": masking, "swarm__replicas": replicas}
+    run = resolve(override(loads(RUN), data__path=str(data), **changes))
     lines = train(run, run_half, out, {slot: [str(step)] for slot, step in LOST.items()})
     times = {line["step"]: line["time"] for line in lines}
     took = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
     events = [json.loads(line) for path in (out / "logs").glob("events-*") for line in path.open()]
-    return [cost(took, step) for step in LOST.values()], sum(
-        event["kind"] == "aborted" for event in events
-    )
+    aborted = sum(event["kind"] == "aborted" for event in events)
+    lost = [cost(took, step) for step in LOST.values()]
+    return lost, statistics.median(took.values()), aborted
 
 
 def cost(took: dict[int, float], lost_in: int) -> float:
@@ -81,19 +82,29 @@ def cost(took: dict[int, float], lost_in: int) -> float:
 
 
 def main() -> None:
-    share = 1 / REPLICAS
-    steps_lost = {}
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "data"
         prepare(Recipe([str(SHIPPED)]), data)
-        for masking in ("abort", "reassign", "spare"):
-            lost, aborted = costs(masking, data, Path(directory) / masking)
-            steps_lost[masking] = statistics.mean(lost)
-            each = ", ".join(f"{cost:.2f}" for cost in lost)
-            print(f"{masking}: {steps_lost[masking]:.2f} steps a loss ({each}), {aborted} aborted")
-            keep("replica_loss", masking=masking, steps_a_loss=lost, aborted=aborted)
+        for replicas in REPLICAS:
+            _compare(replicas, data, Path(directory))
+
+
+def _compare(replicas: int, data: Path, folder: Path) -> None:
+    steps_lost = {}
+    for masking in ("abort", "reassign", "spare"):
+        out = folder / f"{masking}-{replicas}"
+        lost, seconds, aborted = costs(masking, replicas, data, out)
+        steps_lost[masking] = statistics.mean(lost)
+        each = ", ".join(f"{cost:.2f}" for cost in lost)
+        print(
+            f"{replicas} replicas, {masking}: {steps_lost[masking]:.2f} steps a loss ({each}), "
+            f"{aborted} aborted; {seconds:.2f} s a step",
+            flush=True,
+        )
+        figures = {"steps_a_loss": lost, "seconds_a_step": seconds, "aborted": aborted}
+        keep("replica_loss", masking=masking, replicas=replicas, **figures)
     for masking in ("reassign", "spare"):
-        ratio = steps_lost[masking] / share
+        ratio = steps_lost[masking] * replicas
         print(f"ratio {masking} / abort: {steps_lost[masking] / steps_lost['abort']:.2f}")
         print(f"ratio {masking} / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
 
