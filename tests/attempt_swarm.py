@@ -24,7 +24,6 @@ from planaria.node.transaction.plan_encoding import PlanDecoder, PlanEncoder
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame, buffers_of
-from planaria.recovery.masking import Masking, stand_ins
 from tests.harness.network import Nodes
 
 STAGES, MICROBATCHES = 2, 5
@@ -52,8 +51,6 @@ class VirtualWork:
         self.saved: dict[tuple[int, int], bytes] = {}
         self.doubles: dict[tuple[int, int], bytes] = {}
         self.homes: dict[int, pb.Home] = {}
-        self.ahead: dict[str, np.ndarray[Any, Any]] = {}
-        self.inherited: set[str] = set()
         self.own: np.ndarray[Any, Any] | None = None
         self.touched: set[int] = set()
         self.given_up: set[int] = set()
@@ -90,7 +87,7 @@ class VirtualWork:
         home.loss, home.tokens = float(vector("loss", x)[0]), 1
         if self.evaluating:
             return Done(home=home)
-        self._add(visit, "head", x)
+        self._add(visit.microbatch, "head", x)
         return self._onward("gradient", visit, bytes(vector("loss's", x)))._replace(home=home)
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
@@ -98,11 +95,11 @@ class VirtualWork:
             return None
         x = self.saved.pop((visit.microbatch, visit.position))
         gradient = self._decoded(peer, frame)
-        self._add(visit, x, gradient)
+        self._add(visit.microbatch, x, gradient)
         if visit.position > 0:
             into = bytes(vector("backward", self.stage, x, gradient))
             return self._onward("gradient", visit, into)._replace(seconds=1.0)
-        return Done(seconds=1.0, kept=self.kept)
+        return Done(seconds=1.0)
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         if ballot != self.ballot:
@@ -125,20 +122,11 @@ class VirtualWork:
 
     def keep_gradient(self) -> int:
         self.own = self.gradient.copy()
-        return self.kept
+        return self.own.nbytes
 
-    def inherit(self, lost: frozenset[str]) -> int:
+    def restore_gradient(self) -> None:
         if self.own is not None:
             self.gradient[:], self.own = self.own, None
-        for node in lost & self.ahead.keys():
-            self.gradient += self.ahead.pop(node)
-        self.inherited |= lost
-        return self.kept
-
-    @property
-    def kept(self) -> int:
-        own = 0 if self.own is None else self.own.nbytes
-        return own + sum(gradient.nbytes for gradient in self.ahead.values())
 
     def _decoded(self, peer: str, frame: Frame) -> bytes:
         payload = b"".join(buffers_of(frame.payload))
@@ -146,15 +134,8 @@ class VirtualWork:
             raise ComplaintError(f"{frame.kind} from {peer} is damaged", [peer], CHECKSUM)
         return payload
 
-    def _add(self, visit: Visit, *parts: object) -> None:
-        into = self._gradient_of(visit.node)
-        into += vector("gradient", self.stage, visit.microbatch, *parts)
-
-    def _gradient_of(self, owner: str) -> Any:
-        """To which what is done in its place is added."""
-        if owner == self.node or owner in self.inherited:
-            return self.gradient
-        return self.ahead.setdefault(owner, np.zeros_like(self.gradient))
+    def _add(self, microbatch: int, *parts: object) -> None:
+        self.gradient += vector("gradient", self.stage, microbatch, *parts)
 
     def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
         self.done[kind] += 1
@@ -163,7 +144,7 @@ class VirtualWork:
             x = bytes(vector("forward", self.stage, x))
         onward = visit.after(kind)
         fields = {"microbatch": onward.microbatch, "position": onward.position}
-        return Done(Frame(kind, self.ballot, fields, [], x), kept=self.kept)
+        return Done(Frame(kind, self.ballot, fields, [], x))
 
 
 class Compute:
@@ -291,7 +272,7 @@ class Swarm:
         self,
         replicas: int,
         chance: random.Random,
-        masking: Masking = "reassign",
+        masking: bool = True,
         make_work: Callable[[str, int], StageWork] = VirtualWork,
         swapped: bool = True,
     ) -> None:
@@ -340,7 +321,7 @@ class Swarm:
         """As each is told, and understands."""
         stages = {name: node.stage for name, node in self.left().items()}
         parts = {name: pb.Begin() for name in stages}
-        self.telling.tell(ballot, begin, parts, stages, self.masking == "spare")
+        self.telling.tell(ballot, begin, parts, stages)
         return {name: self.heard[name].whole(ballot, part) for name, part in parts.items()}
 
     def loses(self, names: set[str], mute: bool) -> bool:
@@ -354,17 +335,12 @@ class Swarm:
             if name in names
         ):
             return False
-        before = [pb.Place(node=name, stage=node.stage) for name, node in self.left().items()]
-        ahead = stand_ins(before) if self.masking == "spare" else {}
         self.lost |= names
         self.number += 1
         for (microbatch, stage), name in self.served.items():
             if name in names:
                 left = self._heirs(microbatch, stage, self.lost)
-                heir = ahead.get(name)
-                self.served[microbatch, stage] = (
-                    heir if heir in left else left[microbatch % len(left)]
-                )
+                self.served[microbatch, stage] = left[microbatch % len(left)]
         self._plans_anew()
         if mute:
             self.under_way = [item for item in self.under_way if item[0] not in names]

@@ -125,7 +125,7 @@ class Agent:
         self.member.recording = self.record.recording
         self.workplace = Workplace(
             node=node,
-            masking=run.recovery.masking,
+            masking=run.recovery.masking == "reassign",
             filling=InFlightWindow(run.training.in_flight, config.stages),
             work=self.arithmetic.work,
             compute=ports.compute,
@@ -618,7 +618,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         clip=training.clip,
         policy=run.policy,
         strict=recovery.strict,
-        masking=recovery.masking,
+        masking=recovery.masking == "reassign",
         relearn=recovery.relearn.passes > 0,
         single_waits=recovery.wait_for_saves is not None,
         adapters=training.lora is not None,

@@ -38,7 +38,6 @@ from planaria.node.model.shape import (
     RopeType,
     model_config,
 )
-from planaria.recovery.masking import Masking
 from planaria.recovery.policy import POLICIES, Policy
 
 Averaging = Literal["none", "bf16", "fp16", "int8", "lowrank"]
@@ -496,7 +495,9 @@ class RecoverySection(Section):
     strict: bool = Field(
         default=False, description="stop where the policy's own method is unavailable"
     )
-    masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
+    masking: Literal["reassign", "abort"] = Field(
+        default="reassign", description="when a stage keeps a replica"
+    )
     wait_for_saves: float | None = Field(
         default=None,
         ge=0,

@@ -6,6 +6,5 @@ which stages stand in for each other. How a stage comes back: checkfree.py (from
 snapshot.py (from a peer's memory; pace.py: if the link to it is fast enough) and relearning.py
 (what was guessed is trained on what crossed its boundaries; learner.py has its arithmetic,
 orthogonal.py the orthogonal matrices of Muon).
-masking.py: what becomes of a step in which a replica is lost. exact.py: arithmetic that has the
-same bits on any device.
+exact.py: arithmetic that has the same bits on any device.
 """

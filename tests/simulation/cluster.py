@@ -108,7 +108,7 @@ def run_of(
             "recovery": {
                 "policy": next(n for n, policy in POLICIES.items() if policy == rules.policy),
                 "strict": rules.strict,
-                "masking": rules.masking,
+                "masking": "reassign" if rules.masking else "abort",
                 "relearn": {
                     "passes": 4 * rules.relearn,
                     "steps": 2,

@@ -83,17 +83,11 @@ class Work(VirtualWork):
         if ballot != NEVER:
             self.owner.cluster.check_start(self.owner.seat, ballot, begin)
 
-    def inherit(self, lost: frozenset[str]) -> int:
-        kept = super().inherit(lost)
-        self.owner.cluster.counts["inherited"] += bool(lost)
-        return kept
-
-    def _add(self, visit: Visit, *parts: object) -> None:
-        into = self._gradient_of(visit.node)
+    def _add(self, microbatch: int, *parts: object) -> None:
         part = "head" if parts[0] == "head" else "stage"
-        into[TRAINED] += contribution(self.step, self.stage, visit.microbatch, part).numpy()
+        self.gradient[TRAINED] += contribution(self.step, self.stage, microbatch, part).numpy()
         if self.tainted or self.owner.cluster.overflows(self.step, self.stage):
-            into[0] = np.inf
+            self.gradient[0] = np.inf
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
         self.tainted = False

@@ -179,7 +179,7 @@ class Interrupted(Scenario):
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
-        return replace(rules, stages=4, steps=8, relearn=True, strict=False, masking="reassign")
+        return replace(rules, stages=4, steps=8, relearn=True, strict=False, masking=True)
 
     def _relearning(self) -> Mapping[str, float]:
         return {"enough": 0.0}

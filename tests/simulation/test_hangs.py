@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import pytest
 
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.masking import Masking
 from simulation.cluster import Host, Trap
 from simulation.fingerprints import TRAINED
 from simulation.network import SILENCE
@@ -29,7 +28,7 @@ class Sick(Scenario):
     """Two replicas a stage, and one node whose compute hangs from some moment of a step on."""
 
     replicas: ClassVar = 2
-    masking: ClassVar[Masking] = "reassign"
+    masking: ClassVar[bool] = True
     slowness: ClassVar = math.inf
     standbys: ClassVar = 0
     microbatches: ClassVar = 6
@@ -92,7 +91,7 @@ class Sick(Scenario):
 
 
 class SickAborting(Sick):
-    masking = "abort"
+    masking = False
 
 
 class Alone(Sick):

@@ -146,7 +146,7 @@ def test_a_registry_that_believes_the_driver_alone_is_caught(
 
 
 def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the_run() -> None:
-    for seed, kind in ((2, Slandering), (18, Slandering), (1, Framing)):
+    for seed, kind in ((2, Slandering), (6, Slandering), (1, Framing)):
         assert run(seed, kind=kind).counts["lies"]
 
 

@@ -30,7 +30,7 @@ class Newcomers(Scenario):
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy or "checkfree")
-        shape = replace(rules, masking="reassign", stages=2, steps=15, microbatches=2)
+        shape = replace(rules, masking=True, stages=2, steps=15, microbatches=2)
         return replace(shape, validation_microbatches=0)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:

@@ -127,7 +127,7 @@ class ChangingRegistry(Registry):
             cluster.rules = replace(
                 cluster.rules,
                 steps=run.steps,
-                masking=run.recovery.masking,
+                masking=run.recovery.masking == "reassign",
                 validate_every=run.training.validate_every,
                 spot_check=run.trust.spot_check,
             )
@@ -152,7 +152,7 @@ class Changed(Scenario):
         for _ in range(chosen.randint(1, 3)):
             settings = [
                 f"steps={self.cluster.rules.steps + chosen.randint(0, 6)}",
-                f"recovery.masking={chosen.choice(['reassign', 'spare', 'abort'])}",
+                f"recovery.masking={chosen.choice(['reassign', 'reassign', 'abort'])}",
                 f"training.validate_every={chosen.choice([0, 3])}",
                 f"trust.spot_check={chosen.choice([0.0, 0.5])}",
                 f"saves.every={chosen.randint(1, 3)}",

@@ -27,9 +27,8 @@ class Calm(Scenario):
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules("redundant")
-        masking = ("reassign", "spare")[self.seed % 2]
         stages = self.random.randint(2, 4)
-        return replace(rules, stages=stages, steps=14, strict=False, masking=masking)
+        return replace(rules, stages=stages, steps=14, strict=False, masking=True)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = range(rules.stages + 1)

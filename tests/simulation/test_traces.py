@@ -16,7 +16,7 @@ from simulation.scenario import Scenario, run
 
 ROOT = Path(__file__).parents[2]
 SEED = 14
-DIGEST = "34e651fa5d4e7d4bbec21274b04f867d5c9d0fabde58375dcaf0f6d704b0ab13"
+DIGEST = "062ee54a39d921fb9ed4c91e016a658347558419dba47d212b461d1fca2ce54a"
 """Of the registry's views and when they came, in a run with crashes. What nodes compute may differ
 by processor."""
 

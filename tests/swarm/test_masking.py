@@ -60,7 +60,7 @@ def test_a_death_at_any_moment_of_a_step_leaves_no_trace(swarm, data):
 
 
 def test_deaths_at_once_and_of_who_makes_up_for_one(swarm, data):
-    done = swarm("spare", 9, _1_0="forward@5", _2_0="forward@5", _1_1="patch@5")
+    done = swarm("reassign", 9, _1_0="forward@5", _2_0="forward@5", _1_1="patch@5")
     done.train(replace=False)
     assert sorted(done.killed) == ["1.0", "1.1", "2.0"]
     assert sum(len(event["nodes"]) for event in done.read("masked")) == 3

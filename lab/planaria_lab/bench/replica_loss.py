@@ -91,7 +91,7 @@ def main() -> None:
 
 def _compare(replicas: int, data: Path, folder: Path) -> None:
     steps_lost = {}
-    for masking in ("abort", "reassign", "spare"):
+    for masking in ("abort", "reassign"):
         out = folder / f"{masking}-{replicas}"
         lost, seconds, aborted = costs(masking, replicas, data, out)
         steps_lost[masking] = statistics.mean(lost)
@@ -103,10 +103,9 @@ def _compare(replicas: int, data: Path, folder: Path) -> None:
         )
         figures = {"steps_a_loss": lost, "seconds_a_step": seconds, "aborted": aborted}
         keep("replica_loss", masking=masking, replicas=replicas, **figures)
-    for masking in ("reassign", "spare"):
-        ratio = steps_lost[masking] * replicas
-        print(f"ratio {masking} / abort: {steps_lost[masking] / steps_lost['abort']:.2f}")
-        print(f"ratio {masking} / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
+    share = steps_lost["reassign"] * replicas
+    print(f"ratio reassign / abort: {steps_lost['reassign'] / steps_lost['abort']:.2f}")
+    print(f"ratio reassign / the lost replica's share of a step: {share:.2f} (goal {GOAL})")
 
 
 if __name__ == "__main__":

@@ -90,8 +90,11 @@ class Watched:
         return newer[0]
 
     def serving(self, stage: int) -> tuple[str, int]:
-        """Node and process of the only node that serves the stage."""
-        node = node_of(next(e for e in self.events("serving") if e["stage"] == stage)["node"])
+        """Node and process of the only node that serves the stage. Nodes with room for several
+        seats give some back as others join."""
+        given_back = {event["node"] for event in self.events("given back")}
+        seats = [e["node"] for e in self.events("serving") if e["stage"] == stage]
+        node = node_of(next(seat for seat in seats if seat not in given_back))
         return node, next(e["pid"] for e in self.events("joined") if e["node"] == node)
 
 

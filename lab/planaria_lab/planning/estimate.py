@@ -155,12 +155,9 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     count = swarm.run.training.microbatches
     own = math.ceil(count / replicas[0])  # of a source
     rounds, after = divmod(own - 1, swarm.in_flight)
-    computing = max(
-        _twice(swarm, s) * (math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch
-        for s in stages
-    )
+    computing = max((math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch for s in stages)
     sending = max(
-        _twice(swarm, b) * (math.ceil(count / max(replicas[a], replicas[b])) - 1) * each
+        (math.ceil(count / max(replicas[a], replicas[b])) - 1) * each
         for (a, b), each in frames.items()
     )
     leaving = max(_uplinks(swarm, count), default=0.0)
@@ -227,8 +224,8 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
             own_share, onward_share = (
                 _share_at(swarm, at_stage, site) for at_stage in (stage, onward)
             )
-            size += _twice(swarm, onward) * sizes[0] * own_share * (1 - onward_share)
-            size += _twice(swarm, stage) * sizes[1] * onward_share * (1 - own_share)
+            size += sizes[0] * own_share * (1 - onward_share)
+            size += sizes[1] * onward_share * (1 - own_share)
         chunk = chunk_in_simulation(mbps / BITS, 0.0)
         copies = min(_copied(swarm, site), count * size * chunk / sum(sizes))
         yield (count * size + copies) * ON_WIRE * BITS / mbps
@@ -255,7 +252,7 @@ def sent_bytes(swarm: Swarm, stage: int) -> float:
     for each microbatch of its share, parts of the gradient to its replicas, and copies."""
     replicas = swarm.replicas(stage)
     frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
-    share = _twice(swarm, stage) * math.ceil(swarm.run.training.microbatches / replicas)
+    share = math.ceil(swarm.run.training.microbatches / replicas)
     averaged = 0.0
     if replicas > 1:
         pieces, each = averaging_pieces(swarm, stage, replicas)
@@ -284,12 +281,6 @@ def _uplinks_averaging(
                 vote, early = max(vote, voting[stage]), min(early, behind[stage])
         if size:
             yield delay + size * ON_WIRE * BITS / mbps + norm + vote - early
-
-
-def _twice(swarm: Swarm, stage: int) -> int:
-    """The factor by which a stage's work is sent and computed: 2 with stand-ins, as if none of it
-    were done in idle time."""
-    return 2 if swarm.run.recovery.masking == "spare" and swarm.replicas(stage) > 1 else 1
 
 
 def _share_at(swarm: Swarm, stage: int, site: str) -> float:

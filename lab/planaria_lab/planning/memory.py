@@ -78,8 +78,7 @@ def needed(
     most).
     """
     gradient = VALUE * parameters(config, stage)
-    stand_in = run.recovery.masking == "spare" and replicas[stage] > 1
-    under_way_here = under_way(run, config, stage, replicas) * (2 if stand_in else 1)
+    under_way_here = under_way(run, config, stage, replicas)
     parts = {
         "model": Bytes(gradient + config.state_bytes(stage)),
         "activations": Bytes(under_way_here * saved(run, config, stage, narrow)),
@@ -95,11 +94,9 @@ def needed(
         if feeds_back(run.wire.averaging):  # what is held back, and what is to be
             parts["held back"] = Bytes(2 * gradient)
         if run.recovery.masking != "abort":
-            parts["masking"] = Bytes(2 * gradient if stand_in else gradient)
+            parts["masking"] = Bytes(gradient)
     if run.recovery.masking != "abort":
         frames = _frames_kept(run, config, stage, replicas)
-        if stand_in:
-            frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
         parts["masking"] = parts.get("masking", Bytes()) + Bytes(host=frames)
     if run.recovery.relearn.passes and run.policy.relearns:
         parts["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))

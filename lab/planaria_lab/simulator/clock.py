@@ -14,7 +14,6 @@ from typing import Any, Final
 from planaria.node.wire.background import FIRST, LEAST, MOST, TARGET
 
 Then = Callable[[], object]
-Wanted = Callable[[], bool]
 
 CHUNK: Final = 2 << 20
 """Bytes between which a more urgent frame overtakes (node/wire/link.py)."""
@@ -31,10 +30,6 @@ def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:
     smallest window that exceeds what fits into `round_trip` seconds."""
     queued = max(TARGET * bytes_per_second, LEAST - round_trip * bytes_per_second)
     return round(max(FIRST, min(2 * queued, MOST)))
-
-
-def always() -> bool:
-    return True
 
 
 class Clock:
@@ -113,23 +108,21 @@ class Worker:
     def __init__(self, clock: Clock, cores: Cores, occupied: float = 1.0) -> None:
         self.clock, self.cores, self.occupied = clock, cores, occupied
         self.busy_seconds = 0.0
-        self._queue: list[tuple[int, int, float, Then, Wanted]] = []
+        self._queue: list[tuple[int, int, float, Then]] = []
         self._posted = 0
         self._busy = False
 
-    def post(self, priority: int, seconds: float, then: Then, wanted: Wanted = always) -> None:
-        """Queues a task. One that isn't wanted any more when its turn comes is skipped."""
+    def post(self, priority: int, seconds: float, then: Then) -> None:
+        """Queues a task."""
         self._posted += 1
-        heapq.heappush(self._queue, (priority, self._posted, seconds, then, wanted))
+        heapq.heappush(self._queue, (priority, self._posted, seconds, then))
         if not self._busy:
             self._next()
 
     def _next(self) -> None:
-        while self._queue and not self._queue[0][-1]():
-            heapq.heappop(self._queue)
         if not self._queue:
             return
-        _, _, seconds, then, _ = heapq.heappop(self._queue)
+        _, _, seconds, then = heapq.heappop(self._queue)
         self._busy = True
         self.busy_seconds += seconds * self.occupied
         if self.occupied == 1.0:

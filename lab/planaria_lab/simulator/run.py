@@ -145,7 +145,6 @@ class _Run:
         self.begun = False  # every stage has had a node
         self.left = 1.0  # of the step under way, to be computed
         self.invested = 0.0  # seconds that its attempt has trained
-        self.ahead = 0.0  # what stand-ins get done of it (`MeanStep.ahead`)
         self.vain = 0  # losses since the last commit
         self.trains_since = 0.0  # without a loss of all that a stage has
         self.iterations = self.aborts = self.joined = 0
@@ -400,9 +399,8 @@ class _Run:
     def work(self) -> Events:
         """Trains as many steps as there are until something happens."""
         duration, began = self._duration(), self.now
-        self.ahead = self._step().ahead
-        ahead = self._ahead(duration) if self.left == 1.0 else 1
-        end = began + duration * (ahead - 1 + self.left)
+        steps = self._until_listed(duration) if self.left == 1.0 else 1
+        end = began + duration * (steps - 1 + self.left)
         while self.struck is None and self.now < end and not self.stopped:
             yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
             if self.entering and self.struck is None:  # they enter when the step is over
@@ -426,7 +424,7 @@ class _Run:
         self.vain = 0
         self.left, self.invested = 1.0, 0.0
 
-    def _ahead(self, duration: float) -> int:
+    def _until_listed(self, duration: float) -> int:
         """Steps until the next listed loss. One that is due in the coming step is arranged for."""
         coming = self.iterations + 1
         for place in self.listed.pop(coming, ()):
@@ -519,12 +517,6 @@ class _Run:
             redone = (1 - self.left) * window * lost_count / (lost_count + present_count)
             groups = [group for group in present.groups if group.stage == stage]
             notified = reaction.notified(present, self.churn, stage)
-            if self.masking == "spare":  # one does it all, but what it has done ahead
-                share = window / (lost_count + present_count)
-                microbatches = share * (2 * self.left + (1 - self.left) * (1 - self.ahead))
-                slowest = max(group.seconds.microbatch for group in groups if group.count)
-                longest = max(longest, notified + microbatches * slowest + step.reduce)
-                continue
             speed = sum(group.count / group.seconds.microbatch for group in groups)
             computing = (redone + self.left * window) / speed
             sending = reaction.sending_again(present, stage, redone / present_count)

@@ -26,8 +26,6 @@ from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, plan
 from planaria.node.wire.chunks import BACKGROUND
 from planaria.node.wire.frames import KINDS
-from planaria.node.wire.stage_pb2 import Place
-from planaria.recovery.masking import stand_ins
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
 from planaria.recovery.snapshot import steps_between
@@ -78,7 +76,6 @@ class MeanStep:
     busy: Mapping[str, float]  # node -> seconds of its compute thread
     sent: Mapping[tuple[str, str], float]  # from, to -> bytes of frames
     bottleneck: Bottleneck
-    ahead: float  # of what stand-ins would do in others' places, the share that they get done
     pooled: bool  # one lane stands for all
     events: int  # simulated in all
 
@@ -134,8 +131,6 @@ def _why_not_pooled(swarm: Swarm) -> str | None:
         return "nodes of a stage are not alike"
     if swarm.cores:
         return "nodes share the cores of a machine"
-    if swarm.run.recovery.masking == "spare" and max(map(swarm.replicas, stages)) > 1:
-        return "stand-ins do ahead what others are to do"
     policy = swarm.run.policy
     uneven = swarm.network.uplinks and not policy.checkpoints
     if policy.snapshots or policy.twins or uneven:
@@ -399,11 +394,6 @@ class _Training:
         }
         self.uplinks = {site: Uplink(mbps) for site, mbps in swarm.uplinks.items()}
         self.wires: dict[tuple[str, str], Wire] = {}
-        self.stand_ins: dict[str, str] = {}
-        if swarm.run.recovery.masking == "spare":
-            members = [Place(node=name, stage=node.stage) for name, node in self.nodes.items()]
-            self.stand_ins = stand_ins(members)
-        self.sent_ahead = self.done_ahead = 0  # frames to stand-ins, and what they have done
         self.twins = swarm.run.policy.twins
         for node in self.nodes.values() if self.twins else ():
             next_seconds = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
@@ -464,7 +454,6 @@ class _Training:
             busy=busy,
             sent={pair: wire.sent / self.steps for pair, wire in self.wires.items()},
             bottleneck=max(candidates, key=lambda candidate: candidate.share),
-            ahead=self.done_ahead / self.sent_ahead if self.sent_ahead else 0.0,
             pooled=pooled,
             events=self.clock.events,
         )
@@ -534,7 +523,6 @@ class _Training:
     def _count_from_here(self) -> None:
         """What was until now doesn't count, but for what it has left on links and in threads."""
         self.decided, self.all_home = [], []
-        self.sent_ahead = self.done_ahead = 0
         for worker in (node.thread for node in self.nodes.values()):
             worker.busy_seconds = 0.0
         for wire in self.wires.values():
@@ -604,31 +592,10 @@ class _Training:
         self.one_less_lacking(node)
 
     def pass_on(self, kind: str, node: _Node, route: Route, position: int) -> None:
-        """Sends a microbatch on to the node of that visit, and to its stand-in."""
-        name = route.nodes[position]
-        take = partial(self.take, self.nodes[name], node.step, route, position, kind)
-        self.frame(kind, node, self.nodes[name], self.sizes[kind], take)
-        if name in self.stand_ins:
-            self.sent_ahead += 1
-            other = self.nodes[self.stand_ins[name]]
-            take = partial(self.take_ahead, other, node.step, route, position, kind)
-            self.frame(kind, node, other, self.sizes[kind], take)
-
-    def take_ahead(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
-        """A stand-in does it when it has nothing else to do, and until the step is over."""
-        if node.step < step:
-            node.held.append(partial(self.take_ahead, node, step, route, position, kind))
-            return
-        seconds = node.seconds.forward
-        if kind == "gradient":
-            seconds = node.seconds.backward
-        elif position == len(route.nodes) - 1:  # it has to embed first
-            seconds += node.seconds.head
-
-        def done() -> None:
-            self.done_ahead += 1
-
-        node.thread.post(Priority.BACKGROUND, seconds, done, lambda: node.step == step)
+        """Sends a microbatch on to the node of that visit."""
+        to = self.nodes[route.nodes[position]]
+        take = partial(self.take, to, node.step, route, position, kind)
+        self.frame(kind, node, to, self.sizes[kind], take)
 
     def take(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
         """A frame has come."""

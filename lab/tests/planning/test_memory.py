@@ -297,7 +297,7 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
 
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"wire__activations": "bf16"}),
-    (2, {"recovery__masking": "spare", "recovery__relearn__passes": 0}),
+    (2, {"recovery__relearn__passes": 0}),
     (1, {"recovery__policy": "snapshot", "recovery__snapshot__fraction": 1.0}),
     (1, {"recovery__policy": "redundant", "recovery__relearn__passes": 0}),
 ]

@@ -155,23 +155,6 @@ def test_a_step_that_goes_on_redoes_what_the_lost_node_had_done() -> None:
     )
 
 
-def test_what_a_stand_in_has_done_ahead_is_not_redone() -> None:
-    """Where it has the time for it: half of the stages have nothing to do."""
-    body = Seconds(0.1, 0.2)
-    slow = {
-        "delay": 1.0,
-        "seconds": {1: body, 2: Seconds(0.3, 0.6)},
-        "training__batch": 32,
-    }
-    churn = Churn(at=at("1.1@10"), phase=0.95, replacement=math.inf)
-    (redone,), (ahead,) = (
-        simulate_run(swarm(**slow, recovery__masking=masking), churn).losses
-        for masking in ("reassign", "spare")
-    )
-    assert ahead.masked
-    assert ahead.stall < 0.6 * redone.stall
-
-
 @given(
     st.floats(0, 0.99),
     st.integers(0, 4),

@@ -434,27 +434,6 @@ def test_flops_and_seconds_of_a_stage() -> None:
     assert seconds_at(again, config, 1, 1e9, 1e9).backward == 3 * seconds.forward
 
 
-def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -> None:
-    """Delays leave them the time for all of it. Where a stage computes all the time, they do some
-    before the first and after the last microbatch, and what they have begun holds others up."""
-    waiting = swarm(stages=2, replicas=2, microbatches=4)
-    spare = replace(waiting, run=override(waiting.run, recovery__masking="spare"))
-    alone, both = simulate_step(waiting), simulate_step(spare)
-    assert (alone.ahead, both.ahead) == (0.0, 1.0)
-    frames = [frame_bytes(spare.run, spare.config, kind) for kind in ("activation", "gradient")]
-    assert both.bytes - alone.bytes == pytest.approx(4 * 3 * sum(frames))
-    for stage in range(3):
-        for node in (f"{stage}.0", f"{stage}.1"):
-            more = both.busy[node] - alone.busy[node]
-            assert more == pytest.approx(2 * waiting.groups[stage].seconds.microbatch)
-
-    busy = swarm(1, 2, 16, delay=0.0, mbps=1e4, seconds={1: Seconds(0.1, 0.2)})
-    spare = replace(busy, run=override(busy.run, recovery__masking="spare"))
-    alone, both = simulate_step(busy), simulate_step(spare)
-    assert 0.2 < both.ahead < 0.8
-    assert alone.seconds < both.seconds < 2 * alone.seconds
-
-
 def test_beside_adapters_a_frozen_matrix_has_no_gradient() -> None:
     whole = swarm(stages=4)
     run = override(whole.run, training__lora={"rank": 2, "base": "nf4"})

@@ -23,7 +23,6 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
 from planaria.node.wire.naming import node_of
-from planaria.recovery.masking import stand_ins
 
 UNREACHED = 2.0
 """Seconds within which a node that a member can't reach must turn out to be lost; then the attempt
@@ -237,7 +236,7 @@ class AttemptState:
     def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
         """Whether all of them train, and every microbatch has a remaining node at each of their
         stages that hasn't given it up."""
-        if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
+        if not rules.masking or self.begin.kind != pb.Begin.TRAIN:
             return False
         trains = {place.node for place in self.begin.members}
         nobodys: dict[int, frozenset[int]] = {}  # by stage, given up by all remaining nodes
@@ -277,9 +276,8 @@ class AttemptState:
         return attempt, moved
 
     def may_relieve(self, rules: TransactionRules) -> bool:
-        """Whether others may do what a slow node hasn't begun. Not with stand-ins: they may have
-        done some of it ahead, in one sum with what that node has begun."""
-        return rules.masking == "reassign" and self.begin.kind == pb.Begin.TRAIN
+        """Whether others may do what a slow node hasn't begun."""
+        return rules.masking and self.begin.kind == pb.Begin.TRAIN
 
     def relieved(
         self, node: str, given_up: Collection[int], by: Planning
@@ -325,7 +323,6 @@ class AttemptState:
                 for identity, node in enumerate(served)
                 if node in masked or identity in self._given_up_by(node)
             ]
-            owners = [served[identity] for identity in lost]
 
             def detours(identity: int, node: str, stage: int = stage) -> int:
                 way = (0, *begin.plan[identity].order, 0)
@@ -335,12 +332,6 @@ class AttemptState:
                 return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
 
             successors = share_out(lost, replicas[stage], pace[stage], detours, busy)
-            if by.rules.masking == "spare":  # prefer stand-ins: they may have done part of it ahead
-                ahead = stand_ins(self.begin.members)
-                successors = [
-                    ahead[owner] if ahead.get(owner) in replicas[stage] else other
-                    for owner, other in zip(owners, successors, strict=True)
-                ]
             for identity, node in zip(lost, successors, strict=True):
                 served[identity] = node
                 busy[node_of(node)] += pace[stage][node]

@@ -408,7 +408,7 @@ class Driver:
     ) -> list[Effect]:
         """Sends a step to all present: of a plan, each node's part. `checks`: spot checks by
         node."""
-        present, spare = self.present(), self.rules.masking == "spare"
+        present = self.present()
         if not step.HasField("begin"):
             return [*self.tell_commit(present)]
         self.keepers = frozenset(record_holders(self.training(), self.ledgers))
@@ -417,7 +417,7 @@ class Driver:
         else:
             sends = self.ballot.send_all(present, step=pb.Step())
         begins = {send.to: send.message.step.begin for send in sends}
-        self.encoder.tell(self.ballot, step.begin, begins, present, spare)
+        self.encoder.tell(self.ballot, step.begin, begins, present)
         for node in checks.keys() & begins.keys():
             begins[node].checks.extend(checks[node])
         for node in self.keepers & begins.keys():

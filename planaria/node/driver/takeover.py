@@ -99,7 +99,7 @@ def holders(begin: pb.Begin, stage: int, lost: Collection[str]) -> list[str]:
 def to_be_taken_over(begin: pb.Begin, lost: Collection[str], rules: TransactionRules) -> str | None:
     """The one lost node that leaves its stage without any, if its twin is left and the attempt can
     go on without the others; otherwise None."""
-    if not rules.policy.twins or rules.masking == "abort" or begin.kind != pb.Begin.TRAIN:
+    if not (rules.policy.twins and rules.masking) or begin.kind != pb.Begin.TRAIN:
         return None
     stages = {place.node: place.stage for place in begin.members}
     left = {stage for node, stage in stages.items() if node not in lost}

@@ -54,7 +54,7 @@ class RunChanges:
         str | None,
         typer.Option(
             help="When a node with replicas is lost during a step: reassign its microbatches to "
-            "them, let one of them compute them ahead (spare), or abort and repeat the step."
+            "them, or abort and repeat the step."
         ),
     ] = None
     seed: Annotated[

@@ -61,10 +61,6 @@ class _AttemptState:
     """Microbatches whose loss isn't known yet."""
     spent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, by microbatch."""
-    for_others: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients computed in another node's place, by that node."""
-    inherited: set[str] = field(default_factory=set)
-    """Nodes that this one replaces."""
     own: Tensor | None = None
     """The stage's gradient, before it was reduced."""
     touched: set[int] = field(default_factory=set)
@@ -204,12 +200,11 @@ class TorchWork:
     def _backward(self, visit: Visit, gradient: Tensor) -> Done:
         started = time.perf_counter()
         into, out = self._attempt.saved.pop((visit.microbatch, visit.position))
-        with self._into_gradient_of(visit):
-            if out.requires_grad:  # else the embedding is frozen
-                out.backward(gradient)  # type: ignore[no-untyped-call]
+        if out.requires_grad:  # else the embedding is frozen
+            out.backward(gradient)  # type: ignore[no-untyped-call]
         if visit.position == 0:
             self._spend(visit, started)
-            done = Done(kept=self._kept_gradients)
+            done = Done()
         else:
             assert into.grad is not None
             done = self._onward("gradient", visit, into.grad, started)
@@ -252,8 +247,7 @@ class TorchWork:
             del self._attempt.saved[visit.microbatch, 0]
             return Done(home=home)
         # Each scored token weighs the same in the window, on any node: gradients simply add up.
-        with self._into_gradient_of(visit):
-            (loss / max(1, scored)).backward()
+        (loss / max(1, scored)).backward()
         assert x.grad is not None
         return self._onward("gradient", visit, x.grad, started)._replace(home=home)
 
@@ -310,7 +304,7 @@ class TorchWork:
         fields = {"microbatch": onward.microbatch, "position": onward.position}
         frame = Frame(kind, self._attempt.ballot, fields, descriptors, buffers)
         self._spend(visit, started)
-        return Done(frame, kept=self._kept_gradients)
+        return Done(frame)
 
     def _spend(self, visit: Visit, since: float) -> None:
         self._attempt.spent[visit.microbatch] += time.perf_counter() - since
@@ -330,36 +324,14 @@ class TorchWork:
 
     # --- gradients
 
-    @property
-    def _kept_gradients(self) -> int:
-        gradients = [*self._attempt.for_others.values()]
-        gradients += [] if self._attempt.own is None else [self._attempt.own]
-        return sum(flat.nbytes for flat in gradients)
-
-    @contextmanager
-    def _into_gradient_of(self, visit: Visit) -> Iterator[None]:
-        owner, attempt = visit.node, self._attempt
-        if owner == self.node or owner in attempt.inherited:
-            yield
-            return
-        if owner not in attempt.for_others:
-            attempt.for_others[owner] = torch.zeros_like(self.optimizer.gradient)
-        with self.optimizer.accumulating_into(attempt.for_others[owner]):
-            yield
-
     def keep_gradient(self) -> int:
-        self._attempt.own = self.optimizer.gradient.clone()
-        return self._kept_gradients
+        own = self._attempt.own = self.optimizer.gradient.clone()
+        return own.nbytes
 
-    def inherit(self, lost: frozenset[str]) -> int:
-        attempt = self._attempt
-        if attempt.own is not None:
-            self.optimizer.gradient.copy_(attempt.own)
-            attempt.own = None
-        for node in lost & attempt.for_others.keys():
-            self.optimizer.gradient.add_(attempt.for_others.pop(node))
-        attempt.inherited |= lost
-        return self._kept_gradients
+    def restore_gradient(self) -> None:
+        if self._attempt.own is not None:
+            self.optimizer.gradient.copy_(self._attempt.own)
+            self._attempt.own = None
 
 
 # A token's figures are sent in a codec of [wire]. Its integer features, the id in a subspace and

@@ -9,8 +9,7 @@ When a replica is lost, the attempt goes on by a new plan (docs/masking.md). Nei
 lost node's input again, to the nodes that have its microbatches now. Those redo what the lost node
 had done, and only that. A neighbour that has their results already drops them. With redundant
 computation, the same happens when another node takes the seat of a stage's last node, with the
-state of its twin. With `masking = "spare"` a node's stand-in gets the node's input from the start
-and computes it ahead when idle. Its results are withheld until the node is lost.
+state of its twin.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, routes
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.recovery.masking import Masking, stand_ins
 
 if TYPE_CHECKING:
     from planaria.node.state.boundary import BoundaryKeeper, Side
@@ -128,16 +126,13 @@ class Done(NamedTuple):
     """The result of a microbatch whose loss is known."""
     seconds: float | None = None
     """Seconds that this node spent on the microbatch, once its gradient is computed; else None."""
-    kept: int = 0
-    """Bytes of all gradients kept beside the stage's own."""
 
 
 class StageWork(Protocol):
     """The arithmetic of one stage. All methods are called in the compute thread.
 
     A pass returns None if it is of an attempt other than the newest, or of a microbatch that was
-    given up. A pass in another node's place adds to a separate gradient until `inherit`. `embed`,
-    `forward` and `backward` raise NoRoomError.
+    given up. `embed`, `forward` and `backward` raise NoRoomError.
     """
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
@@ -162,11 +157,10 @@ class StageWork(Protocol):
         ComplaintError as `forward` does."""
 
     def keep_gradient(self) -> int:
-        """Keeps a copy of the stage's gradient until `inherit`; returns `Done.kept`."""
+        """Keeps a copy of the stage's gradient until `restore_gradient`; returns its bytes."""
 
-    def inherit(self, lost: frozenset[str]) -> int:
-        """Restores the gradient of this node's own passes and adds those in the place of the lost
-        nodes, done or to come; returns `Done.kept`."""
+    def restore_gradient(self) -> None:
+        """Makes the kept copy, if there is one, the stage's gradient again."""
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         """Computes a visit that another node computes, too. Adds nothing to the gradient of the
@@ -192,7 +186,7 @@ class Workplace:
     """State that the attempts of a node share, and statistics of finished attempts."""
 
     node: str
-    masking: Masking
+    masking: bool  # whether attempts go on without lost replicas
     filling: InFlightWindow  # limits this source's microbatches under way
     work: StageWork
     compute: Compute
@@ -228,7 +222,7 @@ class AttemptPlan:
         ballot: Ballot,
         begin: pb.Begin,
         node: str,
-        masking: Masking,
+        masking: bool,
         redundant: bool,
         before: Mapping[int, Route] = MappingProxyType({}),
     ) -> None:
@@ -246,15 +240,14 @@ class AttemptPlan:
         self.maskable = frozenset(
             place.node
             for place in begin.members
-            if training and masking != "abort" and replicas[place.stage] > 1
+            if training and masking and replicas[place.stage] > 1
         )
         """Nodes whose loss leaves their stage with another node."""
-        twins = training and masking != "abort" and redundant
+        twins = training and masking and redundant
         self.replaceable = self.maskable | frozenset(
             place.node for place in begin.members if twins and place.stage > 0
         )
         """Nodes whose microbatches may still move to other nodes."""
-        self.stand_ins = stand_ins(begin.members) if training and masking == "spare" else {}
 
     def route_said(self, nodes: object) -> Route | None:
         """The route of a microbatch that only its double was given, as its neighbour sent it; None:
@@ -287,10 +280,7 @@ class Attempt:
         self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by the pass before theirs
         self._held: deque[Callable[[], None]] = deque()  # passes that wait for memory
         self._sent: dict[Pass, Frame] = {}  # to replaceable nodes
-        self._done_ahead: set[int] = set()  # microbatches of other nodes, done ahead
-        self._withheld: dict[Pass, Frame] = {}  # results computed in another node's place
         self._scored: dict[int, pb.Home] = {}  # microbatches with a known loss, until sent as home
-        self._homes: set[int] = set()  # those of `_scored` that are back
         self._gradients_kept = 0  # bytes
         self._completed: Outcome[None] | None = None  # the exchange in `complete`
         self._until = math.inf  # deadline of `complete`
@@ -318,8 +308,7 @@ class Attempt:
     @property
     def kept(self) -> int:
         """Bytes of what may have to be sent or averaged again."""
-        frames = (*self._sent.values(), *self._withheld.values())
-        return sum(frame.size for frame in frames) + self._gradients_kept
+        return sum(frame.size for frame in self._sent.values()) + self._gradients_kept
 
     def start(self) -> None:
         if not self._plan.mine:
@@ -334,18 +323,12 @@ class Attempt:
         ValueError."""
         before = self._plan
         plan = self._plan_of(ballot, begin, before.routes)
-        lost = {place.node for place in before.begin.members}
-        lost -= {place.node for place in begin.members}
-        left = frozenset(node for node in lost if before.stand_ins.get(node) == self.node)
         if plan.microbatches != before.microbatches:
             raise ValueError("the new plan has other microbatches than the previous one")
         if taken := before.mine - plan.mine - self._given_up:
             raise ValueError(
                 f"microbatches {sorted(taken)} go to other nodes, but were not given up"
             )
-        for microbatch, route in before.routes.items():
-            if left & set(route.nodes) and self.node not in plan.routes[microbatch].nodes:
-                raise ValueError(f"microbatch {microbatch} doesn't go to the lost node's stand-in")
         if again := self._given_up & plan.mine - before.mine:
             raise ValueError(f"microbatches {sorted(again)} were given up here before")
         self._plan, self._until = plan, math.inf
@@ -355,12 +338,12 @@ class Attempt:
             if plan.routes[m].nodes != before.routes[m].nodes
         )
         self._note_if_complete()
-        self._tell_work(partial(self.place.work.inherit, left))
+        self._gradients_kept = 0
+        self._tell_work(self.place.work.restore_gradient)
         for sent, frame in list(self._sent.items()):
             node = plan.routes[sent.microbatch].nodes[sent.position]
             if node != before.routes[sent.microbatch].nodes[sent.position]:
                 self._send(node, sent, frame)
-        self._release()
         held, self._held = self._held, deque()
         for work in held:
             work()
@@ -391,15 +374,6 @@ class Attempt:
 
         work = partial(self.place.work.give_up, self.began, candidates)
         self.place.compute.post(work, given, Priority.CONTROL)
-
-    def _release(self) -> None:
-        """Takes over the results computed in the place of nodes that are lost now."""
-        self.applied |= self._done_ahead & self._plan.mine
-        self._note_if_complete()
-        for made, frame in list(self._withheld.items()):
-            del self._withheld[made]
-            self._send_or_withhold(made, frame)
-        self._send_homes()
 
     def end(self) -> None:
         """A newer attempt has begun."""
@@ -445,28 +419,21 @@ class Attempt:
 
     def _inject(self) -> None:
         while self._waiting and len(self._out) < self.place.filling.out:
-            microbatch = self._waiting.popleft()
-            if microbatch not in self.applied:  # else it was done ahead, and is home already
-                self._inject_now(microbatch)
+            self._inject_now(self._waiting.popleft())
 
     def _inject_now(self, microbatch: int) -> None:
         self._out.add(microbatch)
-        self._embed_soon(microbatch, Priority.FORWARD)
-
-    def _embed_soon(self, microbatch: int, priority: Priority) -> None:
-        first = Pass(microbatch, 0, "activation")
-        if first not in self._seen:  # else it was done ahead
-            self._seen.add(first)
-            visit = Visit(microbatch, 0, self._plan.routes[microbatch])
-            passed = partial(self._passed, visit, None)
-            self._compute(priority, visit, "activation", self.place.work.embed, passed)
+        self._seen.add(Pass(microbatch, 0, "activation"))
+        visit = Visit(microbatch, 0, self._plan.routes[microbatch])
+        passed = partial(self._passed, visit, None)
+        self._compute(Priority.FORWARD, visit, "activation", self.place.work.embed, passed)
 
     def _is_scored(self, home: pb.Home) -> None:
         self._scored[home.microbatch] = home
-        if not self._plan.trains:
-            self._came_home(home.microbatch)
-        elif home.microbatch in self._plan.sourced:
+        if self._plan.trains:
             self._tell_if_scored()
+        else:
+            self._came_home(home.microbatch)
 
     def _tell_if_scored(self) -> None:
         """Reports the losses of all microbatches that begin here, while some aren't back."""
@@ -477,22 +444,11 @@ class Attempt:
             self.place.host.tell_driver(self.ballot, scored=message)
 
     def _came_home(self, microbatch: int) -> None:
-        if self._is_timed(microbatch):
+        if self._plan.trains:
             self.place.filling.home(microbatch, self.place.compute.now)
-        self._out.discard(microbatch)
-        self._homes.add(microbatch)
-        self._send_homes()
+        self._out.remove(microbatch)
+        self.place.host.tell_driver(self.ballot, home=self._scored.pop(microbatch))
         self._inject()
-
-    def _is_timed(self, microbatch: int) -> bool:
-        """False for what is done ahead and for forward-only microbatches."""
-        return self._plan.trains and microbatch in self._out
-
-    def _send_homes(self) -> None:
-        """Sends the homes of microbatches whose source is this node."""
-        for microbatch in [m for m in self._homes if self._plan.routes[m].nodes[0] == self.node]:
-            self._homes.discard(microbatch)
-            self.place.host.tell_driver(self.ballot, home=self._scored.pop(microbatch))
 
     # --- frames
 
@@ -515,12 +471,9 @@ class Attempt:
         if not expected or this in self._seen:
             return
         before = visit.before(frame.kind)
-        ahead = visit.node != self.node
-        if before is not None and before not in self._done:  # it is redone, or done ahead, here
+        if before is not None and before not in self._done:  # it is redone here
             self._early.setdefault(before, {})[this] = peer, frame
-            if ahead and before.position == 0:
-                self._embed_soon(visit.microbatch, Priority.BACKGROUND)
-            elif visit.microbatch in self._waiting:  # it began at a source that was lost
+            if visit.microbatch in self._waiting:  # it began at a source that was lost
                 self._waiting.remove(visit.microbatch)
                 self._inject_now(visit.microbatch)
             return
@@ -529,7 +482,6 @@ class Attempt:
             self._compare(visit.sender(frame.kind), peer, frame)
         forward = frame.kind == "activation"
         priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
-        priority = Priority.BACKGROUND if ahead else priority
         work = self.place.work.forward if forward else self.place.work.backward
         passed = partial(self._passed, visit, frame)
         self._compute(priority, visit, frame.kind, work, passed, (peer, frame))
@@ -557,8 +509,7 @@ class Attempt:
         """Whether the plan has `peer` send this frame here. A peer with an older plan, from before
         a loss, gets False. Raises ComplaintError for one with this plan."""
         sender = visit.sender(frame.kind)
-        here = self.node in (visit.node, self._plan.stand_ins.get(visit.node))
-        if here and sender.node == peer:
+        if (visit.node, sender.node) == (self.node, peer):
             return True
         if frame.ballot == self.ballot:
             raise ComplaintError(
@@ -576,14 +527,14 @@ class Attempt:
             self._keep("received", visit, received)
         if made is not None:
             self._keep("sent", visit, made)
-        self._gradients_kept = done.kept
         if done.seconds is not None:
             self._count(visit.microbatch, done.seconds)
-        if received is None and self._is_timed(visit.microbatch):
+        if received is None and self._plan.trains:
             self.place.filling.left(visit.microbatch, self.place.compute.now)
         if made is not None:
-            onward = visit.after(made.kind)
-            self._send_or_withhold(Pass(onward.microbatch, onward.position, made.kind), made)
+            onward = Pass(visit.microbatch, visit.after(made.kind).position, made.kind)
+            # By the current plan, which may be newer than the computation.
+            self._send(self._plan.routes[onward.microbatch].nodes[onward.position], onward, made)
         if done.home is not None:
             self._is_scored(done.home)
         elif made is None:
@@ -591,26 +542,16 @@ class Attempt:
 
     def _keep(self, side: Side, visit: Visit, frame: Frame) -> None:
         boundary = self.place.boundary
-        if boundary is not None and frame.kind == "activation" and self.node in visit.route.nodes:
+        if boundary is not None and frame.kind == "activation":
             boundary.keep(side, frame, self.began, visit.route.stages)
-
-    def _send_or_withhold(self, made: Pass, frame: Frame) -> None:
-        """Decides by the current plan, which may be newer than the computation."""
-        nodes = self._plan.routes[made.microbatch].nodes
-        made_at = made.position - (1 if made.kind == "activation" else -1)
-        if nodes[made_at] == self.node:
-            self._send(nodes[made.position], made, frame)
-        else:
-            self._withheld[made] = frame
 
     def _send(self, node: str, made: Pass, frame: Frame) -> None:
         frame = replace(frame, ballot=self.ballot)
         if node in self._plan.replaceable:
             self._sent[made] = frame
-        for to in filter(None, (node, self._plan.stand_ins.get(node))):
-            if not self.place.host.send(to, frame):
-                reason = f"no link to {to} for microbatch {made.microbatch}"
-                self.place.host.cut_off(self.ballot, to, reason)
+        if not self.place.host.send(node, frame):
+            reason = f"no link to {node} for microbatch {made.microbatch}"
+            self.place.host.cut_off(self.ballot, node, reason)
         for double in self._neighbour.sends((made.microbatch, made.position), frame):
             self._send_to_double(double, frame, self._plan.routes[made.microbatch])
 
@@ -680,8 +621,7 @@ class Attempt:
     # --- helpers
 
     def _count(self, microbatch: int, seconds: float) -> None:
-        own = microbatch in self._plan.mine
-        (self.applied if own else self._done_ahead).add(microbatch)
+        self.applied.add(microbatch)
         self.place.count(seconds)
         self._note_if_complete()
 
@@ -739,10 +679,10 @@ class Attempt:
     def _may_wait(self, visit: Visit) -> bool:
         """Whether the pass may wait for memory. A waiting pass must not hold what work here needs:
         input from a later stage, or results of later stages from before a loss. Nor may a source
-        delay what comes to its head. And two stand-ins would wait for each other's work ahead."""
+        delay what comes to its head."""
         order = visit.route.stages[1:-1]
         in_order = visit.position <= 1 or list(order) == sorted(order)
-        return in_order and visit.microbatch in self._own and not self._plan.stand_ins
+        return in_order and visit.microbatch in self._own
 
     def _blame(self, peer: str, this: Pass, error: Exception) -> None:
         """Computing on a peer's valid frame raised an exception. The first time the peer is blamed,
@@ -753,15 +693,8 @@ class Attempt:
         reason = f"{failure}: {type(error).__name__}: {error}"
         self.place.host.attempt_failed(self.ballot, reason, [peer])
 
-    def _tell_work(
-        self, work: Callable[[], int | None], priority: Priority = Priority.CONTROL
-    ) -> None:
-        def then(kept: int | Exception | None) -> None:
-            if isinstance(kept, int):
-                self._gradients_kept = kept
-            self._raise_error(kept)
-
-        self.place.compute.post(work, then, priority)
+    def _tell_work(self, work: Callable[[], None]) -> None:
+        self.place.compute.post(work, self._raise_error, Priority.CONTROL)
 
     def _raise_error(self, result: object) -> None:
         if isinstance(result, Exception) and not isinstance(result, ComplaintError):

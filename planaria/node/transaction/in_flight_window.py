@@ -46,8 +46,7 @@ class InFlightWindow:
 
     def home(self, microbatch: int, now: float) -> None:
         """The microbatch's gradient has come back and was applied."""
-        if microbatch in self._left:  # else it left ahead of its turn
-            self._trip = min(self._trip, now - self._left.pop(microbatch))
+        self._trip = min(self._trip, now - self._left.pop(microbatch))
         self._homes.append(now)
 
     def begin(self) -> None:

@@ -2,8 +2,8 @@
 
 The driver has the whole `Begin` and sends a member its part of it:
 
-- the microbatches that visit the member, or that it computes ahead, with nodes as numbers in the
-  list of members; of all others their number;
+- the microbatches that visit the member, with nodes as numbers in the list of members; of all
+  others their number;
 - the joiners of its stage that follow;
 - the members. A member that received the attempt before gets the changes since then; after a query,
   the differences from the view of the query.
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.masking import stand_ins
 
 Members = Mapping[str, int]
 """Stages of the attempt's members, by node."""
@@ -48,16 +46,11 @@ class PlanEncoder:
         self._informed = frozenset(having)
 
     def tell(
-        self,
-        ballot: Ballot,
-        begin: pb.Begin,
-        parts: Mapping[str, pb.Begin],
-        stages: Members,
-        spare: bool,
+        self, ballot: Ballot, begin: pb.Begin, parts: Mapping[str, pb.Begin], stages: Members
     ) -> None:
-        """Encodes an attempt that begins, or goes on, under the ballot into `to`, by node.
-        `stages`: of these nodes. `spare`: nodes stand in for each other."""
-        visits = _visits(begin, spare)
+        """Encodes an attempt that begins, or goes on, under the ballot into `parts`, by node.
+        `stages`: of these nodes."""
+        visits = _visits(begin)
         joiners: defaultdict[int, list[pb.Joiner]] = defaultdict(list)
         for joiner in begin.joining:
             joiners[joiner.stage].append(joiner)
@@ -93,18 +86,16 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
     return part
 
 
-def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[bytes]]:
-    """The microbatches that visit a node, once each, or that it computes ahead, by node. Each is a
-    `Begin`, serialised once for all its receivers."""
+def _visits(begin: pb.Begin) -> dict[str, list[bytes]]:
+    """The microbatches that visit a node, once each, by node. Each is a `Begin`, serialised once
+    for all its receivers."""
     visits: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
     number = {node: number for number, node in enumerate(visits)}
     by_number = [*visits.values()]
-    pairs = stand_ins(begin.members) if spare else {}
-    ahead = {number[node]: number[stand_in] for node, stand_in in pairs.items()}
     for microbatch in begin.plan:
         numbered = _in_numbers(microbatch, number[microbatch.source])
         alone = pb.Begin(plan=[numbered]).SerializeToString()
-        for place in chain(numbered.places, (ahead[at] for at in numbered.places if at in ahead)):
+        for place in numbered.places:
             by_number[place].append(alone)
     return visits
 

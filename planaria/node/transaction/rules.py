@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from planaria.recovery.masking import Masking
 from planaria.recovery.policy import Policy
 
 SLOWEST: Final = 100e3
@@ -25,7 +24,7 @@ class TransactionRules:
     clip: float
     policy: Policy
     strict: bool  # stop where the policy can't serve
-    masking: Masking
+    masking: bool  # whether attempts go on without lost replicas
     relearn: bool  # whether stages that were rebuilt inexactly relearn
     progress: float  # seconds without progress before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor

@@ -146,7 +146,7 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     ("left", "rules"),
     [
         (TAKEN, {"policy": POLICIES["checkfree"]}),
-        (TAKEN, {"masking": "abort"}),
+        (TAKEN, {"masking": False}),
         ({"a": 0, "b/1": 1, "b/2.3": 2, "b/3.3": 3}, {}),  # two of them, in a row
         ({"a": 0, "d/1.3": 1, "d/2.3": 2, "d/3": 3}, {}),  # with who had the twin
     ],

@@ -1,4 +1,4 @@
-"""An attempt without a tensor: what is computed, sent, withheld and sent again, in any order."""
+"""An attempt without a tensor: what is computed, sent and sent again, in any order."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def same_gradients(swarm: Swarm, other: Swarm) -> bool:
     return all(map(np.array_equal, swarm.gradients(), other.gradients()))
 
 
-def started(replicas: int = 2, masking: Any = "reassign", seed: int = 0) -> Swarm:
-    swarm = Swarm(replicas, random.Random(seed), masking)
+def started(replicas: int = 2, seed: int = 0) -> Swarm:
+    swarm = Swarm(replicas, random.Random(seed))
     swarm.starts()
     return swarm
 
@@ -110,7 +110,7 @@ def test_what_a_slow_node_has_not_begun_others_do_once(
     """At whatever moment it is told to give it up, and whoever is lost besides, before it answers
     or afterwards."""
     chance = random.Random(seed)
-    swarm = Swarm(replicas, chance, "reassign")
+    swarm = Swarm(replicas, chance)
     swarm.starts()
     slow: set[int] = set()  # stages; the driver relieves one node of each
     for after, what in events:
@@ -159,7 +159,6 @@ class Cramped(VirtualWork):
     replicas=st.integers(1, 3),
     room=st.integers(0, 3),
     swapped=st.booleans(),
-    masking=st.sampled_from(["reassign", "spare"]),
     losses=LOSSES,
     checked=st.sampled_from([0.0, 0.5]),
 )
@@ -168,7 +167,6 @@ class Cramped(VirtualWork):
     replicas=3,
     room=1,
     swapped=True,
-    masking="reassign",
     losses=[(29, 1, False), (0, 1, False)],
     checked=0.0,
 )
@@ -178,7 +176,6 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     replicas: int,
     room: int,
     swapped: bool,
-    masking: Any,
     losses: list[tuple[int, int, bool]],
     checked: float,
 ) -> None:
@@ -186,7 +183,7 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     to be compared, and where microbatches have to wait for `room` (0: there is always some)."""
     chance = random.Random(seed)
     work: Any = partial(Cramped, room) if room else VirtualWork
-    swarm = Swarm(replicas, chance, masking, work, swapped)
+    swarm = Swarm(replicas, chance, make_work=work, swapped=swapped)
     swarm.starts(checks=SpotChecks(checked, 0.05, chance) if checked else None)
     for after, count, mute in losses if replicas > 1 else ():
         for _ in range(after):
@@ -198,7 +195,7 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     assert same_gradients(swarm, expected)
     swarm.check_homes_are_those_of(expected)
     assert all(compared.difference == 0 for _, compared in swarm.compared)
-    if room and not (swapped or swarm.lost or checked or masking == "spare"):
+    if room and not (swapped or swarm.lost or checked):
         assert all(node.work.most <= room for node in swarm.nodes.values())
 
 
@@ -229,10 +226,10 @@ def test_what_is_given_up_is_all_that_was_not_begun() -> None:
     swarm.check_everything_is_there_once()
 
 
-@given(seed=st.integers(0, 2**32), masking=st.sampled_from(["abort", "reassign", "spare"]))
+@given(seed=st.integers(0, 2**32), masking=st.booleans())
 @settings(max_examples=50)
 def test_an_evaluation_brings_every_microbatch_home_and_leaves_no_gradient(
-    seed: int, masking: Any
+    seed: int, masking: bool
 ) -> None:
     swarm = Swarm(2, random.Random(seed), masking)
     swarm.starts(pb.Begin.EVALUATE)
@@ -243,41 +240,24 @@ def test_an_evaluation_brings_every_microbatch_home_and_leaves_no_gradient(
     assert {node.workplace.computed for node in swarm.nodes.values()} == {0}
 
 
-def test_what_was_done_ahead_is_not_done_again() -> None:
-    swarm = started(2, "spare")
-    swarm.ends()
-    stand_in = swarm.nodes["1.0"]
-    assert stand_in.workplace.computed == MICROBATCHES  # its own, and the other's
-    assert len(stand_in.attempt.applied) < MICROBATCHES
-    computed = [node.workplace.computed for node in swarm.nodes.values()]
-    done = [node.work.done.copy() for node in swarm.nodes.values()]
-    swarm.loses({"1.1"}, mute=True)
-    swarm.ends()
-    assert [node.workplace.computed for node in swarm.nodes.values()] == computed
-    assert [node.work.done for node in swarm.nodes.values()] == done
-    swarm.check_everything_is_there_once()
-    assert same_gradients(swarm, undisturbed())
-
-
 @pytest.mark.parametrize(
     ("replicas", "masking", "kept"),
     [
-        (1, "reassign", 0),
-        (2, "abort", 0),
-        (2, "reassign", 2 * (STAGES + 1) * MICROBATCHES),
-        (2, "spare", 2 * 2 * (STAGES + 1) * MICROBATCHES),
+        (1, True, 0),
+        (2, False, 0),
+        (2, True, 2 * (STAGES + 1) * MICROBATCHES),
     ],
 )
 def test_only_what_may_have_to_be_sent_again_is_kept(
-    replicas: int, masking: Any, kept: int
+    replicas: int, masking: bool, kept: int
 ) -> None:
     swarm = Swarm(replicas, random.Random(0), masking)
     swarm.starts()
     swarm.ends()
     attempts = [node.attempt for node in swarm.nodes.values()]
-    assert sum(len(one._sent) + len(one._withheld) for one in attempts) == kept
-    gradients = {"abort": 0, "reassign": 16, "spare": 2 * 16}[masking] if replicas > 1 else 0
-    assert sum(one.kept for one in attempts) == 16 * kept + gradients * len(attempts)
+    assert sum(len(attempt._sent) for attempt in attempts) == kept
+    gradients = 16 if masking and replicas > 1 else 0
+    assert sum(attempt.kept for attempt in attempts) == 16 * kept + gradients * len(attempts)
     for node in swarm.nodes.values():
         before = node.attempt.kept
         node.attempt.end()
@@ -380,17 +360,6 @@ def test_a_plan_that_cannot_be_is_refused_and_starts_nothing() -> None:
         swarm.nodes["1.1"].attempt.go_on(Ballot(1, 2), begin)
 
 
-def test_a_new_plan_that_passes_over_the_stand_in_is_refused() -> None:
-    swarm = started(3, "spare")
-    swarm.loses({"1.0"}, mute=True)
-    (begin,) = [plan for name, _, plan in swarm.plans if name == "1.1"]
-    names = [place.node for place in begin.members]
-    other = next(m for m in begin.plan if m.id == 0)
-    other.places[0] = names.index("1.2")  # 1.1 stands in for 1.0
-    with pytest.raises(ValueError, match="microbatch 0 doesn't go to the lost node's stand-in"):
-        swarm.nodes["1.1"].attempt.go_on(Ballot(1, 2), begin)
-
-
 def test_who_lacks_a_microbatch_says_so_in_time() -> None:
     swarm, clock = Swarm(1, random.Random(0)), Nodes()
     swarm.starts()
@@ -440,26 +409,6 @@ def test_a_source_finds_out_how_many_to_have_out_by_what_is_trained(kind: Any) -
     assert len(source.attempt._out) == min(filling.out, MICROBATCHES)
 
 
-def test_what_was_done_ahead_and_is_home_before_its_turn_holds_up_no_other() -> None:
-    swarm = Swarm(2, random.Random(0), "spare")
-    node, compute = working(swarm, "0.1")
-    assert set(node.attempt._out) == {1, 3}
-    comes(node, "2.0", "activation", 0, 3)  # of 0.0's
-    exhaust(compute)
-    swarm.loses({"0.0"}, mute=True)
-    swarm.goes_on("0.1")
-    comes(node, "1.0", "gradient", 0, 0)
-    exhaust(compute)
-    assert set(node.homes) == {0}
-    for microbatch in (1, 3):
-        comes(node, "1.1", "activation", microbatch, 3)
-        comes(node, "2.1", "gradient", microbatch, 0)
-    exhaust(compute)
-    assert set(node.homes) == {0, 1, 3}
-    assert set(node.attempt._out) == {2, 4}
-    assert node.work.done["activation"] == MICROBATCHES
-
-
 def working(swarm: Swarm, name: str) -> tuple[Node, Compute]:
     """A node that has begun, and nothing else has come to it yet."""
     swarm.starts()
@@ -478,14 +427,13 @@ def comes(node: Node, peer: str, kind: str, microbatch: int, position: int) -> N
     node.attempt.take(peer, Frame(kind, node.attempt.ballot, fields, [], bytes(16)))
 
 
-def test_backward_goes_before_forward_and_what_is_anothers_behind_both() -> None:
-    node, compute = working(Swarm(2, random.Random(0), "spare"), "1.0")
+def test_backward_goes_before_forward() -> None:
+    node, compute = working(Swarm(2, random.Random(0)), "1.0")
     comes(node, "0.0", "activation", 0, 1)
     exhaust(compute)
-    comes(node, "2.1", "activation", 1, 2)  # for 1.1
     comes(node, "0.0", "activation", 2, 1)
     comes(node, "2.0", "gradient", 0, 1)
-    assert compute.posted == [Priority.BACKWARD, Priority.FORWARD, Priority.BACKGROUND]
+    assert compute.posted == [Priority.BACKWARD, Priority.FORWARD]
 
 
 def test_the_head_goes_before_the_embedding() -> None:
@@ -518,7 +466,7 @@ def test_what_comes_before_what_it_needs_waits_for_that() -> None:
 def test_what_an_older_attempt_has_left_in_the_compute_thread_has_no_effect(
     seed: int, after: int, drops: bool
 ) -> None:
-    swarm = started(2, "spare", seed)
+    swarm = started(2, seed)
     for _ in range(after):
         swarm.moves()
     again = Ballot(2, 1)
@@ -536,7 +484,7 @@ def test_what_an_older_attempt_has_left_in_the_compute_thread_has_no_effect(
 
 
 def test_what_is_dropped_leaves_no_trace() -> None:
-    swarm = started(2, "spare", seed=1)
+    swarm = started(2, seed=1)
     for _ in range(100):
         swarm.moves()
     for node in swarm.nodes.values():
@@ -544,7 +492,7 @@ def test_what_is_dropped_leaves_no_trace() -> None:
         exhaust(node.compute)
         comes(node, "0.0", "activation", 0, 1)
         assert not node.compute.posted
-        assert (node.work.ballot, node.work.kept) == (NEVER, 0)
+        assert (node.work.ballot, node.work.own) == (NEVER, None)
     assert not any(gradient.any() for gradient in swarm.gradients())
 
 

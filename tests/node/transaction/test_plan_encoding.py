@@ -13,7 +13,6 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.plan_encoding import PlanDecoder, PlanEncoder, in_order
 from planaria.node.transaction.routing import routes
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.masking import stand_ins
 
 STAGES = 2
 Swarm = dict[str, int]
@@ -32,11 +31,11 @@ def begun(members: Swarm, microbatches: int = 4, joining: Swarm | None = None) -
 
 
 def parts(
-    telling: PlanEncoder, ballot: Ballot, begin: pb.Begin, stages: Swarm, spare: bool = False
+    telling: PlanEncoder, ballot: Ballot, begin: pb.Begin, stages: Swarm
 ) -> dict[str, pb.Begin]:
     """What each of these is told."""
     told = {node: pb.Begin() for node in stages}
-    telling.tell(ballot, begin, told, stages, spare)
+    telling.tell(ballot, begin, told, stages)
     return told
 
 
@@ -56,10 +55,9 @@ trains = st.sets(st.sampled_from(names)).map(
 
 @given(
     attempts=st.lists(st.tuples(trains, st.booleans(), st.integers(1, 9)), min_size=1, max_size=6),
-    spare=st.booleans(),
 )
 def test_each_has_all_that_concerns_it_whoever_came_and_went(
-    attempts: list[tuple[Swarm, bool, int]], spare: bool
+    attempts: list[tuple[Swarm, bool, int]],
 ) -> None:
     """Those who don't train follow. Whose numbers are odd hasn't had the view that is asked in."""
     telling, heard = PlanEncoder(), defaultdict[str, PlanDecoder](PlanDecoder)
@@ -74,13 +72,11 @@ def test_each_has_all_that_concerns_it_whoever_came_and_went(
         begin = begun(members, microbatches, followers)
         ballot = Ballot(1, number + 1)
         ways = routes(begin)
-        ahead = stand_ins(begin.members) if spare else {}
         told = {name: int(name[1]) for name in names}
-        for node, part in parts(telling, ballot, begin, told, spare).items():
+        for node, part in parts(telling, ballot, begin, told).items():
             found = heard[node].whole(ballot, part)
             assert list(found.members) == list(begin.members)
-            beside = {node, *(one for one, other in ahead.items() if other == node)}
-            concern = {m: way for m, way in ways.items() if beside & {*way.nodes}}
+            concern = {m: way for m, way in ways.items() if node in way.nodes}
             assert routes(found) == concern
             assert len(found.plan) + found.untold == microbatches
             assert {j.node for j in found.joining} == {

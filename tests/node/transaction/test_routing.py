@@ -22,7 +22,6 @@ from planaria.node.transaction.routing import (
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of, seat_id
-from planaria.recovery.masking import stand_ins
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as copied
 
@@ -198,12 +197,6 @@ def test_no_visit_could_go_where_it_ends_sooner(seated, count, swapped, data):
             for other in replicas[stage]:
                 ends = busy[node_of(other)] + seconds[other]
                 assert other == seat or ends >= busy[node_of(seat)] * (1 - 1e-6)
-
-
-def test_the_next_replica_stands_in():
-    places = [("b", 1), ("a", 0), ("d", 1), ("c", 1), ("e", 2), ("f", 2)]
-    members = [pb.Place(node=node, stage=stage) for node, stage in places]
-    assert stand_ins(members) == {"b": "c", "c": "d", "d": "b", "e": "f", "f": "e"}
 
 
 MEMBERS = [pb.Place(node=node, stage=stage) for node, stage in [("a", 0), ("b", 1), ("c", 2)]]
