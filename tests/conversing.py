@@ -6,7 +6,7 @@ from planaria.node.agent import Agent
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire.budget import ITEM
 
-VOTING = frozenset({MemberPhase.RUNNING, MemberPhase.REDUCING})
+VOTING = MemberPhase.RUNNING, MemberPhase.REDUCING
 
 
 def validate(seat: Agent) -> None:
