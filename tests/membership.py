@@ -1,6 +1,7 @@
 """Joins of single nodes, and invariants of the membership machine."""
 
 import math
+from functools import lru_cache
 
 from planaria.bootstrap.cuts import Cuts
 from planaria.bootstrap.effects import Effect, Refused
@@ -45,7 +46,7 @@ def validate_state(machine: Membership) -> None:
     assert list(view.relays) == machine._cuts.relays(), "the view lags the relays"
     assert (view.lineage, view.committed) <= machine._watermark.newest
     if view.number:
-        _validate_view(view, rules)
+        _validate_view(view.SerializeToString(), rules)
     if machine._driving.started and not view.driver:
         assert not members.count(0), "a stage-0 member, but no driver"
     _validate_indexes(members)
@@ -57,7 +58,10 @@ def validate_state(machine: Membership) -> None:
         assert not node.probe or node.accusers, "a probe that nobody asked for"
 
 
-def _validate_view(view: View, rules: MembershipRules) -> None:
+@lru_cache(maxsize=16)
+def _validate_view(serialized: bytes, rules: MembershipRules) -> None:
+    """Once for each view: it is looked at more often than it changes."""
+    view = View.FromString(serialized)
     assert not problem_with(view, rules), problem_with(view, rules)
     assert view.reason.isprintable() and view.ordered.isprintable()
     members, joined = list(view.members), [m.joined for m in view.members]

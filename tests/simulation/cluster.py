@@ -627,7 +627,7 @@ class Cluster:
         digest = own if weights.corrupted else applied.digests.setdefault(stage, own)
         self.agree(digest == own, f"{who}; its replicas have other weights")
         known = self.known.setdefault((weights.chain, stage), set())
-        known.update(_digests(weights.optimizer))
+        known.update((own, weights_digest(weights.optimizer.weights)))
         self.steps[weights.chain] = commit.step
         self.counts["applied"] += 1
         self.counts["skipped"] += commit.skipped

@@ -124,7 +124,7 @@ class Connection:
 
     def reaches(self, end: End) -> bool:
         """Whether what is sent to it comes, at the moment."""
-        return self.network.passes(*self._way(end))
+        return not self.network.partitions or self.network.passes(*self._way(end))
 
     def send(self, to: End, item: Any) -> None:
         if self.intact:

@@ -145,8 +145,9 @@ class Node(shipped.Node["VirtualMachine"]):
         return {seat.stage for seat in self.seats.agents.values()}
 
     def validate(self) -> None:
-        for seat in () if self.ended else self.seats.agents.values():
-            validate(seat)
+        if not self.over.done():
+            for seat in self.seats.agents.values():
+                validate(seat)
 
 
 class VirtualMachine:

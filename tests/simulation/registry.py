@@ -7,8 +7,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import Invites
@@ -17,6 +15,7 @@ from planaria.bootstrap.rules import MembershipRules, Resettle
 from planaria.bootstrap.service import RegistryServer
 from planaria.bootstrap.step_time import Load
 from planaria.bootstrap.views import apply, difference
+from simulation.keys import PrivateKey
 from simulation.transport import MemoryTransport
 from simulation.world import Process
 from tests.membership import validate_state
@@ -25,14 +24,15 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 ADDRESS: Final = "10.0.0.1:1"
-KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # the run's
+KEY: Final = Identity(PrivateKey(bytes(32)))  # type: ignore[arg-type]  # the run's
 LOOK: Final = 0.1
 
 
 @cache
 def key_of(host: str) -> Identity:
     """Of whatever node is there."""
-    return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(host.encode()).digest()))
+    key = PrivateKey(hashlib.sha256(host.encode()).digest())
+    return Identity(key)  # type: ignore[arg-type]
 
 
 class MemoryJournal:

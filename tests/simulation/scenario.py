@@ -13,6 +13,7 @@ from functools import partial
 from typing import ClassVar
 from unittest.mock import patch
 
+from planaria.bootstrap import identity
 from planaria.node.averaging import coding
 from planaria.node.report import line_file
 from planaria.node.stage import optimizer
@@ -22,6 +23,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire.naming import node_of
 from planaria.recovery.policy import POLICIES
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
+from simulation.keys import SIGNED, PublicKey
 from simulation.network import Connection
 from simulation.node import Node
 from simulation.ports import Files, LedgerDisks
@@ -60,7 +62,8 @@ def run(
     scenario = (kind or Scenario)(seed, machines or Machines(), policy)
     gc.disable()  # what it would find in one scenario are a few MiB
     try:
-        with small_pieces(), patch.object(line_file, "os", LedgerDisks(scenario.cluster.files)):
+        disks = patch.object(line_file, "os", LedgerDisks(scenario.cluster.files))
+        with small_pieces(), disks, patch.object(identity, "Ed25519PublicKey", PublicKey):
             return scenario.run()
     except InvariantError as broken:
         raise ScenarioError(scenario.report(str(broken))) from broken
@@ -68,6 +71,7 @@ def run(
         raise ScenarioError(scenario.report(f"crashed: {error!r}")) from error
     finally:
         scenario.world.close()
+        SIGNED.clear()
         gc.enable()
 
 

@@ -226,7 +226,9 @@ class TcpConnection(Connection):
 
     def look(self) -> None:
         """What keepalive does."""
-        if all(end.process.responsive and self.reaches(end) for end in self.ends):
+        one, other = (end.process for end in self.ends)
+        hear = one.responsive and other.responsive
+        if hear and self.network.reach(one.host, other.host):
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = self.world.now

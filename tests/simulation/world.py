@@ -77,20 +77,32 @@ class World(asyncio.AbstractEventLoop):
         self.trace: deque[str] = deque(maxlen=400)
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
+        self._soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        """What is to be called now, after the events that were to come now before."""
         self.tasks: dict[asyncio.Task[Any], None] = {}  # not over; those of the dead, too
         self._closed = False
         OPEN.append(self)
 
     def after(self, delay: float, call: Callable[..., object], *arguments: Any) -> None:
-        event = (self.now + delay, next(self._numbers), call, arguments)
-        heapq.heappush(self._events, event)
+        self._call_at(self.now + delay, call, arguments)
+
+    def _call_at(
+        self, when: float, call: Callable[..., object], arguments: tuple[Any, ...]
+    ) -> None:
+        if when <= self.now:
+            self._soon.append((call, arguments))
+        else:
+            heapq.heappush(self._events, (when, next(self._numbers), call, arguments))
 
     def run_until(self, end: float) -> None:
         """Up to the first event at `end` or later."""
         asyncio._set_running_loop(self)
         try:
             while self.now < end:
-                self.now, _, call, arguments = heapq.heappop(self._events)
+                if self._soon and not (self._events and self._events[0][0] <= self.now):
+                    call, arguments = self._soon.popleft()
+                else:
+                    self.now, _, call, arguments = heapq.heappop(self._events)
                 call(*arguments)
         finally:
             asyncio._set_running_loop(None)
@@ -121,14 +133,14 @@ class World(asyncio.AbstractEventLoop):
         self, when: float, call: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
         handle = Handle(when, call, args, context or copy_context())
-        heapq.heappush(self._events, (max(when, self.now), next(self._numbers), handle, ()))
+        self._call_at(when, handle, ())
         return handle
 
     def call_soon(  # type: ignore[override]
         self, call: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
         handle = Handle(self.now, call, args, context or copy_context())
-        heapq.heappush(self._events, (self.now, next(self._numbers), handle, ()))
+        self._soon.append((handle, ()))
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -188,6 +200,7 @@ class World(asyncio.AbstractEventLoop):
         finally:
             asyncio._set_running_loop(None)
         self._events.clear()
+        self._soon.clear()
         OPEN.remove(self)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Final
 
@@ -108,7 +108,7 @@ class Question:
     run: RunFile  # model and batch, and all that isn't chosen here
     vocabulary: int  # of the data
     machines: tuple[Machine, ...]  # nodes of a site in a row
-    network: Network  # of the sites
+    network: Network = field(hash=False)  # of the sites
     tokens: float
     hourly: float = 0.0  # probability that a node is lost within an hour
     replacement: float = 120.0  # seconds until a machine is there in a lost one's place

@@ -18,6 +18,7 @@ from planaria.node.run_file import dumps, loads, override
 from planaria_lab.convergence.compare import cost
 from planaria_lab.convergence.study import read_results
 from planaria_lab.emulation.links import Link
+from planaria_lab.planning import planner
 from planaria_lab.planning.estimate import LEARNING, transfer
 from planaria_lab.planning.memory import needed, whole
 from planaria_lab.planning.planner import (
@@ -28,7 +29,6 @@ from planaria_lab.planning.planner import (
     PlanError,
     Question,
     answer,
-    candidates,
     cut,
     narrower,
     rows,
@@ -74,7 +74,7 @@ def question(
 
 
 def plans(asked: Question) -> list[Candidate]:
-    return [plan for plan in candidates(asked) if isinstance(plan, Candidate)]
+    return [plan for plan in planner.candidates(asked) if isinstance(plan, Candidate)]
 
 
 @st.composite

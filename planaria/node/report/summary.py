@@ -442,9 +442,9 @@ def draw_loss(
     from matplotlib.ticker import MaxNLocator
 
     counted = [entry for part in parts(entries) for entry in part]
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(9, 5), dpi=120)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.08, 0.1, 0.9, 0.83))
     steps = [line["step"] for line in lines]
     losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     axes.plot(steps, losses, color=_INK, linewidth=1.6, label="training", zorder=3)
@@ -486,7 +486,8 @@ def draw_loss(
     axes.spines[["top", "right"]].set_visible(False)
     if steps or validations:
         axes.legend(loc="lower left", frameon=False)
-    figure.savefig(path, format="png")
+    # `savefig` would draw all of it twice, once for its layout.
+    canvas.print_png(path)  # type: ignore[no-untyped-call]
 
 
 _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"

@@ -68,12 +68,12 @@ class Link:
         self._framed = -math.inf  # when a frame was last sent
         self._reached = False  # by a dial of this side, so that it can be waked from here
         self._look = -math.inf  # time of the last check of `_reached`
-        self._stirs = asyncio.Event()  # set when the link stops resting
+        self._timer: asyncio.TimerHandle | None = None  # of the next heartbeat
         self.over = asyncio.Event()
         self.reason, self.cause = "", SILENT
 
     def start(self) -> None:
-        self._links.spawn(self._watch(), f"watch on the link to {self.peer}")
+        self._watch()
 
     def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
         self.session.send(message, arrived)
@@ -143,7 +143,6 @@ class Link:
         """Rest until this side has something to send, or the other one dials."""
         log.info("the link to %s is closed until it is needed: %s", self.peer, why)
         self.rests = True
-        self._stirs.clear()
         self.detach(why)
 
     def wake(self) -> None:
@@ -154,7 +153,7 @@ class Link:
     def _stir(self) -> None:
         self.heard()
         self.rests = False
-        self._stirs.set()
+        self._watch()
 
     async def _look_for(self) -> None:
         """Check whether this side could dial a peer that has dialled it."""
@@ -192,22 +191,23 @@ class Link:
             return
         self.reason, self.cause = reason, cause
         self.over.set()
-        self._stirs.set()
+        if self._timer is not None:
+            self._timer.cancel()
         if self.connection is not None:
             self.connection.say_farewell(reason)
         self._links.forget(self, report)
 
-    async def _watch(self) -> None:
-        while not self.over.is_set():
-            if self.rests:
-                await self._stirs.wait()
-                continue
-            try:
-                async with asyncio.timeout(self.settings.heartbeat):
-                    await self.over.wait()
-            except TimeoutError:
-                if not self.rests:
-                    self._mind()
+    def _watch(self) -> None:
+        """Check the link each heartbeat, until it rests or is over: after what came meanwhile."""
+        if self._timer is None and not (self.rests or self.over.is_set()):
+            soon = self._loop.call_soon
+            self._timer = self._loop.call_later(self.settings.heartbeat, soon, self._beat)
+
+    def _beat(self) -> None:
+        self._timer = None
+        if not (self.rests or self.over.is_set()):
+            self._mind()
+        self._watch()
 
     def _mind(self) -> None:
         """Run the checks of one heartbeat."""

@@ -1,0 +1,43 @@
+"""Ed25519 keys that remember what they have signed: to verify a signature takes longer than
+anything else that is done with a message here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+SIGNED: Final[set[tuple[bytes, bytes, bytes]]] = set()
+"""Public keys, signatures and what they are of."""
+
+
+class PrivateKey:
+    """What an `Identity` needs of a key."""
+
+    def __init__(self, private: bytes) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(private)
+        self._public = self._key.public_key()
+
+    def public_key(self) -> Ed25519PublicKey:
+        return self._public
+
+    def sign(self, data: bytes) -> bytes:
+        signature = self._key.sign(data)
+        SIGNED.add((self._public.public_bytes_raw(), signature, data))
+        return signature
+
+
+class PublicKey:
+    """Verifies only what was not signed here."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    @classmethod
+    def from_public_bytes(cls, public: bytes) -> PublicKey:
+        return cls(public)
+
+    def verify(self, signature: bytes, data: bytes) -> None:
+        """Raises InvalidSignature; ValueError for an invalid key."""
+        if (self._public, signature, data) not in SIGNED:
+            Ed25519PublicKey.from_public_bytes(self._public).verify(signature, data)
