@@ -39,7 +39,7 @@ def variants(linear: nn.Linear) -> Iterator[Variant]:
     yield Variant("float32", linear, weight, 4)
     for base in get_args(Base):
         layer = QuantizedLinear(linear, base)
-        layer.put(pack(weight, base))
+        layer.put(pack([weight], weight.shape, base))
         size = (layer.codes.nbytes + layer.scales.nbytes) / weight.numel()
         variant = Variant(base, layer, layer.weight(torch.float32), size)
         yield variant

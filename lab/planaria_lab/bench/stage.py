@@ -51,13 +51,13 @@ class Drawn(Beginning):
             if isinstance(slot, QuantizedLinear):
                 slot.put(packed(slot.shape, slot.base))
             else:
-                put_values(slot, drawn(slot.shape))
+                put_values(slot, [drawn(slot.shape)])
         return module
 
 
 @cache
 def packed(shape: torch.Size, base: Base) -> Packed:
-    return pack(drawn(shape), base)
+    return pack([drawn(shape)], shape, base)
 
 
 def drawn(shape: torch.Size) -> Tensor:

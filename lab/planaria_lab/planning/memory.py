@@ -130,13 +130,13 @@ def _base(config: ModelConfig, stage: int, half: bool) -> int:
 
 @cache
 def _loading(config: ModelConfig, stage: int) -> int:
-    """Bytes of a stage while it is read: float32, but for what is packed; and six for each value of
-    the largest matrix, which is packed, or compared with its values in bf16."""
+    """Bytes of a stage while it is read: float32, but for what is packed; and two for each value of
+    the largest matrix, which becomes bf16, or whose words are hashed."""
     matrices, packed, vectors = _frozen(config, stage)
     shapes = named_shapes(config, stage).values()
     largest = max(math.prod(shape) for shape in shapes if len(shape) > 1)
     packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
-    return packed_bytes + VALUE * (matrices + vectors) + 6 * largest
+    return packed_bytes + VALUE * (matrices + vectors) + 2 * largest
 
 
 def _frozen(config: ModelConfig, stage: int) -> tuple[int, int, int]:

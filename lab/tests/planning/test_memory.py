@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.machine.device import why_no_bf16
+from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.lora import Frozen, adapt, initial_adapters
 from planaria.node.model.modules import (
     BodyStage,
@@ -28,6 +32,7 @@ from planaria.node.model.modules import (
 from planaria.node.model.quantized import put_values, slots
 from planaria.node.model.shape import PROJECTIONS, ModelConfig
 from planaria.node.run_file import RunFile, loads, override
+from planaria.node.stage.initial import Beginning
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import BoundaryPair, Fetched
@@ -36,6 +41,7 @@ from planaria.node.state.relearn import PairSlice
 from planaria.node.transaction.attempt import Workplace
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import tensors
+from planaria_lab.bench import loading
 from planaria_lab.planning.memory import (
     FOLLOWED,
     Bytes,
@@ -133,7 +139,7 @@ def adapted(run: RunFile, config: ModelConfig, number: int, narrow: bool) -> Sta
     """A stage as a node has it with adapters. `narrow`: its weights are exact in bf16."""
     stage = empty_stage(config, number)
     for values, slot in zip(build_stage(config, number, 0).parameters(), slots(stage), strict=True):
-        put_values(slot, values.detach().bfloat16().float() if narrow else values.detach())
+        put_values(slot, [values.detach().bfloat16().float() if narrow else values.detach()])
     stage = adapt(stage, config, number, initial_adapters(config, number, 0))
     Frozen(stage, run.training.precision == "bf16")
     StageOptimizer(stage, torch.device("cpu"))
@@ -179,14 +185,43 @@ def test_a_frozen_base_takes_what_it_is_kept_in(
 
 
 def test_a_base_is_read_in_float32() -> None:
-    """Stage 0 is four bytes a value before it shrinks to two, and its largest matrix is checked."""
+    """Stage 0 is four bytes a value before it shrinks to two, from its largest matrix on."""
     lora = {"model__vocabulary": 4096, "training__lora": {}, "training__precision": "bf16"}
     run, config = made(**lora, model__context=2, wire__activations="bf16")
     parts = needed(run, config, 0, [1] * 5, narrow=True)
     values = 2 * 4096 * 32 + 32
-    reading = 4 * values + 6 * 4096 * 32
+    reading = 4 * values + 2 * 4096 * 32
     assert whole(parts).device == pytest.approx(reading, abs=1)
     assert "loading" not in needed(run, config, 1, [1] * 5, narrow=True)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "bf16"])
+@pytest.mark.parametrize("kind", ["bf16", "nf4"])
+def test_a_base_is_loaded_some_values_at_a_time(
+    kind: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's memory is measured, and of numpy's arrays few are left at a time."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    for module in ("quantized.AT_ONCE", "checkpoint.CHUNK", "dequantized.CHUNK"):
+        monkeypatch.setattr(f"planaria.node.model.{module}", 4096)
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 64}
+    loading.write({**loading.SMALL, **wide}, kind, tmp_path)
+    run = loads(loading.taken_in(tmp_path, base))
+    checkpoint, read = Checkpoint.open(tmp_path), []
+
+    def pieces(self: Checkpoint, name: str) -> Iterator[NDArray[np.float32]]:
+        for piece in self.places[name].pieces():
+            assert len(piece) <= 4096
+            read.append(weakref.ref(piece))
+            assert sum(array() is not None for array in read) <= 2
+            yield piece
+
+    monkeypatch.setattr(Checkpoint, "pieces", pieces)
+    measured = allocated(lambda: Beginning(run, run.config, checkpoint).base(1))
+    packed, largest = loading.sizes(run.config, checkpoint)
+    assert read
+    assert packed <= measured <= loading.GOAL * packed + largest
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -175,9 +175,10 @@ def check_adapted(run: RunFile) -> None:
     values, packed = run.config.values_in(1), run.config.packed_in(1)
     if lora.base is not None and packed < PACKED * values:
         log.warning(
-            "training.lora.base = %s: %s of the %s values of stage 1 stay in float32, since they "
-            "are in no matrix of a linear module (as with experts in one tensor)",
-            *(lora.base, f"{values - packed:,}", f"{values:,}"),
+            "training.lora.base = %s: %s of the %s values of stage 1 stay as they are, since they "
+            "are in no matrix of a linear module (as with experts in one tensor): %.2g GB in "
+            "float32, half of it if training.precision is bf16 and the checkpoint is, too",
+            *(lora.base, f"{values - packed:,}", f"{values:,}", 4e-9 * (values - packed)),
         )
 
 

@@ -48,7 +48,7 @@ HEADER_LIMIT: Final = 16 << 20
 """Size limit of a file's header in bytes."""
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
 """Beginning of a pointer file, in a clone without Git LFS."""
-CHUNK: Final = 1 << 20
+CHUNK: Final = 1 << 18
 """Number of values read at a time, which take ten bytes each meanwhile."""
 SIZES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a value, by safetensors' dtype."""
@@ -187,9 +187,12 @@ class Checkpoint:
         words, kept = rounded(torch.from_numpy(values).view(shape), base)
         return words.numpy(), kept.flatten().numpy()
 
+    def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """The values that `read` returns, concatenated. Raises OSError."""
+        return self.places[name].pieces()
+
     def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:
-        for piece in self.places[name].pieces():
-            yield check_finite(piece, self.places[name].file, name)
+        return (check_finite(piece, self.folder, name) for piece in self.pieces(name))
 
 
 def tensors_in(folder: Path) -> dict[str, Place]:

@@ -12,7 +12,14 @@ import xxhash
 from torch import Tensor, nn
 
 from planaria.node.model.modules import Stage
-from planaria.node.model.quantized import QuantizedLinear, put_words, size_of, slots, words_of
+from planaria.node.model.quantized import (
+    AT_ONCE,
+    QuantizedLinear,
+    put_words,
+    size_of,
+    slots,
+    words_of,
+)
 from planaria.node.model.shape import ModelConfig, adapted, trained_shapes
 
 
@@ -116,7 +123,8 @@ class Frozen:
 
 def _fits(part: Tensor) -> bool:
     """Whether bf16 represents it exactly; True for vectors, which stay float32."""
-    return part.dim() < 2 or torch.equal(part.bfloat16().float(), part)
+    some = torch.split(part.flatten(), AT_ONCE)
+    return part.dim() < 2 or all(torch.equal(values.bfloat16().float(), values) for values in some)
 
 
 def copied(module: Stage, weights: Tensor) -> Stage:

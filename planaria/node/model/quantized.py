@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -40,8 +40,8 @@ PAIRS: Final = torch.stack([NF4.repeat_interleave(16), NF4.repeat(16)], dim=1)
 """Values of the two codes in a byte, float32 [256, 2]."""
 SMALLEST: Final = 1e-38
 """Scale of values that are all 0, as in bitsandbytes."""
-AT_ONCE: Final = 1 << 20
-"""Number of values that are packed at a time."""
+AT_ONCE: Final = 1 << 18
+"""Number of values that are packed, or compared, at a time."""
 BY_LIBRARY: tuple[str, ...] = ("cpu", "cuda", "xpu")
 """Devices whose matrices bitsandbytes unpacks. On others it would load code from a hub."""
 
@@ -70,31 +70,47 @@ def sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, int]:
             return 2 * size + -2 * size % 4, 0
 
 
-def pack(weight: Tensor, base: Base) -> Packed:
-    """Pack float32 [out, in] on the CPU."""
-    of_codes, of_scales = sizes(weight.shape, base)
-    codes, scales = torch.zeros(of_codes, dtype=torch.uint8), torch.zeros(of_scales)
-    match base:
-        case "nf4":
-            flat = F.pad(weight.flatten(), (0, -weight.numel() % NF4_BLOCK))
-            parts = zip(
-                *(torch.split(flat, AT_ONCE), torch.split(codes, AT_ONCE // 2)),
-                torch.split(scales, AT_ONCE // NF4_BLOCK),
-                strict=True,
-            )
-            for values, into, largest in parts:
-                blocks = values.view(-1, NF4_BLOCK)
-                largest.copy_(blocks.abs().amax(dim=1).clamp_(min=SMALLEST))
-                shares = blocks / largest[:, None]
-                nibbles = torch.bucketize(shares, MIDDLES, out_int32=True).flatten()
-                into.copy_(nibbles[0::2] << 4 | nibbles[1::2])
-        case "int8":
-            scales.copy_((weight.abs().amax(dim=1) / 127).clamp_(min=SMALLEST))
-            steps = (weight / scales[:, None]).round_()
-            codes[: weight.numel()].view(torch.int8).copy_(steps.flatten())
-        case "bf16":
-            codes[: 2 * weight.numel()].view(torch.bfloat16).copy_(weight.flatten())
+def pack(pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Base) -> Packed:
+    """Pack [out, in] on the CPU. The float32 values come in pieces, of which few are kept."""
+    of_codes, of_scales = sizes(shape, base)
+    codes, scales, done = torch.zeros(of_codes, dtype=torch.uint8), torch.zeros(of_scales), 0
+    unit = {"nf4": NF4_BLOCK, "int8": shape[1], "bf16": 1}[base]
+    for values in _in_units(pieces, unit):
+        end = done + len(values)
+        match base:
+            case "nf4":
+                blocks = F.pad(values, (0, -len(values) % NF4_BLOCK)).view(-1, NF4_BLOCK)
+                largest = blocks.abs().amax(dim=1).clamp_(min=SMALLEST)
+                shares = (blocks / largest[:, None]).flatten()
+                nibbles = torch.zeros(shares.shape, dtype=torch.uint8)
+                for middle in MIDDLES:  # half the time of torch.bucketize
+                    nibbles += shares > middle
+                scales[done // NF4_BLOCK :][: len(blocks)] = largest
+                codes[done // 2 :][: len(nibbles) // 2] = nibbles[0::2] << 4 | nibbles[1::2]
+            case "int8":
+                rows = values.view(-1, unit)
+                largest = scales[done // unit : end // unit]
+                largest.copy_((rows.abs().amax(dim=1) / 127).clamp_(min=SMALLEST))
+                steps = (rows / largest[:, None]).round_()
+                codes[done:end].view(torch.int8).copy_(steps.flatten())
+            case "bf16":
+                codes[2 * done : 2 * end].view(torch.bfloat16).copy_(values)
+        done = end
     return Packed(codes, scales)
+
+
+def _in_units(pieces: Iterable[Tensor], unit: int) -> Iterator[Tensor]:
+    """The pieces' values, flat, some whole units at a time; the last unit may have fewer values."""
+    left = torch.empty(0)
+    for piece in pieces:
+        for part in torch.split(piece.flatten(), AT_ONCE):
+            values = torch.cat((left, part))
+            whole = len(values) - len(values) % unit
+            left = values[whole:]
+            if whole:
+                yield values[:whole]
+    if len(left):
+        yield left
 
 
 def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) -> Tensor:
@@ -145,7 +161,7 @@ def _library() -> Any:
 
 def rounded(weight: Tensor, base: Base) -> tuple[Tensor, Tensor]:
     """The words of float32 [out, in], packed, and the values that these stand for, float32."""
-    packed = pack(weight, base)
+    packed = pack([weight], weight.shape, base)
     return packed.words, unpack(packed, weight.shape, base, torch.float32)
 
 
@@ -260,9 +276,12 @@ def put_words(slot: Slot, words: Tensor) -> None:
         slot.data = words.view(slot.shape)
 
 
-def put_values(slot: Slot, values: Tensor) -> None:
-    """Set the slot to float32 values of any shape, on the CPU."""
+def put_values(slot: Slot, pieces: Iterable[Tensor]) -> None:
+    """Set the slot to float32 values of any shapes, on the CPU, concatenated."""
     if isinstance(slot, QuantizedLinear):
-        slot.put(pack(values.view(slot.shape), slot.base))
+        slot.put(pack(pieces, slot.shape, slot.base))
     else:
-        slot.data.copy_(values.view_as(slot))
+        first = 0
+        for piece in pieces:
+            slot.data.view(-1)[first : first + piece.numel()] = piece.flatten()
+            first += piece.numel()

@@ -58,7 +58,7 @@ class Beginning(NamedTuple):
             module = empty_stage(self.config, stage, self.own)
             names = self.checkpoint.of_stage(self.config, stage)
             for name, slot in zip(names, slots(module), strict=True):
-                put_values(slot, torch.from_numpy(self.checkpoint.read(name)))
+                put_values(slot, map(torch.from_numpy, self.checkpoint.pieces(name)))
         except OSError as error:
             raise NotHereError(f"{folder} can't be read: {error}") from error
         actual = digest(words_of(slot).numpy() for slot in slots(module))

@@ -10,8 +10,10 @@ they can.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import re
+import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -631,8 +633,10 @@ def _teach_malloc() -> None:
     """Raise malloc's threshold: handing freed chunks back to the kernel halves the speed of frames.
     glibc keeps twice the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD; at most 32 MiB
     counts). So this frees one, never touched. Only once: the next one would be kept memory, touched
-    in full."""
+    in full. Threads share one arena (mallopt's M_ARENA_MAX, -8), since each arena keeps as much."""
     bytes(31 << 20)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(-8, 1)
 
 
 async def _accepted(call: DialledStream, node: str) -> str:

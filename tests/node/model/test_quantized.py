@@ -53,7 +53,7 @@ def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None) -> None
     weight = matrix(shape)
     codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     assert torch.equal(NF4, state.code)
-    packed = pack(weight, "nf4")
+    packed = pack([weight], shape, "nf4")
     assert torch.equal(packed.scales, state.absmax.clamp(min=SMALLEST))
     whole = weight.numel() // 2
     assert torch.equal(packed.codes[:whole], codes.flatten()[:whole])
@@ -65,7 +65,7 @@ def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None) -> None
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 160), (5, 96)])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_the_library_unpacks_what_plain_torch_does(shape, kind, monkeypatch) -> None:
-    packed, size = pack(matrix(shape), "nf4"), torch.Size(shape)
+    packed, size = pack([matrix(shape)], shape, "nf4"), torch.Size(shape)
     by_library = unpack(packed, size, "nf4", kind)
     monkeypatch.setattr(quantized, "_library", lambda: None)
     assert torch.equal(by_library, unpack(packed, size, "nf4", kind))
@@ -85,10 +85,10 @@ def test_a_packed_matrix_is_close_and_packs_to_itself(base, shape) -> None:
 
 def test_expected_bytes_of_a_row() -> None:
     weight = torch.tensor([[1.0, -0.5, 0.25, 0.0, -1.0]])
-    (scale,) = (packed := pack(weight, "nf4")).scales.tolist()
+    (scale,) = (packed := pack([weight], (1, 5), "nf4")).scales.tolist()
     assert scale == 1.0
     assert packed.codes[:3].tolist() == [0xF2, 0xA7, 0x07]
-    eighths = pack(weight * 127, "int8")
+    eighths = pack([weight * 127], (1, 5), "int8")
     assert eighths.scales.tolist() == [1.0]
     assert eighths.codes.view(torch.int8).tolist() == [127, -64, 32, 0, -127, 0, 0, 0]
 
@@ -112,7 +112,7 @@ def adapted_stage(base: Base) -> nn.Module:
     module = empty_stage(config, 2)
     values = build_stage(GROUPED, 2, 5).parameters()
     for slot, parameter in zip(slots(module), values, strict=True):
-        put_values(slot, parameter.detach())
+        put_values(slot, [parameter.detach()])
     weights = initial_adapters(config, 2, 5)
     weights += 0.1 * torch.rand(weights.shape, generator=torch.Generator().manual_seed(2))
     return adapt(module, config, 2, weights)
@@ -147,7 +147,7 @@ def test_a_base_travels_by_its_words_and_takes_the_bytes_that_are_said(base) -> 
     giver, taker = adapted_stage(base), adapted_stage(base)
     frozen = [s for s in slots(taker) if not getattr(s, "requires_grad", False)]
     for slot in frozen:
-        put_values(slot, torch.zeros(slot.shape))
+        put_values(slot, [torch.zeros(slot.shape)])
     mine, theirs = Frozen(giver, False), Frozen(taker, False)
     assert mine.size == sum(map(size_of, frozen)) == len(mine.words())
     theirs.put(mine.words())
@@ -164,7 +164,7 @@ def test_a_base_travels_by_its_words_and_takes_the_bytes_that_are_said(base) -> 
 def test_a_bias_is_added() -> None:
     linear = nn.Linear(6, 4)
     layer = QuantizedLinear(linear, "int8")
-    layer.put(pack(linear.weight.detach(), "int8"))
+    layer.put(pack([linear.weight.detach()], (4, 6), "int8"))
     x = torch.randn(3, 6)
     expected = nn.functional.linear(x, layer.weight(torch.float32), linear.bias)
     assert torch.equal(layer(x), expected)

@@ -283,7 +283,7 @@ def test_packed_matrices_are_multiplied(base: Base) -> None:
     def multiplied(device: torch.device) -> dict[str, Any]:
         linear = nn.Linear(8, 6, bias=False)
         layer = QuantizedLinear(linear, base)
-        layer.put(pack(drawn(6, 8), base))
+        layer.put(pack([drawn(6, 8)], (6, 8), base))
         x = drawn(3, 8).to(device).requires_grad_()
         y = layer.to(device)(x)
         y.backward(drawn(3, 6, seed=1).to(device))
