@@ -35,11 +35,11 @@ A state lacks no more than its age, and a guess costs up to 50 steps: CheckFree'
 (lab/results/relearning), and more where stage 1 or neighbours are lost. In
 lab/results/scar-language-model whole stages of 45 and 59 steps ago cost as much as an average.
 """
-FRESH: Final = 12
+FRESH: Final = 24
 """Steps: the same for a snapshot, by the mean of its rows, where a guess relearns.
 
-In lab/results/auto a lost stage costs as much with rows of 5 steps ago as with a relearned guess,
-and six times as much with rows of 29 steps ago.
+In lab/results/auto a lost stage costs as much with rows of 5 or 17 steps ago as with a relearned
+guess, and four times as much with rows of 29 steps ago.
 """
 KEPT: Final[Mapping[Kind, tuple[str, str]]] = {
     "memory": ("joiner", "a new node had received its state"),

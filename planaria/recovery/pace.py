@@ -11,9 +11,9 @@ from planaria.recovery.decide import RECENT
 SHARE: Final = 0.1
 """Bytes of all snapshots, as a share of those that training sends in a step."""
 MOST: Final = 1 / 8
-LEAST: Final = 1 / 16
-"""Bounds of the rows' share in an update. With `LEAST` each step, rows are 8 steps old on average:
-less than `decide.FRESH`."""
+LEAST: Final = 1 / 26
+"""Bounds of the rows' share in an update. With `LEAST` each step, rows are some 18 steps old on
+average: less than `decide.FRESH`."""
 UPDATES: Final = 5
 """Updates by which a link is judged."""
 MARGIN: Final = 0.75
