@@ -48,7 +48,7 @@ HEADER_LIMIT: Final = 16 << 20
 """Size limit of a file's header in bytes."""
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
 """Beginning of a pointer file, in a clone without Git LFS."""
-CHUNK: Final = 1 << 18
+CHUNK: Final = 1 << 16
 """Number of values read at a time, which take ten bytes each meanwhile."""
 SIZES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a value, by safetensors' dtype."""
