@@ -38,7 +38,7 @@ from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning
 from planaria.node.state.stage_state import Age
 from planaria.node.state.transfer import WEIGHTS, WantedState
-from planaria.node.wire.link import _teach_malloc
+from planaria.node.wire.link import teach_malloc
 from planaria.node.wire.link_table import Peer
 from planaria.recovery.facts import ORIGIN
 from planaria_lab.bench.copying import KEY
@@ -90,7 +90,7 @@ def status(figure: str) -> int:
 
 def begin() -> int:
     """Bytes of this process; VmHWM begins with them. Its allocator is as in a node."""
-    _teach_malloc()
+    teach_malloc()
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -80,10 +80,13 @@ class Replicas:
     def computing(self, microbatch: int) -> Iterator[None]:
         """Collects gradients for the replica that has this microbatch."""
         rows = self._rows[microbatch % len(self.names)]
-        with ExitStack() as stack:
-            for stage, row in zip(self._stages, rows, strict=True):
-                stack.enter_context(stage.optimizer.accumulating_into(row))
+        for stage, row in zip(self._stages, rows, strict=True):
+            stage.optimizer.accumulate_into(row)
+        try:
             yield
+        finally:
+            for stage in self._stages:
+                stage.optimizer.accumulate_into(stage.optimizer.gradient)
 
     def put_gradient(self, replica: int, stage: int, gradient: torch.Tensor) -> None:
         """Takes float32 [n] as what this replica has collected."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -106,7 +105,7 @@ class StageOptimizer:
         self._parameters = list(parameters.values())
         for parameter, weights in self._split(self.weights):
             parameter.data = weights.view_as(parameter)
-        self._accumulate_into(self.gradient)
+        self.accumulate_into(self.gradient)
         split = self._split(self.weights) if weight_decay else ()
         self._decaying = [weights for parameter, weights in split if parameter.dim() > 1]
 
@@ -123,18 +122,10 @@ class StageOptimizer:
         parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
         return zip(self._parameters, parts, strict=True)
 
-    def _accumulate_into(self, flat: Tensor) -> None:
+    def accumulate_into(self, flat: Tensor) -> None:
+        """Have backward add to this float32 [n]: to `gradient`, unless told otherwise."""
         for parameter, gradient in self._split(flat):
             parameter.grad = gradient.view_as(parameter)
-
-    @contextmanager
-    def accumulating_into(self, flat: Tensor) -> Iterator[None]:
-        """Redirect backward from `gradient` to this float32 [n]."""
-        self._accumulate_into(flat)
-        try:
-            yield
-        finally:
-            self._accumulate_into(self.gradient)
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()

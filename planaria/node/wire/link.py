@@ -148,7 +148,7 @@ class Links(LinkTable[Link]):
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
         self._trying: dict[asyncio.Task[None], None] = {}  # to dial, or to call
         self._tasks: dict[asyncio.Task[None], None] = {}  # both in the order of their start
-        _teach_malloc()
+        teach_malloc()
 
     async def start(self, listen: str | None) -> int:
         """Accept links on HOST:PORT, port 0: any that is free. Returns the port; 0 for None, when
@@ -629,7 +629,7 @@ def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
 
 
 @cache
-def _teach_malloc() -> None:
+def teach_malloc() -> None:
     """Raise malloc's threshold: handing freed chunks back to the kernel halves the speed of frames.
     glibc keeps twice the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD; at most 32 MiB
     counts). So this frees one, never touched. Only once: the next one would be kept memory, touched
