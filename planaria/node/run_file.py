@@ -40,6 +40,7 @@ from planaria.node.model.shape import (
 )
 from planaria.recovery.policy import POLICIES, Policy
 
+Optimizer = Literal["adamw", "muon"]
 Averaging = Literal["none", "bf16", "fp16", "int8", "lowrank"]
 AUDITED: Final = "none", "bf16", "fp16", "int8"
 """Codecs whose sums owe at most one rounding, so that they can be audited."""
@@ -377,9 +378,11 @@ class LoraSection(Section):
 class TrainingSection(Section):
     batch: int = Field(default=16, ge=1, le=2**24, description="samples a step")
     microbatch: int = Field(default=2, ge=1, le=2**16, description="samples a microbatch")
-    optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="of the body stages")
+    optimizer: Optimizer | None = Field(
+        default=None, description="of the body stages; muon for a new model of a preset, else adamw"
+    )
     lr: float | None = Field(default=None, gt=0, le=100, description="the preset's when left out")
-    muon_lr: float = Field(default=0.02, gt=0, le=100, description="peak for matrices, by muon")
+    muon_lr: float = Field(default=0.01, gt=0, le=100, description="peak for matrices, by muon")
     warmup: int | None = Field(
         default=None, ge=0, le=10**9, description="steps; else 20, at most a tenth of the run"
     )
@@ -412,27 +415,6 @@ class TrainingSection(Section):
         if self.batch % self.microbatch:
             raise ValueError(
                 f"batch = {self.batch} is not a multiple of microbatch = {self.microbatch}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def adapted(self) -> TrainingSection:
-        """Checks the optimizer of adapters."""
-        if self.lora is not None and self.optimizer == "muon":
-            raise ValueError(
-                "optimizer = muon is for all weights, and adapters (training.lora) have AdamW: "
-                "leave out one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def rated(self) -> TrainingSection:
-        """Checks that the optimizer has the rate that is given."""
-        default = type(self).model_fields["muon_lr"].default
-        if self.optimizer != "muon" and self.muon_lr != default:
-            raise ValueError(
-                f"muon_lr = {self.muon_lr:g} is for optimizer = muon, and this is "
-                f"{self.optimizer}: set optimizer, too, or leave muon_lr out"
             )
         return self
 
@@ -479,7 +461,8 @@ class CheckpointSection(Section):
 
 
 FORMER_POLICY: Final = "checkfree"
-"""The default of earlier versions; the ids of their runs stay as they are."""
+FORMER_TRAINING: Final = {"optimizer": "adamw", "muon_lr": 0.02, "warmup": WARMUP}
+"""Defaults of earlier versions; the ids of their runs stay as they are."""
 
 
 def _known_policy(name: str) -> str:
@@ -683,8 +666,9 @@ class RunFile(Section):
     def identifying_fields(self, *left_out: str) -> dict[str, Any]:
         """The fields that distinguish this run from others, without the sections `left_out`.
         Default values are left out, so that a new key changes nothing, and so is PRIVATE. For
-        `training.warmup`, `recovery.policy` and [wire] the former defaults count: 20 steps,
-        checkfree, codec none. Of changes, only those count for which saves were written anew."""
+        `training`, `recovery.policy` and [wire] the former defaults count: adamw, 20 steps of
+        warm-up, checkfree, codec none. Of changes, only those count for which saves were written
+        anew."""
         if self.changes:
             anew = {"changes": [change.step for change in self.changes if change.anew]}
             return self.original.identifying_fields(*left_out) | (
@@ -692,8 +676,11 @@ class RunFile(Section):
             )
         excluded = {"wire", PRIVATE, *left_out}
         fields = self.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
-        defaults = {"lr": self.config.learning_rate, "warmup": WARMUP}
-        training = {k: v for k, v in fields.pop("training", {}).items() if v != defaults.get(k)}
+        training = fields.pop("training", {}) | {"optimizer": self.optimizer}
+        if self.optimizer == "muon":
+            training["muon_lr"] = self.training.muon_lr
+        defaults = {"lr": self.config.learning_rate, **FORMER_TRAINING}
+        training = {k: v for k, v in training.items() if v != defaults.get(k)}
         fields |= {"training": training} if training else {}
         recovery = fields.pop("recovery", {}) | {"policy": self.recovery.policy}
         if self.recovery.policy == FORMER_POLICY:
@@ -706,8 +693,15 @@ class RunFile(Section):
 
     def config_for(self, vocabulary: int) -> ModelConfig:
         """The shape for data with so many token ids. Raises ValueError."""
-        training = self.training
-        return model_config(self.model, vocabulary, training.lora, training.optimizer == "muon")
+        lora, muon = self.training.lora, self.optimizer == "muon"
+        return model_config(self.model, vocabulary, lora, muon)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The body stages' optimizer: the run file's, or the default of what is trained."""
+        model, training = self.model, self.training
+        is_preset = not (model.origin or model.blueprint or model.module or training.lora)
+        return training.optimizer or ("muon" if is_preset else "adamw")
 
     @property
     def policy(self) -> Policy:
@@ -717,6 +711,17 @@ class RunFile(Section):
     def config(self) -> ModelConfig:
         """The shape for data with `model.vocabulary`, or with next to none. Raises ValueError."""
         return self.config_for(self.model.vocabulary or 2)
+
+    @model_validator(mode="after")
+    def rated(self) -> RunFile:
+        """Checks that the optimizer has the rate that is given."""
+        rate, default = self.training.muon_lr, TrainingSection.model_fields["muon_lr"].default
+        if self.optimizer != "muon" and rate != default:
+            raise ValueError(
+                f"training.muon_lr = {rate:g} is for training.optimizer = muon, and this run has "
+                f"{self.optimizer}: set the optimizer, too, or leave muon_lr out"
+            )
+        return self
 
     @model_validator(mode="after")
     def patient(self) -> RunFile:
@@ -751,7 +756,7 @@ class RunFile(Section):
                 f"{training.decay_share:g} of steps = {self.steps} exceed the run: with "
                 "schedule = wsd they follow each other"
             )
-        peak = max(peak_of(self), training.muon_lr if training.optimizer == "muon" else 0.0)
+        peak = max(peak_of(self), training.muon_lr if self.optimizer == "muon" else 0.0)
         rate = peak * self.recovery.lr_boost
         if rate * training.weight_decay >= 1:
             raise ValueError(

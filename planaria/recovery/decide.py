@@ -44,7 +44,7 @@ guess, and four times as much with rows of 29 steps ago.
 KEPT: Final[Mapping[Kind, tuple[str, str]]] = {
     "memory": ("joiner", "a new node had received its state"),
     "save": ("save", "its last save"),
-    "weights": ("weights", "a new node had received its weights, without Adam's moments"),
+    "weights": ("weights", "a new node had received its weights, without its moments"),
     "snapshot": ("snapshot", "its running snapshot from a peer"),
 }
 """What is kept of a stage: by kind, the method that uses it, and a description."""
@@ -212,7 +212,7 @@ class Resume:
 def resume(held: Iterable[Held], stages: int) -> Resume | None:
     """The point where a run with these files and memory continues; None without any.
 
-    The newest step that every stage has, if necessary for some without Adam's moments. Without a
+    The newest step that every stage has, if necessary for some without moments. Without a
     common step, the newest of each stage (SCAR's partial recovery), at the newest step of all: no
     sample is repeated.
     """
@@ -233,7 +233,7 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
         lineage, step, _ = common
         bare = [of for of, versions in sorted(chosen.items()) if versions[0].kind == "weights"]
         reason = (
-            f"every stage has step {step}, without Adam's moments stage "
+            f"every stage has step {step}, without its moments stage "
             f"{', '.join(map(str, bare))}: the run continues from there"
         )
         return Resume(step, lineage, chosen, exact=False, reason=reason)

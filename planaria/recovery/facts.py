@@ -25,7 +25,7 @@ OWN = ("save", "memory")
 """Methods by which a node continues from its own state, in a file or in memory."""
 ARRIVED = ("joiner", "weights")
 """Methods by which a node continues from what it had received when its last source was lost: a
-state that had not caught up, or weights without Adam's moments."""
+state that had not caught up, or weights without its moments."""
 ORIGIN = "origin"
 """The method that gives a stage its initial weights: those of a checkpoint."""
 

@@ -88,8 +88,10 @@ OUT_OF_BOUNDS = {
             'optimizer = "muon"\nmuon_lr = 2\nweight_decay = 0.5',
             "training.weight_decay = 0.5: .* 1.1 of it.* less than 1",
         ),
-        ('optimizer = "muon"\nlora = {}', "optimizer = muon is for all weights, and adapters"),
-        ("muon_lr = 0.05", "muon_lr = 0.05 is for optimizer = muon, and this is adamw: set"),
+        (
+            'optimizer = "adamw"\nmuon_lr = 0.05',
+            "muon_lr = 0.05 is for training.optimizer = muon, and this run has adamw: set",
+        ),
         ("muon_lr = 0.02", None),
         ('optimizer = "sgd"', "training.optimizer: .*'adamw' or 'muon' .value: 'sgd'"),
         ("schedule = 'sine'", "training.schedule: .*'cosine', 'linear', 'constant' or 'wsd'"),
@@ -264,6 +266,33 @@ def test_a_rank_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
     assert averaged_after == [9, 0]
     with pytest.raises(RunFileError, match=r"wire\.rank"):
         loads("[wire]\naveraging = 'lowrank'\nrank = 0")
+
+
+@pytest.mark.parametrize(
+    ("text", "optimizer"),
+    [
+        ("", "muon"),
+        ('model.preset = "small"', "muon"),
+        ('model.from = "elsewhere"', "adamw"),
+        ('model.from = "elsewhere"\ntraining.lora = {}', "adamw"),
+        ('model.config = "elsewhere"', "adamw"),
+        ('model.module = "examples.gpt2:build"', "adamw"),
+        ('model.module = "examples.gpt2:build"\ntraining.optimizer = "muon"', "muon"),
+        ('training.optimizer = "adamw"', "adamw"),
+    ],
+)
+def test_a_preset_has_muon_and_all_else_adamw(text: str, optimizer: str) -> None:
+    run = loads(text)
+    assert run.optimizer == optimizer
+    assert run.config.muon == (optimizer == "muon")
+
+
+def test_a_run_by_adamw_keeps_the_id_of_versions_that_had_nothing_else() -> None:
+    adamw = loads('training.optimizer = "adamw"')
+    assert "training" not in adamw.identifying_fields()
+    default = RunFile().identifying_fields()
+    assert default["training"] == {"optimizer": "muon", "muon_lr": 0.01}
+    assert override(RunFile(), training__optimizer="muon").identifying_fields() == default
 
 
 def test_who_hears_of_events_is_no_part_of_the_run_and_nobody_elses_business() -> None:

@@ -266,7 +266,7 @@ def test_weights_that_had_come_are_better_than_a_guess(step: int, old: bool) -> 
     assert not decision.exact, "Adam begins anew"
     assert decision.same_weights is not old
     assert ("3 steps old" in decision.reason) is old
-    assert "without Adam's moments" in decision.reason
+    assert "without its moments" in decision.reason
 
 
 def test_a_state_that_had_come_and_not_caught_up_is_better_than_a_guess() -> None:
@@ -324,7 +324,7 @@ def test_a_run_of_which_all_that_is_left_had_come_to_heirs_goes_on_from_that() -
     weights = [came("weights", stage, 12, (2, 3)) for stage in range(3)]
     found = resumed(weights, 2)
     assert (found.step, found.exact) == (12, False)
-    assert "without Adam's moments stage 0, 1, 2" in found.reason
+    assert "without its moments stage 0, 1, 2" in found.reason
     whole = [*weights, came("memory", 1, 12, (2, 3))]
     found = resumed(whole, 2)
     kinds = {of: [one.kind for one in held] for of, held in found.held.items()}

@@ -67,7 +67,7 @@ CHANGED = {
     "data.content": "0" * 64,
     "data.corpora": [{"path": "elsewhere"}],
     "training.precision": "bf16",
-    "training.optimizer": "muon",
+    "training.optimizer": "adamw",
     "training.lr": 0.5,
     "training.lr_floor": 0.5,
     "training.sampling.top_p": 0.5,
@@ -103,7 +103,7 @@ USED = {
     "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
     "node/launch/resolve.py": ["data.path", "data.corpora"],
     "node/node.py": ["swarm.silence"],
-    "node/run_file.py": ["wire.rank_after", "changes"],
+    "node/run_file.py": ["training.optimizer", "wire.rank_after", "changes"],
     "node/stage/arithmetic.py": ["training.precision"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/model/learning_rate.py": [
@@ -111,7 +111,7 @@ USED = {
         *("training.decay_share", "training.rewarm"),
     ],
     "node/stage/optimizer.py": [
-        *("training.optimizer", "training.muon_lr", "training.betas", "training.weight_decay"),
+        *("training.muon_lr", "training.betas", "training.weight_decay"),
     ],
     "node/stage/work.py": ["training.compile", "training.recompute"],
     "node/state/copies.py": [
@@ -131,7 +131,6 @@ USED = {
 }
 
 
-MUON = {"training__optimizer": "muon"}
 OF_THE_REGISTRY = {"notify.command"}
 """What no node gets (tests/node/page/test_notifying.py)."""
 
@@ -141,7 +140,7 @@ def changed(key: str, value: Any) -> RunFile:
         other = CHANGED[key]
     else:
         other = not value if isinstance(value, bool) else 2 * value or 2
-    together = {"data.corpora": {"data__path": ""}, "training.muon_lr": MUON}.get(key, {})
+    together = {"data.corpora": {"data__path": ""}}.get(key, {})
     return override(BASE, **together, **{key.replace(".", "__"): other})
 
 

@@ -70,6 +70,7 @@ path = {data}
 stages = 3
 context = 32
 [training]
+optimizer = "adamw"
 batch = 4
 """
 

@@ -189,6 +189,7 @@ steps = 1000000
 stages = {STAGES - 1}
 layers = {STAGES - 1}
 [training]
+optimizer = "adamw"
 batch = {int(nodes * A_NODE)}
 microbatch = 1
 validation_microbatches = 0

@@ -33,6 +33,7 @@ preset = "mini"
 stages = 2
 layers = 4
 [training]
+optimizer = "adamw"
 batch = 32
 microbatch = 4
 validation_microbatches = 0

@@ -32,6 +32,7 @@ RUN = """
 name = "large"
 steps = 4
 [training]
+optimizer = "adamw"
 batch = 2
 microbatch = 1
 lr = 3e-4

@@ -48,6 +48,7 @@ steps = 100000
 preset = "tiny"
 stages = {STAGES}
 [training]
+optimizer = "adamw"
 batch = 16
 microbatch = 2
 validation_microbatches = 0

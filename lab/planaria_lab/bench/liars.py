@@ -45,6 +45,7 @@ name = "liars"
 preset = "tiny"
 stages = 1
 [training]
+optimizer = "adamw"
 batch = 24
 microbatch = 4
 validation_microbatches = 0

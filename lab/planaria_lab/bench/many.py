@@ -38,6 +38,7 @@ preset = "tiny"
 stages = {STAGES - 1}
 layers = {STAGES - 1}
 [training]
+optimizer = "adamw"
 batch = 48
 microbatch = 2
 validation_microbatches = 0

@@ -40,6 +40,7 @@ layers = 4
 stages = 4
 context = 16
 [training]
+optimizer = "adamw"
 batch = 1
 microbatch = 1
 """

@@ -47,6 +47,7 @@ steps = 1000000
 preset = "mini"
 stages = {STAGES}
 [training]
+optimizer = "adamw"
 batch = 16
 microbatch = 4
 validation_microbatches = 0

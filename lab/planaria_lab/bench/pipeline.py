@@ -45,6 +45,7 @@ preset = "midi"
 stages = {STAGES}
 context = {CONTEXT}
 [training]
+optimizer = "adamw"
 batch = 96
 microbatch = 8
 validation_microbatches = 0

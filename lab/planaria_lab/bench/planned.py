@@ -58,6 +58,7 @@ vocabulary = {VOCABULARY}
 [data]
 path = "{OUT}/data"
 [training]
+optimizer = "adamw"
 batch = 96
 validation_microbatches = 0
 """

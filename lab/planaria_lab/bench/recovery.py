@@ -35,6 +35,7 @@ preset = "mini"
 stages = {STAGES}
 context = 256
 [training]
+optimizer = "adamw"
 batch = 16
 microbatch = 4
 validation_microbatches = 0

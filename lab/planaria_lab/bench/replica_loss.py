@@ -37,6 +37,7 @@ preset = "mini"
 stages = {STAGES}
 context = 128
 [training]
+optimizer = "adamw"
 batch = 48
 microbatch = 2
 validation_microbatches = 0

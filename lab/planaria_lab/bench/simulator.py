@@ -44,6 +44,7 @@ preset = "large"
 stages = {STAGES}
 layers = {STAGES}
 [training]
+optimizer = "adamw"
 batch = {REPLICAS * 16}
 microbatch = 4
 [recovery]
@@ -61,6 +62,7 @@ preset = "tiny"
 stages = 6
 layers = 6
 [training]
+optimizer = "adamw"
 batch = {2 * MICROBATCHES}
 in_flight = 7
 [recovery]

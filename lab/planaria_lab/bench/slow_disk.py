@@ -37,6 +37,7 @@ steps = 1000000
 preset = "tiny"
 stages = {STAGES}
 [training]
+optimizer = "adamw"
 batch = 16
 microbatch = 4
 validation_microbatches = 0

@@ -45,6 +45,7 @@ steps = 1000000
 preset = "mini"
 stages = {STAGES}
 [training]
+optimizer = "adamw"
 batch = 32
 microbatch = 4
 validation_microbatches = 0

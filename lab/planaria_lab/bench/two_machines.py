@@ -38,6 +38,7 @@ steps = 100000
 [model]
 stages = {STAGES}
 [training]
+optimizer = "adamw"
 validation_microbatches = 0
 [swarm]
 start_grace = 2

@@ -45,6 +45,7 @@ stages = {STAGES}
 layers = {2 * STAGES}
 context = 128
 [training]
+optimizer = "adamw"
 batch = 64
 microbatch = 2
 validation_microbatches = 0

@@ -22,11 +22,12 @@ FORMAT = 3
 
 
 PUBLISHED: Final = {
+    "training": {"optimizer": "adamw"},
     "wire": {"activations": "none", "gradients": "none"},
     "recovery": {"policy": "checkfree", "snapshot": {"first": 0}},
 }
-"""What a study's run begins with, over a run file's defaults: boundaries as they are computed, and
-stages guessed as the papers have it."""
+"""What a study's run begins with, over a run file's defaults: boundaries as they are computed,
+Adam, and stages guessed as the papers have it."""
 
 
 class StudyError(ValueError):

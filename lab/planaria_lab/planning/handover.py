@@ -1,7 +1,7 @@
 """Whether a stage's last node can hand its state to an heir within a termination notice.
 
 The node sees the notice up to POLL seconds late, and ends its part of the step. It pushes the
-weights, then Adam's moments. It keeps FAREWELL seconds for leaving, and MARGIN since the announced
+weights, then the moments. It keeps FAREWELL seconds for leaving, and MARGIN since the announced
 time is approximate. So a push of `size` bytes ends after
 
     POLL + step + rtt (1 + log2(size / INITIAL_WINDOW + 1)) + size / rate + FAREWELL + MARGIN

@@ -34,6 +34,7 @@ dim = 256
 stages = 2
 layers = 2
 [training]
+optimizer = "adamw"
 batch = 4
 microbatch = 1
 warmup = 5

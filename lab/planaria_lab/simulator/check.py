@@ -90,6 +90,7 @@ class LiveCase:
         text = 'name = "check"\n[training]\nmicrobatch = 2\nvalidation_microbatches = 0\n'
         return override(
             loads(text),
+            training__optimizer="adamw",
             steps=STEPS,
             model__preset=self.preset,
             model__stages=self.stages,

@@ -14,7 +14,6 @@ from functools import cache
 import torch
 
 from planaria.node.model.shape import (
-    ADAM_BYTES,
     BYTES_OF_BASE,
     VALUE,
     ModelConfig,
@@ -28,8 +27,6 @@ from planaria.recovery.relearning import at_a_time
 from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
 
-"""Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
-"""Bytes of a parameter with Adam's moments."""
 HEARTBEAT = 700
 """Bytes a second that a node sends to each other one to be known as there, and to acknowledge what
 that one sends; on a wire."""
@@ -235,7 +232,8 @@ def parameters(config: ModelConfig, stage: int) -> int:
 def base_bytes(config: ModelConfig, stage: int) -> int:
     """Bytes of the frozen weights beside adapters, as peers send them: packed matrices, and the
     rest in float32."""
-    return config.bytes_of(stage) - ADAM_BYTES * parameters(config, stage)
+    trained = config.state_bytes(stage) + VALUE * parameters(config, stage)
+    return config.bytes_of(stage) - trained
 
 
 def values_sent(run: RunFile, config: ModelConfig) -> int:

@@ -57,6 +57,7 @@ steps = {ITERATIONS}
 preset = "medium"
 vocabulary = 32000
 [training]
+optimizer = "adamw"
 batch = {REPLICAS * SENDS * MICROBATCH}
 microbatch = {MICROBATCH}
 in_flight = {IN_FLIGHT}

@@ -51,6 +51,7 @@ context = 32
 stages = 5
 layers = 5
 [training]
+optimizer = "adamw"
 batch = 8
 microbatch = 2
 lr = 3e-3

@@ -252,9 +252,9 @@ def test_the_head_takes_what_torch_allocates(
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_stages_state_is_four_tensors(stage: int) -> None:
+def test_a_stages_state_is_weights_gradient_and_moments(stage: int) -> None:
     run, config = made()
-    optimizer = StageOptimizer(build_stage(config, stage, 0), torch.device("cpu"))
+    optimizer = StageOptimizer.of_run(build_stage(config, stage, 0), torch.device("cpu"), run)
     tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state(optimizer=True)))
     expected = needed(run, config, stage, [1] * 5)["model"]
     assert expected == Bytes(sum(tensor.nbytes for tensor in tensors))
@@ -284,7 +284,7 @@ def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
 
 def test_who_is_copied_keeps_its_state_and_gradients() -> None:
     run, config = made()
-    optimizer = StageOptimizer(build_stage(config, 2, 0), torch.device("cpu"))
+    optimizer = StageOptimizer.of_run(build_stage(config, 2, 0), torch.device("cpu"), run)
     state = dict(optimizer.state(optimizer=True))
     frame = gradient_frame(NEVER, torch.randn_like(optimizer.gradient), tensors)
     kept = sum(tensor.nbytes for tensor in state.values()) + FOLLOWED * frame.size

@@ -353,7 +353,7 @@ def test_checkpoints_take_a_folder() -> None:
 
 
 def test_who_computes_on_a_cpu_has_one_memory() -> None:
-    asked = question(gigabytes=0.02)
+    asked = question(gigabytes=0.015)
     shared = replace(asked, machines=tuple(replace(m, shared=True) for m in asked.machines))
     assert len(plans(shared)) < len(plans(asked))
 

@@ -40,7 +40,8 @@ def text_to_prepare(run: RunFile) -> Path | None:
 
 def resolve(run: RunFile) -> RunFile:
     """Fill in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, `training.lr`,
-    `training.warmup`, and the shape of the model that `model.from` names or `model.module` builds.
+    `training.optimizer`, `training.warmup`, and the shape of the model that `model.from` names or
+    `model.module` builds.
     Make the data's paths absolute, so that the file is complete for any node.
 
     The data may be missing on this machine if the run file has `model.vocabulary`. Raises
@@ -65,7 +66,8 @@ def resolve(run: RunFile) -> RunFile:
         run = _with_parts(run)
     config = run.model.config
     figures = {"model__stages": run.model.stages or config.stages, "model__layers": config.layers}
-    run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
+    rates = {"training__lr": peak_of(run), "training__warmup": warmup_of(run)}
+    run = override(run, **figures, **rates, training__optimizer=run.optimizer)
     check_policy(run)
     check_adapted(run)
     return run
@@ -157,6 +159,11 @@ def check_lora(run: RunFile) -> None:
         raise RunFileError(
             "training.lora trains adapters of a trained model: name its folder by model.from, or "
             "leave training.lora out to train a new model"
+        )
+    if run.optimizer == "muon":
+        raise RunFileError(
+            "training.optimizer = muon is for all weights, and adapters (training.lora) have "
+            "AdamW: leave out one of them"
         )
     if run.policy.swapped:
         raise RunFileError(

@@ -149,6 +149,7 @@ def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
     changes["training"] = file.training.model_copy(
         update={
             "lora": run.training.lora,
+            "optimizer": run.training.optimizer,
             "lr": file.training.lr or run.config.learning_rate,
             "warmup": warmup_of(file),
         }

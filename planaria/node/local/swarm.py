@@ -453,6 +453,8 @@ def read_plan(folder: Path, data: Sequence[str] = ()) -> SwarmPlan:
         out, device = Path(os.path.normpath(folder / fields["out"])), str(fields["device"])
         saves = fields["save_dir"] and Path(os.path.normpath(folder / fields["save_dir"]))
         run = load(out / RUN_FILE)
+        if run.training.optimizer is None:  # of a version that had no other
+            run = override(run, training__optimizer="adamw")
     except RunFileError as error:
         raise SwarmError(
             f"the run in {folder} can't be used: {error}\nA run continues only with the run file "

@@ -46,9 +46,11 @@ def of_run(step: int, run: RunFile) -> float:
 def describe(run: RunFile) -> str:
     """Message about the rate, for the start of the run."""
     last = of_run(run.steps, run)
+    muon = f" (matrices of body stages {run.training.muon_lr:g}, by Muon)"
     return (
-        f"learning rate: {peak_of(run):g} after {warmup_of(run)} steps of warm-up, then "
-        f"{run.training.schedule}; {last:g} at step {run.steps}"
+        f"learning rate: {peak_of(run):g}{muon if run.optimizer == 'muon' else ''} after "
+        f"{warmup_of(run)} steps of warm-up, then {run.training.schedule}; {last:g} at step "
+        f"{run.steps}"
     )
 
 

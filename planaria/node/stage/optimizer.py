@@ -114,7 +114,7 @@ class StageOptimizer:
         """Optimizer with the run file's settings. Muon is for the blocks; embedding and head have
         AdamW."""
         training = run.training
-        by_muon = training.optimizer == "muon" and isinstance(module, BodyStage)
+        by_muon = run.optimizer == "muon" and isinstance(module, BodyStage)
         muon = training.muon_lr / peak_of(run) * by_muon
         return cls(module, device, training.betas, training.weight_decay, muon)
 

@@ -188,7 +188,7 @@ class Relearning:
     ) -> pb.Relearned:
         """Train the stage of `lesson` on what was fetched.
 
-        Adam's moments stay as they are. When the error over the newest step's pairs is not finite
+        Moments stay as they are. When the error over the newest step's pairs is not finite
         or has grown, the former weights are restored, with a fresh Adam, and `undone` is set. The
         residuals are those of the whole block: the same at every joiner, like all of the result but
         `seconds` and `fetched_bytes`.

@@ -9,7 +9,7 @@ Several processes may share a folder, also replicas of one stage. They write the
 the same names, so the last rename replaces a file by an equal one.
 
 The format is safetensors: any reader finds a stage's weights by the names and in the shapes of
-Hugging Face, and Adam's moments as `first_moment.NAME` and `second_moment.NAME`. The metadata says
+Hugging Face, and the moments as `first_moment.NAME` and `second_moment.NAME`. The metadata says
 what they are, and of which model. It is written and read here, since a node needs what the library
 doesn't give: flushing before the rename, an errno for a full disk, temporary files distinguishable
 from a live writer's, and safe reading. Reading must not hold the interpreter for seconds (as the

@@ -101,8 +101,9 @@ class Twin:
 
     @property
     def memory_bytes(self) -> int:
-        """Weights, gradient and both moments."""
-        return 4 * self.optimizer.weights.nbytes
+        """Weights, gradient and moments."""
+        state = self.optimizer.state(optimizer=True)
+        return sum(tensor.nbytes for _, tensor in state) + self.optimizer.gradient.nbytes
 
     @property
     def critical_seconds(self) -> float:

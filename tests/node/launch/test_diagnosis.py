@@ -27,7 +27,7 @@ from planaria.node.launch.diagnosis import (
 from planaria.node.model.shape import COMPUTED
 from planaria.node.run_file import loads, override
 
-RUN = loads("[model]\npreset = 'small'\nvocabulary = 2048\n")
+RUN = loads("training.optimizer = 'adamw'\n[model]\npreset = 'small'\nvocabulary = 2048\n")
 FIRST, BODY = RUN.model.config.parameters
 WELL = Facts(
     version="1.2",

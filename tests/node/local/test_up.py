@@ -42,7 +42,7 @@ from planaria.node.local.swarm import (
 from planaria.node.machine.processes import stop_signals
 from planaria.node.run_file import RunFile, dumps, loads, override
 
-RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
+RUN = loads("steps = 40\ntraining.optimizer = 'adamw'\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
 
 
 def begin(plan: SwarmPlan) -> None:
@@ -90,10 +90,10 @@ def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
 
 def test_a_model_larger_than_this_machine_is_refused(tmp_path):
     run = loads("[model]\npreset = 'large'\nvocabulary = 65000")
-    says = r"7 stages with .* need 28.\d GiB, 28.\d GiB .* this machine has 16.0 GiB: .*--oversub"
+    says = r"7 stages with .* need 22.\d GiB, 22.\d GiB .* this machine has 16.0 GiB: .*--oversub"
     with pytest.raises(SwarmError, match=says):
         check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(16 * 2**30, 2))
-    check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(29 * 2**30, 2))
+    check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(23 * 2**30, 2))
     check_processes(SwarmPlan(run, tmp_path, None, "cuda:0"), Machine(2**30, 2))
 
 
@@ -102,11 +102,11 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     plan = SwarmPlan(run, tmp_path, None, "cpu")
     size, warning, time = outlook(plan, Machine(24 * 2**30, 2), lambda: 1e11)
     parameters = 1_619_101_696
-    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 37.0 GiB of")
+    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 28.0 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
     minutes = 6 * parameters * 65536 / 2e11 / 60
     assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
-    assert len(list(outlook(plan, Machine(40 * 2**30, 2), lambda: 1e11))) == 2
+    assert len(list(outlook(plan, Machine(30 * 2**30, 2), lambda: 1e11))) == 2
     on_gpu = list(outlook(plan._replace(device="cuda:0"), Machine(2**33, 2), lambda: 1 / 0))
     assert on_gpu == [
         f"{parameters:,} parameters at 7 nodes, which take about 0.8 GiB of this "
@@ -253,14 +253,14 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
 
 def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     """The names are those of folders, saves and journals that there are. What they resumed said
-    codec none and policy checkfree, which were the defaults."""
+    codec none, policy checkfree and AdamW, which were the defaults."""
     whole = '[wire]\nactivations = "none"\ngradients = "none"\n'
-    whole += '[recovery]\npolicy = "checkfree"\n'
+    whole += '[recovery]\npolicy = "checkfree"\n[training]\noptimizer = "adamw"\n'
     assert run_id(loads(whole)) == "run-44136fa3"
     assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
     text = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
     assert run_id(loads(text)) == run_id(loads(dumps(loads(text)))) == "many-9f074fb5"
-    default = "[training]\nlr = 1e-3\nwarmup = 20\n"  # of `tiny`, as resolved run files have it
+    default = "lr = 1e-3\nwarmup = 20\n"  # of `tiny`, as resolved run files have it
     assert run_id(loads(whole + default)) == "run-44136fa3"
 
 

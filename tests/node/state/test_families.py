@@ -7,7 +7,7 @@ import torch
 
 from planaria.node.model.modules import Stage, build_stage
 from planaria.node.model.shape import ModelConfig
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import layout_of
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
@@ -15,6 +15,7 @@ from planaria.recovery import checkfree
 from planaria.recovery.snapshot import HeldSnapshot, SentSnapshot, decode
 from tests.node.stage.shapes import LLAMA3, QWEN2, QWEN3
 
+RUN = loads('[training]\noptimizer = "adamw"')
 CPU = torch.device("cpu")
 NEW = pytest.mark.parametrize("config", [LLAMA3, QWEN2, QWEN3], ids=["llama3", "qwen2", "qwen3"])
 
@@ -22,7 +23,7 @@ NEW = pytest.mark.parametrize("config", [LLAMA3, QWEN2, QWEN3], ids=["llama3", "
 def trained(config: ModelConfig, stage: int) -> tuple[Stage, StageOptimizer]:
     """Every value is another than at the start."""
     module = build_stage(config, stage, seed=0)
-    optimizer = StageOptimizer(module, CPU)
+    optimizer = StageOptimizer.of_run(module, CPU, RUN)
     generator = torch.Generator().manual_seed(stage)
     optimizer.gradient.normal_(generator=generator)
     optimizer.step(0.1)
@@ -60,7 +61,7 @@ def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> No
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_twin_is_updated_as_the_stage_is(config: ModelConfig, stage: int) -> None:
     _, optimizer = trained(config, stage)
-    twin = StageOptimizer.of_run(Beginning(RunFile(), config).stage(stage), CPU, RunFile())
+    twin = StageOptimizer.of_run(Beginning(RUN, config).stage(stage), CPU, RUN)
     twin.gradient.copy_(optimizer.gradient)
     twin.step(0.1)
     assert twin.digest() == optimizer.digest()

@@ -115,7 +115,7 @@ class Swarm(Network):
         self.stage_of = {place.node: place.stage for place in members}
         config = config_of(max(self.stage_of.values()))
         self.own = {
-            place.node: StageOptimizer(build_stage(config, place.stage, RUN.seed), CPU)
+            place.node: StageOptimizer.of_run(build_stage(config, place.stage, RUN.seed), CPU, RUN)
             for place in members
         }
         self.exchanges = {place.node: self.new(self.slow()) for place in members}
@@ -483,7 +483,7 @@ def test_what_a_twin_serves_is_the_stages_state() -> None:
         served = twin.state
         assert (served.id.step, served.optimizer_step) == (2, 1)
         assert served.last == swarm.record(skipped=True)
-        fresh = StageOptimizer(build_stage(config_of(3), stage, seed=99), CPU)
+        fresh = StageOptimizer.of_run(build_stage(config_of(3), stage, seed=99), CPU, RUN)
         fresh.load(fetched(served).tensors.items(), served.optimizer_step)
         assert same(fresh, swarm.own[f"{stage}.0"])
 
@@ -495,7 +495,7 @@ def test_a_state_of_another_stage_changes_nothing() -> None:
     (of_body,) = swarm.holders(1)
     before = state_of(of_body.optimizer)
     one = of_body.state
-    with pytest.raises(ValueError, match="this stage needs"):
+    with pytest.raises(ValueError, match="state of a stage has the tensors"):
         of_body.load(fetched(of_embedding.state))
     assert of_body.state is one
     assert all(map(torch.equal, before[1], state_of(of_body.optimizer)[1]))
