@@ -8,8 +8,8 @@ from typing import Final
 
 from planaria.recovery.decide import RECENT
 
-SHARE: Final = 0.1
-"""Bytes of all snapshots, as a share of those that training sends in a step."""
+SHARE: Final = 0.08
+"""Bytes of all snapshots, as a share of those that cross between stages in a step."""
 MOST: Final = 1 / 8
 LEAST: Final = 1 / 26
 """Bounds of the rows' share in an update. With `LEAST` each step, rows are some 18 steps old on
@@ -41,7 +41,7 @@ class Pace:
         `limit`: in steps."""
         self._fraction, self._period, self._limit = fraction, period, limit
         self._ages: deque[float] = deque(maxlen=UPDATES)
-        self.age = 0.0  # mean of the rows, in steps, at the pace of the last updates
+        self.age = 0.0  # mean of the rows, in steps, at the pace of the last updates, or a trial
         self.kept = True
 
     @property
@@ -53,9 +53,9 @@ class Pace:
         """Record that an update took so many steps, or would have taken. Returns whether `kept` has
         changed."""
         self._ages.append(max(steps, self._period) / (2 * self._fraction))
-        self.age = median(self._ages)
+        self.age = median(self._ages) if self.kept else self._ages[-1]
         slow = self.kept and len(self._ages) == UPDATES and self.age > self._limit
-        fast_again = not self.kept and self._ages[-1] <= MARGIN * self._limit
+        fast_again = not self.kept and self.age <= MARGIN * self._limit
         if slow or fast_again:
             self.kept = not self.kept
             self._ages.clear()

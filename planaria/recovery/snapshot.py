@@ -60,7 +60,7 @@ class Layout:
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], tensors: int = 3) -> None:
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
         self.tensors, self.blocks, self.values = tensors, 0, 0
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
@@ -72,30 +72,30 @@ class Layout:
             raise ValueError("a stage without parameters has no blocks")
 
     def _append(self, rows: int, width: int) -> None:
-        if self._groups and self._groups[-1].width == width:
-            last = self._groups[-1]
-            self._groups[-1] = last._replace(rows=last.rows + rows)
+        if self.groups and self.groups[-1].width == width:
+            last = self.groups[-1]
+            self.groups[-1] = last._replace(rows=last.rows + rows)
         else:
-            self._groups.append(Group(self.blocks, rows, width, self.values))
+            self.groups.append(Group(self.blocks, rows, width, self.values))
         self.blocks += rows
         self.values += rows * width
 
     @property
     def widths(self) -> list[int]:
         """Block width in each tensor of `rows`."""
-        return [group.width for group in self._groups]
+        return [group.width for group in self.groups]
 
     def rows(self, flat: Tensor) -> list[Tensor]:
         """All blocks of `flat`, as views [rows, width], one per width group."""
         return [
-            flat[g.offset : g.offset + g.rows * g.width].view(g.rows, g.width) for g in self._groups
+            flat[g.offset : g.offset + g.rows * g.width].view(g.rows, g.width) for g in self.groups
         ]
 
     def split(self, blocks: Tensor) -> list[Tensor]:
         """Splits ascending block numbers, int64 [k] on the CPU, into indices for each of `rows`."""
-        firsts = torch.tensor([group.first for group in self._groups[1:]], dtype=torch.int64)
+        firsts = torch.tensor([group.first for group in self.groups[1:]], dtype=torch.int64)
         parts = blocks.tensor_split(torch.searchsorted(blocks, firsts))
-        return [part - group.first for part, group in zip(parts, self._groups, strict=True)]
+        return [part - group.first for part, group in zip(parts, self.groups, strict=True)]
 
     def gather(self, flat: Tensor, blocks: Tensor) -> list[Tensor]:
         """Copies of blocks, [k, width] per width group."""
@@ -220,15 +220,13 @@ def encode(
     numbers = [] if blocks is None else [blocks.int()]
     chosen = torch.arange(layout.blocks) if blocks is None else blocks
     shapes = layout.shapes(chosen)
-    values = sum(map(math.prod, shapes))
-    heads = 0 if codec == "none" else 4 * sum(math.prod(_heads(shape)) for shape in shapes)
-    codes = 4 * values if codec == "none" else values
+    heads, codes = _sizes(shapes, codec)
     ahead = 4 * sum(map(len, numbers)) + len(tensors) * heads
     payload = torch.empty(ahead + len(tensors) * codes, dtype=torch.uint8)  # on the CPU
     first, second = _Writer(payload, 0), _Writer(payload, ahead)
     for number in numbers:
         first.put(number)
-    restored = tensors[0].new_empty(values)
+    restored = tensors[0].new_empty(sum(map(math.prod, shapes)))
     weights = _Writer(restored.view(torch.uint8), 0)
     for of, flat in enumerate(tensors):
         for rows in layout.pieces(flat, chosen):
@@ -355,6 +353,21 @@ class _Reader:
             raise UpdateError(f"its {len(self._payload)} bytes are not {self._offset}")
 
 
+def _sizes(shapes: Iterable[tuple[int, int]], codec: Codec) -> tuple[int, int]:
+    """Bytes of the values of four bytes, and of the codes, in a tensor of an update."""
+    shapes = list(shapes)
+    values = sum(map(math.prod, shapes))
+    if codec == "none":
+        return 0, 4 * values
+    return 4 * sum(math.prod(_heads(shape)) for shape in shapes), values
+
+
+def bytes_of_all(layout: Layout, tensors: int, codec: Codec) -> int:
+    """Bytes in which updates send each block once, with `tensors` tensors."""
+    shapes = zip([group.rows for group in layout.groups], layout.widths, strict=True)
+    return 4 * layout.blocks + tensors * sum(_sizes(shapes, codec))
+
+
 def largest_update(layout: Layout, tensors: int) -> int:
     """Upper bound in bytes of an update with `tensors` tensors, in any codec."""
     return 4 * layout.blocks + 4 * layout.values * tensors
@@ -418,15 +431,26 @@ class SentWhole:
 
 
 class SentSnapshot:
-    """A running snapshot: each update has a fraction of the blocks, those that changed most.
+    """A running snapshot: each update has a fraction of the blocks, those that changed most; at
+    first, while the holder lacks blocks, at least the fraction `at_first`.
 
     `sent`: float32 [values], the holder's weights (with int8 the restored ones), on the device of
     the weights; `taken`: int64 [blocks], the step of each, or NEVER.
     """
 
-    def __init__(self, layout: Layout, fraction: float, codec: Codec, moments: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        fraction: float,
+        codec: Codec,
+        moments: bool,
+        at_first: float = 0.0,
+    ) -> None:
         self._layout, self._codec = layout, codec
-        self._count = max(1, math.ceil(fraction * layout.blocks - 1e-9))
+        self._count, self._at_first = (
+            max(1, math.ceil(share * layout.blocks - 1e-9))
+            for share in (fraction, max(fraction, at_first))
+        )
         self._tensors = layout.tensors if moments else 1
         self.sent = torch.empty(0)
         self.taken = torch.full((layout.blocks,), NEVER)
@@ -438,7 +462,8 @@ class SentSnapshot:
         if not len(self.sent):
             self.sent = torch.zeros_like(weights)
         distances = layout.squared_distances(weights, self.sent)
-        chosen = choose(self.rank(distances, step), self.taken, self._count)
+        count = self._at_first if self.lacks_blocks else self._count
+        chosen = choose(self.rank(distances, step), self.taken, count)
         self.taken[chosen] = step
         blocks = None if len(chosen) == layout.blocks else chosen
         payload, restored = encode(layout, blocks, tensors[: self._tensors], self._codec)

@@ -9,7 +9,7 @@ SIZES = st.floats(1, 1e15)
 
 
 @given(SIZES, SIZES)
-def test_snapshots_take_a_tenth_of_what_training_sends_unless_rows_would_be_old(whole, training):
+def test_snapshots_take_a_share_of_what_training_sends_unless_rows_would_be_old(whole, training):
     share = share_of_rows(whole, training)
     assert LEAST <= share <= MOST
     if LEAST < share < MOST:
@@ -27,6 +27,7 @@ def test_a_link_that_becomes_slow_ends_the_snapshot_once_and_a_quick_trial_begin
     assert not pace.kept and pace.period == RECENT
     assert not any(arrive(pace, 13, 20)) and not pace.kept
     assert arrive(pace, 9, 1) == [True] and pace.kept and pace.period == 1
+    assert pace.age == 36  # as the trial shows, not as it was
 
 
 def test_two_late_updates_among_quick_ones_change_nothing():

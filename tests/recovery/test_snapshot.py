@@ -18,6 +18,7 @@ from planaria.recovery.snapshot import (
     SentSnapshot,
     SentWhole,
     UpdateError,
+    bytes_of_all,
     choose,
     decode,
     dequantize,
@@ -188,6 +189,19 @@ def test_a_restored_adam_step_is_never_larger_than_the_exact_one(seed: int) -> N
     restored = restored_m / (restored_v.sqrt() + 1e-8)
     assert (restored.abs() <= exact.abs() * (1 + 1e-6)).all()
     assert (restored * exact >= 0).all()
+
+
+@settings(deadline=None)
+@given(CODECS, st.sampled_from([1, 3]), st.sampled_from([0.05, 0.25]))
+def test_at_first_updates_are_larger_and_send_each_block_once(
+    codec: Codec, tensors: int, fraction: float
+) -> None:
+    sent, flats = SentSnapshot(LAYOUT, fraction, codec, tensors > 1, at_first=0.5), drawn(3)
+    updates = [sent.take((0, step), flats) for step in range(3)]
+    whole = sum(update.payload.nbytes for update in updates[:2])
+    sizes = [update.blocks for update in updates]
+    assert sizes == [math.ceil(share * LAYOUT.blocks) for share in (0.5, 0.5, fraction)]
+    assert whole == bytes_of_all(LAYOUT, tensors, codec)
 
 
 # An update as bytes

@@ -24,8 +24,9 @@ from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, 
 from planaria.node.run_file import RunFile
 from planaria_lab.emulation.emulation import Emulation
 
-FIRST: Final = 5
-"""Step from which on seconds and bytes count: until then TCP finds out what its links can do."""
+FIRST: Final = 10
+"""Step from which on seconds and bytes count: until then TCP finds out what its links can do, and
+the first snapshots are sent, whole."""
 LOOK: Final = 0.05
 """Seconds between two looks at a swarm's ledgers and its links."""
 

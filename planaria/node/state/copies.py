@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, SnapshotSection
 from planaria.node.state.stage_state import TENSORS, Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -42,7 +42,7 @@ from planaria.node.wire.frames import (
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.decide import RECENT
-from planaria.recovery.pace import Pace, share_of_rows
+from planaria.recovery.pace import MOST, Pace, share_of_rows
 from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
@@ -80,14 +80,24 @@ def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
     snapshot, training = run.recovery.snapshot, run.training
     if not run.policy.adapts:
         return snapshot
-    ends, body = config.trained
-    of_end, of_body = (config.tensors_in(n) if snapshot.moments else 1 for n in (0, 1))
-    whole = holder_count(0, config.stages) * ends * of_end + config.stages * body * of_body
-    whole *= 4 if snapshot.codec == "none" else 1
+    whole = _bytes_of_all_stages(config, snapshot.codec, snapshot.moments)
     crossing = crossing_bytes(config, training.microbatch * config.context, run.wire)
     sent = (config.stages + 1) * training.microbatches * sum(crossing)
     fraction = min(snapshot.fraction, share_of_rows(whole, sent))
     return snapshot.model_copy(update={"fraction": fraction})
+
+
+@cache
+def _bytes_of_all_stages(config: ModelConfig, codec: snapshot.Codec, moments: bool) -> int:
+    """Bytes of a whole snapshot of each stage, for each of its holders."""
+    total = 0
+    for stage in range(config.stages + 1):
+        if config.trained_in(stage):
+            tensors = config.tensors_in(stage)
+            layout = Layout(trained_shapes(config, stage).values(), tensors)
+            size = snapshot.bytes_of_all(layout, tensors if moments else 1, codec)
+            total += holder_count(stage, config.stages) * size
+    return total
 
 
 class Allowance:
@@ -134,7 +144,7 @@ class Outgoing:
         rows may be old on average; a link that is too slow for that gets no snapshot."""
         period = steps_between(snapshot.fraction, snapshot.period)
         new_sent = partial(
-            SentSnapshot, layout, snapshot.fraction, snapshot.codec, snapshot.moments
+            SentSnapshot, layout, snapshot.fraction, snapshot.codec, snapshot.moments, MOST
         )
         pace = None if oldest is None else Pace(snapshot.fraction, period, oldest)
         return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent, pace)
