@@ -319,7 +319,8 @@ def main() -> int:
     if device is None:
         parser.error(f"--device {options.device}: torch sees no such device; use cpu")
     if options.hours:
-        published = sorted((ROOT / "lab/results").glob("paper-*/study.toml"))
+        sizes = ("124m", "500m", "1.5b")
+        published = [ROOT / f"lab/results/paper-{size}/study.toml" for size in sizes]
         return run_studies(options.hours, options.studies or published, device)
     options.out.mkdir(parents=True, exist_ok=True)
     rows = options.out / ROWS
