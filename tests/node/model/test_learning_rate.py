@@ -51,10 +51,14 @@ def test_warm_up_is_at_most_a_tenth_of_a_run_that_says_nothing_of_it(steps, warm
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "0.001 after 4 steps of warm-up, then cosine; 0.0001 at step 40"),
-        ("[training]\nlr = 3e-4\nwarmup = 0\nlr_floor = 0.5", "0.0003 after 0 .*; 0.00015 at"),
+        (
+            "",
+            "0.001 .matrices of body stages 0.01, by Muon. after 4 steps of warm-up, then cosine; "
+            "0.0001 at step 40",
+        ),
+        ("[training]\nlr = 3e-4\nwarmup = 0\nlr_floor = 0.5", "0.0003 .* after 0 .*; 0.00015 at"),
         ("[training]\nschedule = 'constant'", "then constant; 0.001 at step 40"),
-        ("[model]\npreset = 'midi'", "0.0006 after"),
+        ("training.optimizer = 'adamw'\n[model]\npreset = 'midi'", "0.0006 after"),
         ("[model]\nfrom = 'smollm'", "2e-05 after"),
     ],
 )
