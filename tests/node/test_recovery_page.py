@@ -9,6 +9,7 @@ import pytest
 import tomli_w
 
 from planaria.node.run_file import RecoverySection, SavesSection, Section
+from planaria.recovery.decide import FRESH, RECENT
 from planaria.recovery.policy import POLICIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text(encoding="utf-8")
@@ -47,3 +48,8 @@ def test_the_page_has_every_option_with_its_default(name: str, section: Section)
 def test_the_page_has_every_policy(policy: str) -> None:
     assert f"\n| `{policy}` | " in PAGE
     assert f"\n- **`{policy}`** " in PAGE
+
+
+def test_the_page_says_how_old_a_kept_state_may_be() -> None:
+    sentence = f"of at most {RECENT} steps ago, of a snapshot {FRESH} if a guess relearns"
+    assert sentence in " ".join(PAGE.split())
