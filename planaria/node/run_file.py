@@ -381,7 +381,9 @@ class TrainingSection(Section):
     optimizer: Optimizer | None = Field(
         default=None, description="of the body stages; muon for a new model of a preset, else adamw"
     )
-    lr: float | None = Field(default=None, gt=0, le=100, description="the preset's when left out")
+    lr: float | None = Field(
+        default=None, gt=0, le=100, description="peak; else the model's default"
+    )
     muon_lr: float = Field(default=0.01, gt=0, le=100, description="peak for matrices, by muon")
     warmup: int | None = Field(
         default=None, ge=0, le=10**9, description="steps; else 20, at most a tenth of the run"
@@ -676,10 +678,12 @@ class RunFile(Section):
             )
         excluded = {"wire", PRIVATE, *left_out}
         fields = self.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
-        training = fields.pop("training", {}) | {"optimizer": self.optimizer}
+        training = fields.pop("training", {})
+        training |= {"optimizer": self.optimizer, "lr": peak_of(self)}
         if self.optimizer == "muon":
             training["muon_lr"] = self.training.muon_lr
-        defaults = {"lr": self.config.learning_rate, **FORMER_TRAINING}
+        by_adamw = model_config(self.model, self.model.vocabulary or 2, self.training.lora)
+        defaults = {"lr": by_adamw.learning_rate, **FORMER_TRAINING}
         training = {k: v for k, v in training.items() if v != defaults.get(k)}
         fields |= {"training": training} if training else {}
         recovery = fields.pop("recovery", {}) | {"policy": self.recovery.policy}

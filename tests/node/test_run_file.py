@@ -291,7 +291,7 @@ def test_a_run_by_adamw_keeps_the_id_of_versions_that_had_nothing_else() -> None
     adamw = loads('training.optimizer = "adamw"')
     assert "training" not in adamw.identifying_fields()
     default = RunFile().identifying_fields()
-    assert default["training"] == {"optimizer": "muon", "muon_lr": 0.01}
+    assert default["training"] == {"optimizer": "muon", "lr": 2e-3, "muon_lr": 0.01}
     assert override(RunFile(), training__optimizer="muon").identifying_fields() == default
 
 

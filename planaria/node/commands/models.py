@@ -310,14 +310,14 @@ def presets_command(
     ] = 2048,
 ) -> None:
     """List the model sizes of model.preset."""
-    from planaria.node.model.shape import PRESETS, divisors, model_config
-    from planaria.node.run_file import ModelSection
+    from planaria.node.model.shape import PRESETS, divisors
+    from planaria.node.run_file import ModelSection, RunFile
 
     table = Table(
         Column("preset", no_wrap=True),
         *(
             Column(name, justify="right", no_wrap=True)
-            for name in ("parameters", "layers", "width", "heads", "context", "rate", "memory")
+            for name in ("parameters", "layers", "width", "heads", "context", "memory")
         ),
         "stages",
         box=SIMPLE_HEAD,
@@ -325,7 +325,7 @@ def presets_command(
         pad_edge=False,
     )
     for name, preset in PRESETS.items():
-        config = model_config(ModelSection(preset=name), vocabulary)
+        config = RunFile(model=ModelSection(preset=name)).config_for(vocabulary)
         first, body = config.parameters
         others = [n for n in divisors(preset.layers) if n != preset.stages]
         table.add_row(
@@ -335,15 +335,14 @@ def presets_command(
             f"{preset.dim}",
             f"{preset.heads}",
             f"{preset.context}",
-            f"{preset.learning_rate:g}",
             f"{config.seat_bytes / 2**20:,.0f} MiB",
             f"{preset.stages}, or {', '.join(map(str, others))}",
         )
     console.print(table)
     say(
         f"Parameters are for a vocabulary of {vocabulary:,} tokens. Memory is that of a node with "
-        "the largest stage, for the first number of stages: weights, gradient, Adam's moments, "
-        "and half as much again."
+        "the largest stage, for the first number of stages: weights, gradient, moments, and half "
+        "as much again."
     )
 
 

@@ -62,6 +62,8 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 AttentionMask = Literal["causal", "block_causal"]
 """What a token attends to: all earlier ones in its sample, or in its document. The name is
 torchtitan's."""
+BESIDE_MUON: Final = 2e-3
+"""Rate of embedding and head where Muon trains the blocks (lab/results/muon-at-size/rates)."""
 FINE_TUNING: Final = 2e-5
 """Default peak learning rate of a run from a pretrained model."""
 FOR_ADAPTERS: Final = 1e-3
@@ -527,7 +529,9 @@ def model_config(
     stages = section.body_stages or preset.stages
     if (section.origin or section.blueprint) and section.layers is None:
         layers = sum(sizes) or stages  # until the checkpoint says its number
-    trained_before = FINE_TUNING if lora is None else FOR_ADAPTERS
+    rate = BESIDE_MUON if muon else preset.learning_rate
+    if section.origin:
+        rate = FINE_TUNING if lora is None else FOR_ADAPTERS
     return ModelConfig(
         vocabulary=section.vocabulary or vocabulary,
         dim=dim,
@@ -540,7 +544,7 @@ def model_config(
         or (preset.hidden if dim == preset.dim else -(-8 * dim // (3 * 256)) * 256),
         rope_theta=section.rope_theta,
         norm_eps=section.norm_eps or 1e-5,
-        learning_rate=trained_before if section.origin else preset.learning_rate,
+        learning_rate=rate,
         family=section.family or "llama",
         tied=section.tied or False,
         width_of_head=section.head_dim,

@@ -243,7 +243,7 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
     run = resolve(loads(f'[data]\npath = "{path}"\n[model]\npreset = "mini"'))
     assert run.data.content == corpus.content
     assert (run.model.vocabulary, run.model.stages) == (corpus.vocabulary, 4)
-    assert (run.training.lr, run.training.warmup) == (1e-3, 10)
+    assert (run.training.lr, run.training.warmup) == (2e-3, 10)
     assert resolve(run) == run
     rules = registry_rules(run)
     assert (rules.stages, rules.data) == (4, corpus.content)

@@ -53,11 +53,11 @@ def test_warm_up_is_at_most_a_tenth_of_a_run_that_says_nothing_of_it(steps, warm
     [
         (
             "",
-            "0.001 .matrices of body stages 0.01, by Muon. after 4 steps of warm-up, then cosine; "
-            "0.0001 at step 40",
+            "0.002 .matrices of body stages 0.01, by Muon. after 4 steps of warm-up, then cosine; "
+            "0.0002 at step 40",
         ),
         ("[training]\nlr = 3e-4\nwarmup = 0\nlr_floor = 0.5", "0.0003 .* after 0 .*; 0.00015 at"),
-        ("[training]\nschedule = 'constant'", "then constant; 0.001 at step 40"),
+        ("[training]\nschedule = 'constant'", "then constant; 0.002 at step 40"),
         ("training.optimizer = 'adamw'\n[model]\npreset = 'midi'", "0.0006 after"),
         ("[model]\nfrom = 'smollm'", "2e-05 after"),
     ],
@@ -70,10 +70,10 @@ def test_a_run_says_its_rate(text, sentence) -> None:
 
 def test_a_warm_up_longer_than_the_run_is_warned_of_with_the_highest_rate() -> None:
     run = loads("steps = 3\n[training]\nwarmup = 500")
-    assert max(of_run(step, run) for step in (1, 2, 3)) == pytest.approx(6e-6)
+    assert max(of_run(step, run) for step in (1, 2, 3)) == pytest.approx(1.2e-5)
     warning = too_long(run)
     assert warning is not None
-    assert "no higher than 6e-06, 0.6% of training.lr = 0.001" in warning
+    assert "no higher than 1.2e-05, 0.6% of training.lr = 0.002" in warning
 
 
 @given(
