@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.bootstrap.spelling import shortened
 from planaria.node.data.batches import Batches
 from planaria.node.data.turns import turns_of

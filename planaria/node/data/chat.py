@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.node.data.corpus import CorpusError, load_tokenizer
 from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
 

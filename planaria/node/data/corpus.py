@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_hexdigest
 
-from planaria.bootstrap.files import flush_folder
+from planaria.bootstrap.files import flush
 from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.machine.device import empty_pinned
 from planaria.node.model.config import to_config
@@ -259,7 +259,7 @@ class Saves:
                 temporary.replace(self.folder / name)
         finally:
             temporary.unlink(missing_ok=True)  # exists only after an error
-        flush_folder(self.folder)
+        flush(self.folder)
 
     def _prune(self) -> None:
         keeping: list[Age] = []
@@ -851,7 +851,7 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        flush_folder(folder.parent)
+        flush(folder.parent)
 
 
 def _remove_leftovers(folder: Path) -> None:
