@@ -119,7 +119,7 @@ class _Dial(NamedTuple):
     signed: str  # the hello, with its signature
 
 
-class Links(LinkTable[Link]):
+class Links(LinkTable):
     """This node's links. Belongs to the event loop that it is started on."""
 
     def __init__(
