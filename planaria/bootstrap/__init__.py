@@ -20,7 +20,7 @@ The service:
   `reply_budget.py`: memory for answers to joins; `truncation.py`: what fits into a message
 - `journal.py`: views on disk; `store.py`, `etcd.py`: views that several registries share, of which
   `leader_election.py` has one lead
-- `liveness.py`: whether a silent node still runs; `reachability.py`: whether an address answers
+- `reachability.py`: whether an address answers
 - `connection_limits.py`: how many connections gRPC accepts, and for how long without a handshake
 
 Who may do what:
@@ -33,7 +33,8 @@ Who may do what:
 
 Both sides:
 
-- `transport.py`: the port to the network; `grpc_transport.py`: over gRPC
+- `transport.py`: the port to the network; `grpc_transport.py`: over gRPC,
+  with liveness checks
 - `client.py`: a node's client; `address.py`: HOST:PORT; `spelling.py`: names and text of others
-- `small_files.py`, `files.py`: reading and writing them
+- `files.py`: reading and writing them
 """

@@ -629,7 +629,6 @@ OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 2_000),  # otherwise 60 s, whatever the keepalive timeout
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.bdp_probe", 0),  # otherwise each view is answered with a ping
-    ("grpc.enable_http_proxy", 0),
 )
 
 

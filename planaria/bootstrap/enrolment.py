@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from planaria.bootstrap import enrolment_pb2 as pb
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
-from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.gate import ENROL, host_of
@@ -38,9 +37,8 @@ class EnrolmentServer:
     async def start(self, listen: str, certified: Certified) -> int:
         """Serves on HOST:PORT and returns the port. Raises the errors of `add_port`."""
         self._now = asyncio.get_running_loop().time
-        options = (*_OPTIONS, *server_options(open_descriptors()))
         credentials = Credentials(server=certified.server(mutual=False))
-        self._transport = GrpcTransport(credentials, serving=options, at_once=AT_ONCE)
+        self._transport = GrpcTransport(credentials, serving=_OPTIONS, at_once=AT_ONCE)
         return await self._transport.serve(listen, {ENROL: self._enrol}, ())
 
     async def stop(self) -> None:
@@ -162,7 +160,6 @@ def _refusals() -> Iterator[None]:
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", 2 * REQUEST_BYTES),
-    ("grpc.so_reuseport", 0),  # otherwise two registries could share a port unnoticed
     ("grpc.max_connection_idle_ms", 10_000),
     ("grpc.max_connection_age_ms", 60_000),
     ("grpc.max_concurrent_streams", 4),

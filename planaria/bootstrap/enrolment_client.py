@@ -152,7 +152,6 @@ class Enrolment:
         trusted = Credentials(channel=grpc.ssl_channel_credentials(self._authority))
         options = (
             ("grpc.ssl_target_name_override", Role.REGISTRY + DOMAIN),
-            ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
         )
         channel = GrpcTransport(trusted, options).channel(address)

@@ -14,15 +14,19 @@ import grpc
 from grpc import StatusCode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
+from planaria.bootstrap.address import EVERYWHERE, Address, Reach, resolved_not_to_dial
 from planaria.bootstrap.authority import Role, Who
+from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Credentials, add_port, channel
-from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.transport import Broken, Handler
 
 log = logging.getLogger(__name__)
 
 Options = Sequence[tuple[str, int | str]]
+_DIRECT = ("grpc.enable_http_proxy", 0)
+_ALONE = ("grpc.so_reuseport", 0)  # otherwise two processes could share a port unnoticed
+PAUSE = 0.25  # seconds between two attempts of a liveness check
+_ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
 
 
 def _broken(error: Exception) -> Broken:
@@ -156,7 +160,8 @@ class GrpcTransport:
         return await resolved_not_to_dial(address, self._reach)
 
     def channel(self, address: str, holder: str = "") -> GrpcChannel:
-        opened = channel(address, self._credentials, self._dialling, holder or self._holder)
+        options = (*self._dialling, _DIRECT)
+        opened = channel(address, self._credentials, options, holder or self._holder)
         return GrpcChannel(opened, self._credentials.metadata)
 
     async def is_alive(
@@ -167,13 +172,45 @@ class GrpcTransport:
         reach: Reach | None = None,
         holder: str = "",
     ) -> bool | None:
-        where, named = self._reach if reach is None else reach, holder or Role.NODE
-        return await is_alive(node, address, self._credentials, seconds, where, named)
+        """By a health service named after the node. False at once if the port refuses connections
+        or another node answers. Also False after two accepted connections in a row without an
+        answer: a container's port forwarder does that. None after `seconds` without any answer,
+        since the network may recover, and for an address that must not be dialled."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        unanswered = 0
+        while (seconds_left := end - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(seconds_left):
+                    where = self._reach if reach is None else reach
+                    if why := await resolved_not_to_dial(address, where):
+                        log.warning("%s is not dialled: %s", node, why)
+                        return None
+                    await _connect(address)
+                    return await self._serves(node, address, holder or Role.NODE)
+            except ConnectionRefusedError:
+                return False
+            except grpc.aio.AioRpcError as error:
+                unanswered += 1
+                if error.code() in _ANOTHER or unanswered == 2:
+                    return False
+            except OSError:  # includes TimeoutError: no route at the moment
+                unanswered = 0
+            await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
+        return None
+
+    async def _serves(self, node: str, address: str, holder: str) -> bool:
+        async with channel(address, self._credentials, (_DIRECT,), holder) as open_channel:
+            stub = health_pb2_grpc.HealthStub(open_channel)
+            request = health_pb2.HealthCheckRequest(service=node)
+            answer = await stub.Check(request)  # type: ignore[attr-defined]
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def serve(
         self, listen: str, handlers: Mapping[str, Handler], names: Collection[str]
     ) -> int:
-        options, at_once = self._serving, self._at_once
+        options = (*self._serving, _ALONE, *server_options(open_descriptors()))
+        at_once = self._at_once
         self._server = server = grpc.aio.server(options=options, maximum_concurrent_rpcs=at_once)
         services: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for path, handler in handlers.items():
@@ -210,6 +247,13 @@ class GrpcTransport:
         if self._server is not None:
             await self._health.enter_graceful_shutdown()
             await self._server.stop(grace)
+
+
+async def _connect(address: str) -> None:
+    """A reachability probe, since gRPC does not report a refused connection."""
+    host, port = Address.parse(address)
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()
 
 
 def _reflect(server: grpc.aio.Server, services: Collection[str]) -> None:

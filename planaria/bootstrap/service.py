@@ -20,7 +20,7 @@ from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.broadcast import Broadcast, Waker
-from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
+from planaria.bootstrap.connection_limits import limit_message, open_descriptors
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.effects import (
     Dial,
@@ -603,16 +603,14 @@ class _MemberStream:
 
 
 def over_grpc(credentials: Credentials, insecure: bool) -> GrpcTransport:
-    options = (*_OPTIONS, *server_options(open_descriptors()))
     reflected = (SERVICE,)
-    return GrpcTransport(credentials, serving=options, insecure=insecure, reflected=reflected)
+    return GrpcTransport(credentials, serving=_OPTIONS, insecure=insecure, reflected=reflected)
 
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_connection_idle_ms", 60_000),
-    ("grpc.so_reuseport", 0),  # otherwise two registries could share a port unnoticed
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),

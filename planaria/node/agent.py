@@ -29,7 +29,7 @@ from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import FEWEST, UNSENT, GradientFeed
 from planaria.node.state.observing import ObserverService
 from planaria.node.state.own_saves import OwnSaves
-from planaria.node.state.rebuild import Peers, Rebuilding
+from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.reducing import Reducing, averaging_of
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.serving import StateService
@@ -157,17 +157,7 @@ class Agent:
         parse, crossing = self.arithmetic.boundary_tensor, self.crossing
         self.crossings = BoundaryClient(exchanges, send, parse, self.accuse, crossing)
         self.relearning = Relearning(exchanges, tensors, send, relearned, crossing)
-        peers = Peers(self.states, self.crossings, self.relearning)
-        self.rebuilding = Rebuilding(
-            self.ports,
-            self.run,
-            self.config,
-            self.member,
-            self.holdings,
-            peers,
-            self._in_place,
-            self._account,
-        )
+        self.rebuilding = Rebuilding(self)
 
     def _route(self) -> None:
         """Makes the tables of handlers, by a message's body and by a frame's kind."""
@@ -259,9 +249,9 @@ class Agent:
         if why and self.is_readable():  # nothing changes the weights now: their digest must match
             self.damaged = self.arithmetic.digest() != self.member.digest
         if self.member.driver:
-            self._account()
+            self.account()
 
-    def _account(self, given_up: Sequence[int] = ()) -> None:
+    def account(self, given_up: Sequence[int] = ()) -> None:
         """Reports this node's progress in the attempt to the driver."""
         account = pb.Account(
             computed=self.workplace.compute.computed,
@@ -281,8 +271,8 @@ class Agent:
             leave = self.record.replace if self.is_readable() else self.leave_unread
             leave(why)
         if message.inquiry.relieve and self.attempt is not None:
-            self.attempt.give_up(self._account)
-        self._account()
+            self.attempt.give_up(self.account)
+        self.account()
 
     def _check(self, peer: str, message: pb.Message) -> None:
         """Another node computes a visit of which two nodes' results differ."""
@@ -511,9 +501,10 @@ class Agent:
         syncing = member.phase is MemberPhase.SYNCING and member.sync.method != "twin"
         if syncing or (member.following is not None and member.following.state is None):
             return None
-        return self._in_place()
+        return self.in_place()
 
-    def _in_place(self) -> StageState:
+    def in_place(self) -> StageState:
+        """The state of this seat's stage, as of the newest commit."""
         member = self.member
         return self._state(member.lineage, member.committed, member.last, member.boosted_at)
 

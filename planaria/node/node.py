@@ -450,7 +450,8 @@ class Node(Generic[M]):
             self.spawn(self._end("the run has other settings"))
             return
         self.needed = to_link(own, view, self.config.stages, self.run.policy.swapped)
-        self.links.set_peers(view.number, _peers(view), self.needed)
+        peers = [Peer(member.node, member.address, member.key) for member in view.members]
+        self.links.set_peers(view.number, peers, self.needed)
         self.links.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
         if self.sampler is not None:
             self.sampler.viewed()
@@ -664,7 +665,3 @@ def _address(advertise: str, port: int) -> str:
         return ""
     address = Address.parse(advertise)
     return str(address if address.port else address._replace(port=port))
-
-
-def _peers(view: registry.View) -> list[Peer]:
-    return [Peer(member.node, member.address, member.key) for member in view.members]

@@ -7,11 +7,11 @@ with a virtual network and numbers for tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,36 +146,10 @@ class Disk(Protocol):
         """Waits, blocking, for the writes in flight. A later `write` is an error."""
 
 
-class OpenDisk(Protocol):
-    """Opens a folder for the saves of a stage, in the compute thread."""
-
-    def __call__(
-        self,
-        folder: Path,
-        keep: int,
-        saved: Callable[[Age], None],
-        failed: Callable[[str], None],
-    ) -> Disk:
-        """Keeps the newest `keep` saves. On the event loop, `saved` gets what is on disk, `failed`
-        a sentence on what isn't. Raises SaveError for an unusable folder."""
-
-
-class Optimizer(Protocol):
-    """One stage's weights and optimizer state, flat. All of it belongs to the compute thread, but
-    for the tensors' sizes. `seconds`: spent in `step`."""
-
-    weights: Tensor
-    gradient: Tensor
-    steps: int
-    seconds: float
-
-    def zero_gradient(self) -> None: ...
-    def squared_norm(self) -> float: ...
-    def step(self, lr: float, clip_scale: float) -> None: ...
-    def digest(self) -> bytes: ...
-    def state(self, optimizer: bool) -> list[tuple[str, Tensor]]: ...
-    def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
-        """Raises ValueError."""
+OpenDisk: TypeAlias = Callable[[Path, int, Callable[["Age"], None], Callable[[str], None]], Disk]
+"""Opens a folder for the saves of a stage, in the compute thread, and keeps so many of the newest.
+On the event loop, the third argument gets what is on disk, the last one a sentence on what isn't.
+Raises SaveError for an unusable folder."""
 
 
 class Learned(NamedTuple):

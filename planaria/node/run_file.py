@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.bootstrap.spelling import shortened
 from planaria.node.data.batches import Batches
 from planaria.node.data.turns import turns_of
@@ -311,6 +311,14 @@ class DataSection(Section):
     @property
     def where(self) -> str:
         return " with ".join(map(str, self.folders))
+
+    def moved(self, place: Callable[[str], str | Path]) -> DataSection:
+        """The section with other paths: `place` of each."""
+        corpora = tuple(
+            corpus.model_copy(update={"path": str(place(corpus.path))}) for corpus in self.corpora
+        )
+        path = self.path if corpora else str(place(self.path))
+        return self.model_copy(update={"path": path, "corpora": corpora})
 
     @property
     def turns(self) -> list[int]:
@@ -893,6 +901,15 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
 def setting(key: str, value: Any) -> str:
     """What `parse_setting` parses; `key` with dots."""
     return f"{key}={tomli_w.dumps({'value': value}).partition('=')[2].strip()}"
+
+
+def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        nested = isinstance(value, dict)
+        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return values
 
 
 def dumps(run: RunFile) -> str:

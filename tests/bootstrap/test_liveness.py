@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import Reach
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN
-from planaria.bootstrap.liveness import is_alive
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import Place, identity, joining, serving, until
 from tests.harness.ports import free_port
@@ -44,23 +44,23 @@ def free_address() -> str:
 
 async def test_a_node_that_serves_its_health_is_there() -> None:
     async with listening("a") as address:
-        assert await is_alive("a", address, PLAIN, LONG)
+        assert await GrpcTransport(PLAIN).is_alive("a", address, LONG)
 
 
 @pytest.mark.parametrize("other", ["b", ""])
 async def test_who_else_listens_there_is_not_the_node(other: str) -> None:
     async with listening(other) as address:
-        assert not await is_alive("a", address, PLAIN, LONG)
+        assert not await GrpcTransport(PLAIN).is_alive("a", address, LONG)
 
 
 async def test_a_port_that_nobody_listens_on_tells_at_once() -> None:
-    assert not await is_alive("a", free_address(), PLAIN, LONG)
+    assert not await GrpcTransport(PLAIN).is_alive("a", free_address(), LONG)
 
 
 async def test_one_that_takes_connections_and_says_nothing_may_be_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        assert not await is_alive("a", f"127.0.0.1:{port}", PLAIN, 0.3)
+        assert not await GrpcTransport(PLAIN).is_alive("a", f"127.0.0.1:{port}", 0.3)
 
 
 async def test_a_port_that_takes_connections_and_ends_them_has_nobody_behind_it() -> None:
@@ -71,11 +71,11 @@ async def test_a_port_that_takes_connections_and_ends_them_has_nobody_behind_it(
 
     async with await asyncio.start_server(end, "127.0.0.1", 0) as forwarding:
         port = forwarding.sockets[0].getsockname()[1]
-        assert not await is_alive("a", f"127.0.0.1:{port}", PLAIN, LONG)
+        assert not await GrpcTransport(PLAIN).is_alive("a", f"127.0.0.1:{port}", LONG)
 
 
 async def test_a_host_that_does_not_exist_is_looked_for_as_long_as_was_asked() -> None:
-    assert not await is_alive("a", "no-such-host.invalid:1", PLAIN, 0.3)
+    assert not await GrpcTransport(PLAIN).is_alive("a", "no-such-host.invalid:1", 0.3)
 
 
 async def join(place: Place, node: str, address: str, deadline: float = LONG) -> list[str]:
@@ -112,6 +112,6 @@ async def test_what_is_near_is_not_dialled_for_who_is_not() -> None:
     server = await asyncio.start_server(lambda *both: came.append(both), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     for host in ("127.0.0.1", "localhost"):
-        assert await is_alive("a", f"{host}:{port}", PLAIN, LONG, Reach()) is None
+        assert await GrpcTransport(PLAIN).is_alive("a", f"{host}:{port}", LONG, Reach()) is None
     server.close()
     assert not came

@@ -21,7 +21,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from planaria.bootstrap import broadcast, grpc_transport, service
+from planaria.bootstrap import broadcast, service
 from planaria.bootstrap import client as client_module
 from planaria.bootstrap.authority import Authority
 from planaria.bootstrap.client import (
@@ -34,6 +34,7 @@ from planaria.bootstrap.client import (
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.effects import Effect, Evict
 from planaria.bootstrap.gate import host_of
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import Membership
@@ -788,11 +789,13 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 ) -> None:
     dialled: list[tuple[str, str]] = []
 
-    async def is_there(node: str, address: str, *_: object) -> bool | None:
+    async def is_there(
+        _: object, node: str, address: str, *_rest: object, **_named: object
+    ) -> bool | None:
         dialled.append((node, address))
         return {"7401": True, "7402": False}.get(address.rpartition(":")[2])
 
-    monkeypatch.setattr(grpc_transport, "is_alive", is_there)
+    monkeypatch.setattr(GrpcTransport, "is_alive", is_there)
     client = place.client()
     for port, there in ((7401, True), (7402, False), (7403, None)):
         request = ExamineRequest(name="10.0.0.1:22", port=port)
@@ -807,12 +810,12 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def is_there(*_: object) -> bool:
+    async def is_there(*_: object, **_named: object) -> bool:
         asked.set()
         await answer.wait()
         return True
 
-    monkeypatch.setattr(grpc_transport, "is_alive", is_there)
+    monkeypatch.setattr(GrpcTransport, "is_alive", is_there)
     async with serve(limits=Limits(examinations=1)) as place:
         client = place.client()
         for request in (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from planaria.bootstrap.files import read_small
 from planaria.bootstrap.invites import InviteError
-from planaria.bootstrap.small_files import read_small
 from planaria.node.launch.enrolled import text_of
 from planaria.node.run_file import RunFileError, load
 

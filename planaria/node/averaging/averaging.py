@@ -1,4 +1,4 @@
-"""The exchange by which a node's reductions are carried out, one at a time."""
+"""The exchanges by which a node's reductions are carried out, and audited."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from planaria.node.averaging.audit import AuditResult, examine
 from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.evidence import Evidence, Signing, is_audited
 from planaria.node.averaging.reduction import Outgoing, Reduction
-from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
-from planaria.node.wire.frames import Frame
+from planaria.node.transaction.effects import Audit, Ballot
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Hearing, Lost, PeerLostError
+from planaria.node.wire.frames import Frame, buffers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
+MOST_ANSWERED: Final = 16 << 20
+"""Maximum bytes of an audit's answer: each block is at most twice 65,536 float32, and signed
+digests."""
 LATER: Final = 2.0
 """Extra seconds before an accusation, for each hop behind a row's contributions: nodes nearer to
 the cause then report first."""
 
 
-class Averaging:
+class Averaging(Hearing):
     """One node's side of the reductions, one at a time.
 
     `send` queues a frame for a peer and returns False without a route. After a cancellation, touch
@@ -43,13 +47,12 @@ class Averaging:
     ) -> None:
         """`limit`: bytes of one peer that wait, before a reduction and in it. `signing`: by the
         newest view; given if the stage is audited."""
+        super().__init__(exchanges, limit, limit)
         self._signing = signing
         self._evidence: Evidence | None = None  # of the last reduction
-        self._exchanges = exchanges
         self._send = send
         self._coding = coding
         self.feedback = ErrorFeedback()
-        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
 
     async def reduce(
         self, round: ReductionRound, gradient: Tensor, ids: Collection[int], patience: float
@@ -97,25 +100,6 @@ class Averaging:
         evidence, self._evidence = self._evidence, None
         return evidence if evidence is not None and evidence.ballot == ballot else None
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
-        """Handles a frame of kind "average". It waits if its reduction hasn't started; if that is
-        over or void, the frame has no effect."""
-        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
-
-    def hurry(self, ballot: Ballot) -> None:
-        """All input of the reduction has been computed, so waits are limited from now on."""
-        self._inboxes.hurry(ballot)
-
-    def on_peer_lost(self, peer: str, reason: str) -> None:
-        """The link to `peer` is lost: the reduction fails if it still needs data from it.
-
-        Frames that have come before stay valid."""
-        self._inboxes.lost(peer, reason)
-
-    def forget(self, before: Ballot) -> None:
-        """Ballots older than `before` are void: their frames have no effect."""
-        self._inboxes.forget(before)
-
     async def _absorb(self, reduction: Reduction, peer: str, item: Frame | Lost) -> None:
         if isinstance(item, Lost):
             if reduction.needs(peer):
@@ -130,3 +114,42 @@ class Averaging:
         for peer, frame in await self._exchanges.compute(work):
             if not self._send(peer, frame):
                 raise PeerLostError(f"there is no link to {peer}", [peer])
+
+
+class Auditor(Hearing):
+    """Collects the answers to the driver's audits, one audit at a time, until a deadline."""
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        coding: Coding,
+        size: int,
+        signing: Callable[[], Signing],
+        patience: float,
+    ) -> None:
+        """`size`: values of the gradient of a body stage. `signing`: by the newest view.
+        `patience`: seconds to wait for all answers."""
+        super().__init__(exchanges, 0, MOST_ANSWERED)
+        self._coding, self._size = coding, size
+        self._signing, self._patience = signing, patience
+
+    async def run(self, audit: Audit) -> AuditResult:
+        """Waits for the answers of all replicas, and examines those that have come. Who has lost
+        its link owes none."""
+        awaited = {node for replicas in audit.stages.values() for node in replicas}
+        answers: dict[str, bytes] = {}
+        signing = self._signing()
+        until = self._exchanges.now + self._patience
+        with self._inboxes.open(audit.ballot) as inbox:
+            while awaited:
+                try:
+                    peer, item = await inbox.take(until)
+                except TimeoutError:
+                    break
+                if peer in awaited and not isinstance(item, Lost):
+                    answers[peer] = b"".join(buffers_of(item.payload))
+                awaited.discard(peer)
+        coding = self._coding.at(audit.step)
+        return await self._exchanges.compute(
+            partial(examine, audit, answers, awaited, coding, self._size, signing)
+        )

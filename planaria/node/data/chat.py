@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.node.data.corpus import CorpusError, load_tokenizer
 from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
 
@@ -93,7 +93,10 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Text and scored spans of a conversation. Raises CorpusError."""
-        messages = [_with_content(message) for message in conversation.messages]
+        messages = [
+            {**message, "content": _NoContent()} if message.get("content") is None else message
+            for message in conversation.messages
+        ]
         text = self._text(conversation, messages, conversation.unanswered)
         if conversation.unanswered:
             return _unmarked(text)
@@ -192,10 +195,6 @@ class ChatTemplate:
 class _NoContent(str):
     """The content of a message that has none. A template's test `is none` holds for it, as in
     transformers, and it is written as an empty string."""
-
-
-def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": _NoContent()} if message.get("content") is None else message
 
 
 def _marked_call(call: dict[str, Any]) -> dict[str, Any]:

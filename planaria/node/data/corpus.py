@@ -26,18 +26,20 @@ from functools import partial
 from hashlib import file_digest
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
+
+    from planaria.node.data.elsewhere import ShardElsewhere
 
 log = logging.getLogger("planaria")
 
@@ -142,22 +144,6 @@ class Index(BaseModel):
         return ""
 
 
-class _Shard(Protocol):
-    """A sequence of tokens."""
-
-    def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
-
-    def expect(self, offset: int, count: int) -> None:
-        """Announce a later read of these tokens."""
-
-    def verify(self) -> None:
-        """Verify the whole shard. Raises CorpusError."""
-
-    def check(self) -> None:
-        """Check what doesn't need the content. Raises CorpusError."""
-
-
 class _ShardFile:
     """A shard as a local file. The first reader verifies it; concurrent readers wait for that."""
 
@@ -251,6 +237,7 @@ class _ShardFile:
         return os.pread(descriptor, count * size, offset * size), _stamp(descriptor)
 
 
+_Shard: TypeAlias = "_ShardFile | ShardElsewhere"
 _Stamp = tuple[int, int, int, int, int]
 
 
@@ -476,16 +463,13 @@ def _has_its_masks(split: Split, masked: bool) -> bool:
 
 
 def _remedy(path: Path) -> str:
-    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not _was_prepared(path)):
+    prepared = any((path / name).exists() for name in ("index.json", "tokenizer.json"))
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not prepared):
         return (
             f"prepare what is there with `planaria data prepare {path} --out ANOTHER_FOLDER`, and "
             "name that folder"
         )
     return f"make it with `planaria data prepare INPUT... --out {path}`"
-
-
-def _was_prepared(path: Path) -> bool:
-    return any((path / name).exists() for name in ("index.json", "tokenizer.json"))
 
 
 def file_checksum(file: Path) -> str:

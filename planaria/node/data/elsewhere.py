@@ -214,10 +214,6 @@ def folder_of(place: str, cache: Path) -> Path:
     return folder
 
 
-def is_stand_in(folder: Path) -> bool:
-    return (folder / PLACE).is_file()
-
-
 def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
     """Constructor of the shards of a stand-in, from a shard, its dtype and its vocabulary. Raises
     CorpusError."""
@@ -236,7 +232,7 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
 
 def stand_in(url: str, folder: Path) -> Index:
     """Make `folder` a stand-in for the prepared data at `url`, as it is now. Raises CorpusError."""
-    if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
+    if folder.exists() and not (folder / PLACE).is_file() and any(folder.iterdir()):
         raise CorpusError(f"{folder} exists, but isn't a link to data: choose another folder")
     place = RemoteFolder(url)
     names = ["index.json", TOKENIZER, *(name for name in (CONFIG, TEMPLATE) if place.has(name))]

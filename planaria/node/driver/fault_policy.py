@@ -212,7 +212,8 @@ class FailedAttempts:
 
     def again(self, why: str) -> bool:
         """Whether this reason is of the same kind as the last one."""
-        before, self.last = self.last, _kind_of(why)
+        kind = re.sub(r"\b\d+(\.\d+)?\b", "#", why)  # reasons that differ only in numbers
+        before, self.last = self.last, kind
         return self.last == before
 
     def alone(self, peer: str, by: int = 1) -> bool:
@@ -378,8 +379,3 @@ class NonFiniteSources:
         """Drops nodes that are no longer members."""
         self.steps = Counter({node: n for node, n in self.steps.items() if node in members})
         self.by = {node: by & set(members) for node, by in self.by.items() if node in members}
-
-
-def _kind_of(reason: str) -> str:
-    """The kind of a reason: reasons that differ only in numbers are of one kind."""
-    return re.sub(r"\b\d+(\.\d+)?\b", "#", reason)

@@ -48,19 +48,7 @@ class Rebuilds:
 def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
     """The event of a node's rebuild. `stall`: seconds without training because of it; NaN: until
     all go on."""
-    relearned = synced.relearned
-    result = RelearningResult(
-        residual_before=relearned.residual_before,
-        residual_after=relearned.residual_after,
-        passes=relearned.passes,
-        seconds=relearned.seconds,
-        bytes=relearned.fetched_bytes,
-        pairs=relearned.pairs,
-        updates=relearned.updates,
-        left=relearned.left,
-        left_out=relearned.left_out,
-        undone=relearned.undone,
-    )
+    has_relearned = synced.HasField("relearned")
     return StageRebuilt(
         stall_seconds=stall,
         node=node,
@@ -70,7 +58,7 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
         sources=tuple(Origin(node=s.node, stage=s.stage, step=s.step) for s in synced.sources),
         bytes=synced.fetched_bytes,
         fetch_seconds=synced.seconds,
-        relearned=result if synced.HasField("relearned") else None,
+        relearned=RelearningResult.of(synced.relearned) if has_relearned else None,
         rebuild_seconds=seconds,
     )
 

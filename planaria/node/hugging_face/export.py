@@ -7,7 +7,6 @@ folder is written under another name and renamed: it is complete or missing.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from planaria.bootstrap.errors import UserError
+from planaria.bootstrap.files import flush
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import read_object, write_tokenizer
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
@@ -198,8 +198,4 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write and sync a file with README.md's permissions; the library's is private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod((path.parent / "README.md").stat().st_mode)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path)

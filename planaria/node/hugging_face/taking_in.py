@@ -256,24 +256,13 @@ def figures_of(config: ModelConfig) -> dict[str, Any]:
         names = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "positions")
         parts = {name: value for name, value in own._asdict().items() if name != "module"}
         return {**{name: getattr(config, name) for name in names}, "parts": parts}
-    return {
-        "vocabulary": config.vocabulary,
-        "dim": config.dim,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "layers": config.layers,
-        "hidden": config.hidden,
-        "rope_theta": config.rope_theta,
-        "family": config.family,
-        "head_dim": config.width_of_head,
-        "norm_eps": config.norm_eps,
-        "tied": config.tied,
-        "positions": config.positions,
-        "window": config.window,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "rope_scaling": config.rope_scaling and config.rope_scaling._asdict(),
-    }
+    figures = (
+        *("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "rope_theta", "family"),
+        *("norm_eps", "tied", "positions", "window", "attention_bias", "mlp_bias"),
+    )
+    scaling = config.rope_scaling and config.rope_scaling._asdict()
+    of_head = {"head_dim": config.width_of_head, "rope_scaling": scaling}
+    return {**{name: getattr(config, name) for name in figures}, **of_head}
 
 
 def _check(section: ModelSection, figures: dict[str, Any], folder: Path) -> None:

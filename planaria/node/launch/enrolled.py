@@ -15,8 +15,8 @@ from typing import Final
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.files import read_small
 from planaria.bootstrap.invites import MARK, InviteError, decode, is_invite
-from planaria.bootstrap.small_files import read_small
 from planaria.node.launch.instance import Instance, find_instance, release
 
 log = logging.getLogger("planaria")

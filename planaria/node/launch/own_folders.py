@@ -35,15 +35,7 @@ def below(folder: Path, key: str, name: str, option: str) -> Path:
 
 def data_below(folder: Path, data: DataSection) -> DataSection:
     """The data section with paths below the folder. Raises NodeError."""
-
-    def below_folder(name: str) -> str:
-        return str(below(folder, "data.path", name, "--data"))
-
-    corpora = tuple(
-        corpus.model_copy(update={"path": below_folder(corpus.path)}) for corpus in data.corpora
-    )
-    path = data.path if corpora else below_folder(data.path)
-    return data.model_copy(update={"path": path, "corpora": corpora})
+    return data.moved(lambda name: below(folder, "data.path", name, "--data"))
 
 
 def checkpoint_dir(run: RunFile, folder: Path, override: Path | None) -> Path | None:

@@ -20,7 +20,7 @@ from planaria.node.hugging_face.taking_in import (
 from planaria.node.model.checkpoint import some
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
-from planaria.node.run_file import DATA, DataSection, RunFile, RunFileError, override
+from planaria.node.run_file import DATA, RunFile, RunFileError, override
 from planaria.node.wire.frames import crossing_bytes
 from planaria.recovery.orders import partner
 
@@ -49,7 +49,7 @@ def resolve(run: RunFile) -> RunFile:
     """
     check_lora(run)
     run = take_in(run)
-    vocabulary, data = run.model.vocabulary, _absolute(run.data)
+    vocabulary, data = run.model.vocabulary, run.data.moved(lambda name: Path(name).absolute())
     if vocabulary is None or all(path.exists() for path in data.folders):
         index = index_of(data)
         check_tokenizer(run)
@@ -89,15 +89,6 @@ def _with_parts(run: RunFile) -> RunFile:
             f"model.module: {error}. A run file in which model.parts says what the code builds "
             "needs none here: docs/own-architecture.md says how to make one"
         ) from error
-
-
-def _absolute(data: DataSection) -> DataSection:
-    corpora = [
-        corpus.model_copy(update={"path": str(Path(corpus.path).absolute())})
-        for corpus in data.corpora
-    ]
-    path = data.path if corpora else str(Path(data.path).absolute())
-    return data.model_copy(update={"path": path, "corpora": tuple(corpora)})
 
 
 def check_policy(run: RunFile) -> None:

@@ -14,6 +14,7 @@ from planaria.node.run_file import (
     ChangeSection,
     RunFile,
     RunFileError,
+    flat,
     loads,
     override,
     parse_settings,
@@ -39,15 +40,6 @@ def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
 
 def _flat_of(run: RunFile) -> dict[str, Any]:
     return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes", PRIVATE}))
-
-
-def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    values: dict[str, Any] = {}
-    for key, value in fields.items():
-        nested = isinstance(value, dict)
-        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
-    return values
 
 
 def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = ()) -> None:

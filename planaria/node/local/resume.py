@@ -26,10 +26,10 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import index_of
 from planaria.node.launch.resolve import resolve, run_id
-from planaria.node.launch.settings import STAGES, changed, check_identity, differences, flat
+from planaria.node.launch.settings import STAGES, changed, check_identity, differences
 from planaria.node.local.losses import stage_of
 from planaria.node.model.learning_rate import warmup_of
-from planaria.node.run_file import RunFile, dumps, override
+from planaria.node.run_file import RunFile, dumps, flat, override
 
 if TYPE_CHECKING:
     from planaria.node.state.saves import SaveFile, Saves

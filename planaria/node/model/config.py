@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from planaria.bootstrap.errors import UserError
-from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.files import read_small
 from planaria.node.model.shape import BIASES, Family, ModelConfig, RopeScaling, RopeType
 
 log = logging.getLogger("planaria")

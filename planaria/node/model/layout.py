@@ -40,7 +40,8 @@ def adapters(config: ModelConfig) -> list[Weight]:
 def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weight, Weight | None]]:
     """Each trained tensor of the body stage, and that of the layer at the same relative depth in
     the other one; None: it has another shape there, or is missing."""
-    own, layers, list_name = config.layers_of(stage), config.layers_of(other), _list_name(config)
+    own, layers = config.layers_of(stage), config.layers_of(other)
+    list_name = "model.layers" if config.own is None else config.own.layers
     there = {weight.name: weight for weight in _laid(other, trained_shapes(config, other))}
 
     def counterpart(weight: Weight) -> Weight | None:
@@ -53,10 +54,6 @@ def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weig
 
     laid = _laid(stage, trained_shapes(config, stage))
     return [(weight, counterpart(weight)) for weight in laid]
-
-
-def _list_name(config: ModelConfig) -> str:
-    return "model.layers" if config.own is None else config.own.layers
 
 
 def _laid(stage: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:

@@ -118,9 +118,14 @@ def page(description: Description) -> RenderableType:
         parts += [progress(state.committed, run.steps, state.loss, state.tokens_per_second)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
     parts += [Rule(style="dim"), _members(state)]
+    reasons = [
+        Text(f"{seat.place}, {seat.entry.member.node}: {seat.why}")
+        for seat in _by_stage(state.seats)
+        if seat.why
+    ]
     for title, lines in (
         ("samples", _samples(description)),
-        ("seats, and why", _reasons(state)),
+        ("seats, and why", reasons),
         ("missing links", _cuts(state)),
         ("quarantined", _quarantine(state)),
         ("evicted", _evictions(state)),
@@ -226,15 +231,6 @@ def _members(state: RunState) -> Table:
 def _by_stage(seats: Iterable[SeatState]) -> list[SeatState]:
     """Sorted by stage, standbys last."""
     return sorted(seats, key=lambda seat: math.inf if seat.stage is None else seat.stage)
-
-
-def _reasons(state: RunState) -> list[Text]:
-    """A line for each seat, and for each standby."""
-    return [
-        Text(f"{seat.place}, {seat.entry.member.node}: {seat.why}")
-        for seat in _by_stage(state.seats)
-        if seat.why
-    ]
 
 
 def _samples(description: Description) -> list[Text]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
 from annotated_types import Interval
 from pydantic import BeforeValidator, Field, TypeAdapter
@@ -22,6 +22,9 @@ from rich.filesize import decimal
 
 from planaria.bootstrap.spelling import readable
 from planaria.recovery.facts import ARRIVED, OWN
+
+if TYPE_CHECKING:
+    from planaria.node.wire import stage_pb2 as pb
 
 
 def _figure(value: Any) -> Any:
@@ -553,6 +556,21 @@ class RelearningResult:
     undone: bool
     updates: Count = 0
     left: Count = 0  # updates in the background
+
+    @classmethod
+    def of(cls, relearned: pb.Relearned) -> RelearningResult:
+        return cls(
+            residual_before=relearned.residual_before,
+            residual_after=relearned.residual_after,
+            passes=relearned.passes,
+            seconds=relearned.seconds,
+            bytes=relearned.fetched_bytes,
+            pairs=relearned.pairs,
+            updates=relearned.updates,
+            left=relearned.left,
+            left_out=relearned.left_out,
+            undone=relearned.undone,
+        )
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):

@@ -27,7 +27,7 @@ from planaria.node.report.history import History
 from planaria.node.report.ledger import Line
 from planaria.node.report.line_file import BackgroundLineFile
 from planaria.node.report.samples import markdown
-from planaria.node.run_file import RunFile, loads
+from planaria.node.run_file import RunFile, flat, loads
 
 log = logging.getLogger(__name__)
 
@@ -200,19 +200,10 @@ def _or_nan(value: float | None) -> float:
 
 def parameters(run_file: str) -> dict[str, str | int | float | bool]:
     """The run file's keys, joined by dots, and their values."""
-    flat: dict[str, str | int | float | bool] = {}
-
-    def add(prefix: str, table: Mapping[str, Any]) -> None:
-        for key, value in table.items():
-            if isinstance(value, Mapping):
-                add(f"{prefix}{key}.", value)
-            elif isinstance(value, str | int | float | bool):
-                flat[prefix + key] = value[:LONGEST_PARAMETER] if isinstance(value, str) else value
-            else:
-                flat[prefix + key] = str(value)[:LONGEST_PARAMETER]
-
-    add("", tomllib.loads(run_file))
-    return flat
+    return {
+        key: value if isinstance(value, int | float) else str(value)[:LONGEST_PARAMETER]
+        for key, value in flat(tomllib.loads(run_file)).items()
+    }
 
 
 class TensorBoard:

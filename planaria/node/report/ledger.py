@@ -450,7 +450,7 @@ def audit(directory: Path) -> Audit:
     header = _common_header(paths)
     choice = _choose(paths, _examining(header))
     examined = [chosen.kept for chosen in choice.steps]
-    last = examined[-1].link.step if examined else 0
+    last = examined[-1].step if examined else 0
     cut = [*filter(None, map(_half_line, paths))]
     if choice.last < (summarized := _summarized(directory)):
         last = summarized
@@ -485,9 +485,9 @@ def _audit(
     last: int,
     cut: tuple[str, ...],
 ) -> Audit:
-    chained, broken = _chain(step.link for step in examined)
+    chained, broken = _chain(examined)
     batches = _batches_in(header)
-    committed = sum(batches.of(step.link.step).samples for step in examined)
+    committed = sum(batches.of(step.step).samples for step in examined)
     return Audit(
         expected=batches.until(last),
         duplicates=sum(step.duplicates for step in examined),
@@ -524,24 +524,24 @@ def _half_line(path: Path) -> str:
     return "" if whole else f"the last line of {path} is cut off: it is not counted"
 
 
-class _ChainLink(NamedTuple):
+class _Examined(NamedTuple):
+    """A step's numbers of duplicate, missing and unplanned samples, and its link of the chain."""
+
+    duplicates: int
+    missing: int
+    extra: int
     step: int
     lineage: int
-    hash: str  # empty: the line has none
+    hash: str  # of the commit; empty: the line has none
     previous: str
 
 
-def _link(line: Line) -> _ChainLink:
-    hash, previous = line.get("hash", ""), line.get("previous", "")
-    return _ChainLink(line["step"], line.get("lineage", 0), hash, previous)
-
-
-def _chain(links: Iterable[_ChainLink]) -> tuple[int, list[str]]:
+def _chain(examined: Iterable[_Examined]) -> tuple[int, list[str]]:
     """Number of commits that name the preceding one, and sentences on those that name another. A
     lineage's first commit has no predecessor; gaps are not checked."""
     chained = 0
     broken: list[str] = []
-    for last, link in itertools.pairwise(links):
+    for last, link in itertools.pairwise(examined):
         if not last.hash or last.step + 1 != link.step:
             continue
         if link.hash and link.lineage != last.lineage:
@@ -554,15 +554,6 @@ def _chain(links: Iterable[_ChainLink]) -> tuple[int, list[str]]:
                 f"step {last.step}: the ledger was changed, compare it with other nodes' ledgers"
             )
     return chained, broken
-
-
-class _Examined(NamedTuple):
-    """A step's numbers of duplicate, missing and unplanned samples, and its link of the chain."""
-
-    duplicates: int
-    missing: int
-    extra: int
-    link: _ChainLink
 
 
 def _examining(header: LedgerHeader) -> Callable[[Line], _Examined]:
@@ -632,4 +623,6 @@ def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> _Examined:
         else:
             seen.add(number)
     missing = sum(count for number, (count, _) in expected.items() if number not in seen)
-    return _Examined(duplicates, missing, extra, _link(line))
+    step, lineage = line["step"], line.get("lineage", 0)
+    hash, previous = line.get("hash", ""), line.get("previous", "")
+    return _Examined(duplicates, missing, extra, step, lineage, hash, previous)

@@ -27,6 +27,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, SnapshotSection
 from planaria.node.state.stage_state import TENSORS, Age, StageState, StateId
+from planaria.node.state.transfer import shorten
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -71,7 +72,6 @@ OUTSTANDING: Final = 2  # frames that a holder hasn't answered
 SILENCE: Final = 15.0  # seconds in which a holder must answer
 COMMIT_LIMIT: Final = 1 << 20  # bytes of the step's commit in an update
 REMEMBERED: Final = 16  # of this node's own states
-REASON_LIMIT: Final = 200  # characters
 
 
 def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
@@ -177,7 +177,7 @@ class UpdateHeader:
             value = raw.get(header_field.name)
             if type(value).__name__ != header_field.type or (type(value) is int and value < 0):
                 raise FiguresError(
-                    f"its {header_field.name} is {_shorten(repr(value))}, not {header_field.type}"
+                    f"its {header_field.name} is {shorten(repr(value))}, not {header_field.type}"
                 )
             values[header_field.name] = value
         header = cls(**values)
@@ -293,7 +293,7 @@ class Sender:
             return
         if kept.transfer == update.transfer:
             if kept.error:
-                update.lost = update.lost or f"it refused: {_shorten(kept.error)}"
+                update.lost = update.lost or f"it refused: {shorten(kept.error)}"
             update.kept = not kept.received
         update.wake()  # after another update's answer, too: it may make room
 
@@ -524,7 +524,6 @@ class Holder:
         self._held: dict[tuple[str, int], _Held] = {}
         self._applied = Age(0, 0)
         self._own: deque[StateId] = deque(maxlen=REMEMBERED)
-        self.bytes_received = 0
         self.critical_seconds = 0.0  # in the compute thread
 
     # --- holdings
@@ -592,14 +591,13 @@ class Holder:
     def on_frame(self, peer: str, frame: Frame) -> None:
         """Handle a frame of kind "copy". An invalid one is answered, and changes nothing. Its
         sender is accused, unless the frame is only late, or of something not held here."""
-        self.bytes_received += frame.size
         raw = frame.fields
         try:
             header = UpdateHeader.parse(raw)
             key = header.kind, header.stage
             update = self._place(peer, key, header, raw.get("offset"), frame)
         except (UpdateError, WireError) as error:
-            reason = _shorten(str(error))
+            reason = shorten(str(error))
             log.warning("refused part of an update from %s: %s", peer, reason)
             self._answer(peer, raw, received=1, error=reason)
             if isinstance(error, WireError):
@@ -621,7 +619,7 @@ class Holder:
             if type(value) is int and 0 <= value < 1 << (32 if name == "stage" else 64)
         }
         kind = str(raw.get("kind"))[:NAME_LIMIT]
-        kept = pb.Kept(kind=kind, received=received, error=_shorten(error), **valid)
+        kept = pb.Kept(kind=kind, received=received, error=shorten(error), **valid)
         self._send(peer, pb.Message(kept=kept))
 
     # --- an update
@@ -634,10 +632,10 @@ class Holder:
         if offset == 0:
             update = self._arriving[key] = self._begin(peer, key, header)
         elif update is None or (update.peer, update.header) != (peer, header):
-            raise UpdateError(f"bytes at {_shorten(repr(offset))} of an unknown update")
+            raise UpdateError(f"bytes at {shorten(repr(offset))} of an unknown update")
         try:
             if offset != update.received:
-                raise UpdateError(f"bytes at {_shorten(repr(offset))}, not at {update.received}")
+                raise UpdateError(f"bytes at {shorten(repr(offset))}, not at {update.received}")
             check_forms(frame.descriptors, [Form("uint8", (d.size,)) for d in frame.descriptors])
             end = offset + sum(descriptor.size for descriptor in frame.descriptors)
             if end > header.size:
@@ -754,7 +752,3 @@ class Holder:
             return work()
         finally:
             self.critical_seconds += time.perf_counter() - started
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= REASON_LIMIT else text[:REASON_LIMIT] + "..."

@@ -8,24 +8,20 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from planaria.node.model.shape import ModelConfig
-from planaria.node.ports import Ports
 from planaria.node.report.events import Fetching, Origin
-from planaria.node.run_file import RunFile
 from planaria.node.state.background_relearning import BackgroundRelearning
-from planaria.node.state.boundary import BoundaryClient, Wanted
-from planaria.node.state.relearn import Course, Relearning, RelearningBlock, Terms
+from planaria.node.state.boundary import Wanted
+from planaria.node.state.relearn import Course, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import WEIGHTS, Delivery, StateClient, WantedState
+from planaria.node.state.transfer import WEIGHTS, Delivery, WantedState
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.relearning import at_a_time, passes, peak
 
 if TYPE_CHECKING:
-    from planaria.node.state.holdings import Holdings
+    from planaria.node.agent import Agent
 
 log = logging.getLogger("planaria")
 
@@ -50,35 +46,16 @@ class Rebuilt(NamedTuple):
     relearning_task: BackgroundRelearning | None = None  # the rest of the relearning
 
 
-class Peers(NamedTuple):
-    """What a rebuild gets from other nodes: states, boundary tensors, and relearning with them."""
-
-    states: StateClient
-    boundary: BoundaryClient
-    relearning: Relearning
-
-
 class Rebuilding:
     """Gets this node's seat, or its twin, a state."""
 
-    def __init__(
-        self,
-        ports: Ports,
-        run: RunFile,
-        config: ModelConfig,
-        member: MemberSide,
-        holdings: Holdings,
-        peers: Peers,
-        own_state: Callable[[], StageState],
-        account: Callable[[], None],
-    ) -> None:
-        """`account` tells the driver of `fetched`."""
-        self.exchanges, self.arithmetic = ports.exchanges, ports.arithmetic
-        self.tell = ports.record.tell
-        self.run, self.config = run, config
-        self.member, self.stage, self.holdings = member, member.stage, holdings
-        self.states, self.boundary, self.relearning = peers
-        self.own_state, self.account = own_state, account
+    def __init__(self, seat: Agent) -> None:
+        self.exchanges, self.arithmetic = seat.exchanges, seat.arithmetic
+        self.tell = seat.record.tell
+        self.run, self.config = seat.run, seat.config
+        self.member, self.stage, self.holdings = seat.member, seat.member.stage, seat.holdings
+        self.states, self.boundary, self.relearning = seat.states, seat.crossings, seat.relearning
+        self.own_state, self.account = seat.in_place, seat.account
         self.fetched = 0  # bytes, of the state that comes or has come
 
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:

@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, SILENT
-from planaria.node.averaging.auditor import Auditor
-from planaria.node.averaging.averaging import Averaging
+from planaria.node.averaging.averaging import Auditor, Averaging
 from planaria.node.averaging.coding import Coding, ReductionRound
 from planaria.node.averaging.evidence import Signing
 from planaria.node.model.shape import trained_shapes

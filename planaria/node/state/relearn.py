@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlia
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Tensors
+from planaria.node.report.events import RelearningResult
 from planaria.node.state.boundary import BoundaryPair, Fetched
-from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
     OPEN_LIMIT,
     ComplaintError,
     ExchangeInbox,
     Exchanges,
-    Inboxes,
+    Hearing,
     Lost,
 )
 from planaria.node.wire.frames import Form, Frame, WireError, check_forms
@@ -166,7 +167,7 @@ class RelearningBlock:
         return {stage: node for stage, node in self.joiners.items() if stage != self.stage}
 
 
-class Relearning:
+class Relearning(Hearing):
     """A node's side of relearning, for one block at a time. `measured` gets the round and the
     residual error of each measurement of a block that this node leads."""
 
@@ -181,7 +182,7 @@ class Relearning:
         """`limit`: bytes of one peer that may wait."""
         self.exchanges, self.tensors, self.send = exchanges, tensors, send
         self.measured = measured
-        self._inboxes: Inboxes[Ballot, Item] = Inboxes(exchanges, NEVER, EARLY_LIMIT, limit)
+        super().__init__(exchanges, EARLY_LIMIT, limit)
 
     async def run(
         self, block: RelearningBlock, lesson: Lesson, fetched: Fetched, terms: Terms
@@ -209,33 +210,13 @@ class Relearning:
                 self._inboxes.forget(Ballot(block.ballot.view, block.ballot.attempt + 1))
         result.seconds = self.exchanges.now - started
         result.fetched_bytes = fetched.bytes
-        log.info("stage %d relearned: %s", block.stage, explain(result))
+        log.info("stage %d %s", block.stage, RelearningResult.of(result))
         return result
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """Handle a Relearn. It waits until this node begins; an older one has no effect."""
         relearn = message.relearn
         self._inboxes.put(Ballot.of(message.ballot), peer, relearn, relearn.ByteSize())
-
-    def on_frame(self, peer: str, frame: Frame) -> None:
-        """Handle a frame of kind "relearn"."""
-        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
-
-    def on_peer_lost(self, peer: str, reason: str) -> None:
-        """Handle a lost link; what the peer sent before is still valid."""
-        self._inboxes.lost(peer, reason)
-
-
-def explain(result: pb.Relearned) -> str:
-    if not result.pairs:
-        return f"not possible: none of {result.left_out} pairs has both sides"
-    left_out = f" ({result.left_out} left out)" if result.left_out else ""
-    undone = ", which is no better: undone" if result.undone else ""
-    return (
-        f"residual error {result.residual_before:.4f} before, {result.residual_after:.4f} after "
-        f"{result.passes} passes over {result.pairs} pairs{left_out}{undone}; "
-        f"{result.seconds:.2f} s, {result.fetched_bytes} bytes"
-    )
 
 
 def whole_pairs(

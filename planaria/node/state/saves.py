@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_hexdigest
 
-from planaria.bootstrap.files import flush_folder
+from planaria.bootstrap.files import flush
 from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.machine.device import empty_pinned
 from planaria.node.model.config import to_config
@@ -259,7 +259,7 @@ class Saves:
                 temporary.replace(self.folder / name)
         finally:
             temporary.unlink(missing_ok=True)  # exists only after an error
-        flush_folder(self.folder)
+        flush(self.folder)
 
     def _prune(self) -> None:
         keeping: list[Age] = []
@@ -519,7 +519,7 @@ class Writer:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
 
 
-class SavesOnDisk:
+class SavesOnDisk(Writer):
     """The port `Disk`: saves, written by one thread of their own and read by another.
 
     `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
@@ -534,16 +534,8 @@ class SavesOnDisk:
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
     ) -> None:
-        self._saves, self._on_loop = saves, on_loop
-        self._writer = Writer(saves, in_flight, partial(on_loop, failed), partial(on_loop, saved))
-
-    @property
-    def critical_seconds(self) -> float:
-        return self._writer.critical_seconds
-
-    @property
-    def bytes_written(self) -> int:
-        return self._writer.bytes_written
+        super().__init__(saves, in_flight, partial(on_loop, failed), partial(on_loop, saved))
+        self._on_loop = on_loop
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         try:
@@ -570,7 +562,7 @@ class SavesOnDisk:
                 (self._saves.folder / name_of(save)).unlink()
 
     def write(self, state: StageState) -> None:
-        self._writer.save(state)
+        self.save(state)
 
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
         def read() -> None:
@@ -584,7 +576,7 @@ class SavesOnDisk:
         Thread(target=read, name="load", daemon=True).start()
 
     def finish(self, seconds: float) -> None:
-        self._writer.close(seconds)
+        self.close(seconds)
 
 
 def saves_on_disk(
@@ -656,7 +648,7 @@ def _state(fields: Fields) -> StageState:
     last = pb.Commit.FromString(b64decode(fields["last"]))
     stage, lineage, step = (int(fields[name]) for name in ("stage", "lineage", "step"))
     return StageState(
-        id=StateId.after(last, stage, lineage, step, _digest_of_values(fields)),
+        id=StateId.after(last, stage, lineage, step, xxh3_64_digest(fields["tensors"].encode())),
         tensors={},
         omega=float(fields["omega"]),
         boosted_at=int(fields["boosted_at"]),
@@ -664,10 +656,6 @@ def _state(fields: Fields) -> StageState:
         optimizer_step=int(fields["optimizer_step"]),
         relearning=int(fields.get("relearning", 0)),
     )
-
-
-def _digest_of_values(fields: Fields) -> bytes:
-    return xxh3_64_digest(fields["tensors"].encode())
 
 
 def _cut(fields: Fields) -> tuple[int, tuple[int, ...]]:
@@ -851,7 +839,7 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        flush_folder(folder.parent)
+        flush(folder.parent)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -97,7 +97,7 @@ class Manifest:
         """Raises ValueError if the source has no such state; the message says why. Raises WireError
         if no source of a state of `step` with `allowed` tensors may send this."""
         if message.error:
-            raise ValueError(_shorten(message.error))
+            raise ValueError(shorten(message.error))
         if message.step != step:
             raise FiguresError(f"its manifest is of step {message.step}, not {step}")
         tensors = _parse_tensors(message.tensors)
@@ -143,12 +143,10 @@ def _parse_tensor(entry: Any) -> tuple[str, int]:
             0 < len(name) <= NAME_LIMIT and type(values) is int and values >= 0
         ):
             return name, values
-    raise WireError(
-        f"its manifest has the tensor {_shorten(repr(entry))}, not [name, float32, [n]]"
-    )
+    raise WireError(f"its manifest has the tensor {shorten(repr(entry))}, not [name, float32, [n]]")
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
     return text if len(text) <= REASON_LIMIT else text[:REASON_LIMIT] + "..."
 
 
@@ -504,31 +502,22 @@ class WantedState:
             return [weights]
         return [self.due, weights] if self.kind in WITHOUT_MOMENTS else [self.due]
 
-    def manifest_request(self, transfer: int) -> pb.Message:
-        request = pb.StateRequest(
-            transfer=transfer,
-            step=self.age.step,
-            optimizer=self.optimizer,
-            kind=self.kind,
-            stage=self.stage,
-        )
-        return pb.Message(ballot=self._ballot(), state_request=request)
-
-    def shard_request(self, transfer: int, shard: StateShard) -> pb.Message:
-        request = pb.ShardRequest(
-            transfer=transfer,
-            step=self.age.step,
-            optimizer=self.optimizer,
-            offset=shard.offset,
-            size=shard.size,
-            kind=self.kind,
-            stage=self.stage,
-        )
-        return pb.Message(ballot=self._ballot(), shard_request=request)
-
-    def _ballot(self) -> pb.Ballot:
+    def request(self, transfer: int, shard: StateShard | None = None) -> pb.Message:
+        """The request for a shard; None: for the manifest."""
+        fields: dict[str, Any] = {
+            "transfer": transfer,
+            "step": self.age.step,
+            "optimizer": self.optimizer,
+            "kind": self.kind,
+            "stage": self.stage,
+        }
         view, attempt = self.ballot
-        return pb.Ballot(view=view, attempt=attempt)
+        message = pb.Message(ballot=pb.Ballot(view=view, attempt=attempt))
+        if shard is None:
+            message.state_request.MergeFrom(pb.StateRequest(**fields))
+        else:
+            message.shard_request.MergeFrom(pb.ShardRequest(**fields, **shard._asdict()))
+        return message
 
 
 @dataclass
@@ -685,13 +674,13 @@ class _TransferFetch:
         while self.unused and len(self.silent) + len(self.plan.sources) < SOURCES:
             source = self.unused.popleft()
             self.silent[source] = self._now
-            if not self.client.send(source, self.wanted.manifest_request(self.number)):
+            if not self.client.send(source, self.wanted.request(self.number)):
                 self._give_up(source, "there is no link to it")
 
     def _ask_shards(self) -> None:
         while requests := self.plan.ask(self._now):
             for source, shard in requests:
-                if not self.client.send(source, self.wanted.shard_request(self.number, shard)):
+                if not self.client.send(source, self.wanted.request(self.number, shard)):
                     self._give_up(source, "there is no link to it")
 
     async def _take(self, peer: str, answer: _Answer | Lost) -> None:
@@ -703,7 +692,7 @@ class _TransferFetch:
             case pb.StateManifest() if peer in self.silent:
                 self._take_manifest(peer, answer)
             case pb.ShardRefusal() if self.plan.outstanding(peer, answer.offset):
-                self._shard_failed(peer, answer.offset, _shorten(answer.reason))
+                self._shard_failed(peer, answer.offset, shorten(answer.reason))
             case Frame():
                 await self._take_shard(peer, answer)
 

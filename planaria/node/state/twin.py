@@ -20,7 +20,7 @@ from reprlib import repr as _repr
 from typing import TYPE_CHECKING, Final
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
-from planaria.node.ports import Optimizer, Tensors
+from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -30,7 +30,7 @@ from planaria.node.wire.exchange import (
     ComplaintError,
     ExchangeInbox,
     Exchanges,
-    Inboxes,
+    Hearing,
     Lost,
     PeerLostError,
 )
@@ -38,6 +38,8 @@ from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from planaria.node.stage.optimizer import StageOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def servers(stage: int, stages: int, members: Iterable[pb.Place]) -> dict[str, s
     return {holder: replicas[k % len(replicas)] for k, holder in enumerate(holders)}
 
 
-class Twin:
+class Twin(Hearing):
     """The next stage, held by a node beside its own.
 
     Takes 16 bytes for each of the stage's parameters, and the gradient's 4 once more while it is
@@ -75,7 +77,7 @@ class Twin:
         node: str,
         stage: int,
         stages: int,
-        optimizer: Optimizer,
+        optimizer: StageOptimizer,
         exchanges: Exchanges,
         send: Callable[[str, Frame], bool],
         tensors: Tensors,
@@ -83,13 +85,12 @@ class Twin:
         """`stage` is the node's own; `optimizer` is the next stage's at step 0, made from the seed
         and so exact. `send` queues a frame for a peer; False: there is no link to it.
         """
+        two_gradients = 2 * optimizer.gradient.nbytes
+        super().__init__(exchanges, two_gradients, two_gradients + OPEN_LIMIT)
         self.stage = next_stage(stage, stages)
         self.optimizer = optimizer
         self._node, self._own_stage, self._stages = node, stage, stages
-        self._tensors, self._exchanges, self._send = tensors, exchanges, send
-        two_gradients = 2 * optimizer.gradient.nbytes
-        open_limit = two_gradients + OPEN_LIMIT
-        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, two_gradients, open_limit)
+        self._tensors, self._send = tensors, send
         # Stale: not of the node's committed step.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
         state = dict(optimizer.state(optimizer=True))
@@ -182,19 +183,6 @@ class Twin:
                 )
                 continue
             await self._exchanges.compute(partial(gathering.absorb, frame))
-
-    def on_frame(self, peer: str, frame: Frame) -> None:
-        """Handle a frame of kind "twin". It waits until its exchange starts; a frame of a finished
-        or void one has no effect."""
-        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
-
-    def hurry(self, ballot: Ballot) -> None:
-        """Start the patience: all microbatches are home, so the gradient is due soon."""
-        self._inboxes.hurry(ballot)
-
-    def forget(self, before: Ballot) -> None:
-        """Drop frames of ballots older than `before`: they are void."""
-        self._inboxes.forget(before)
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
         """Apply the commit as the next stage does; a stale twin stays as it is.

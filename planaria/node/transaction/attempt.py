@@ -221,19 +221,18 @@ class AttemptPlan:
         self,
         ballot: Ballot,
         begin: pb.Begin,
-        node: str,
-        masking: bool,
-        redundant: bool,
+        place: Workplace,
         before: Mapping[int, Route] = MappingProxyType({}),
     ) -> None:
         """`before`: routes of an earlier plan of the attempt, which this one may omit."""
         self.ballot, self.begin = ballot, begin
-        planned = routes(begin)
+        planned, node = routes(begin), place.node
         self.routes = {**before, **planned}
         self.mine = frozenset(m for m, route in planned.items() if node in route.nodes)
         self.sourced = [m.id for m in begin.plan if m.source == node]
         self.microbatches = len(planned) + begin.untold  # of the whole attempt
         training = self.trains = begin.kind == pb.Begin.TRAIN
+        masking, redundant = place.masking, place.redundant
         replicas = Counter(place.stage for place in begin.members)
         self.stages = {place.node: place.stage for place in begin.members}
         self.stage = self.stages.get(node, 0)
@@ -269,7 +268,7 @@ class Attempt:
         """Raises ValueError for an invalid plan."""
         self.place, self.node = place, place.node
         self.began = ballot
-        self._plan = self._plan_of(ballot, begin)
+        self._plan = AttemptPlan(ballot, begin, place)
         self._own = self._plan.mine  # before any node was lost
         self.applied: set[int] = set()  # ids whose gradient is in the stage's gradient
         self.over = False  # nothing of it has an effect any more
@@ -286,13 +285,6 @@ class Attempt:
         self._until = math.inf  # deadline of `complete`
         self._given_up: set[int] = set()  # microbatches that other nodes may compute
         self._neighbour, self._second = DoubledNeighbour(begin.checks), SecondVisits()
-
-    def _plan_of(
-        self, ballot: Ballot, begin: pb.Begin, before: Mapping[int, Route] = MappingProxyType({})
-    ) -> AttemptPlan:
-        """Raises ValueError."""
-        place = self.place
-        return AttemptPlan(ballot, begin, place.node, place.masking, place.redundant, before)
 
     # --- its course
 
@@ -322,7 +314,7 @@ class Attempt:
         """Goes on by a new plan, which gives lost nodes' microbatches to others. Raises
         ValueError."""
         before = self._plan
-        plan = self._plan_of(ballot, begin, before.routes)
+        plan = AttemptPlan(ballot, begin, self.place, before.routes)
         if plan.microbatches != before.microbatches:
             raise ValueError("the new plan has other microbatches than the previous one")
         if taken := before.mine - plan.mine - self._given_up:

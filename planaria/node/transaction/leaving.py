@@ -45,7 +45,7 @@ class Leaving:
         leave at once may each count on the other. The one that is marked later sees the other's
         mark.
         """
-        if not self._is_known(view):
+        if not any(member.node == self._node and member.leaving for member in view.members):
             return now < self._reported_at + APPOINTMENT
         if self.lives_on(stage, view) or self.heir(stage, view, trains):
             return False
@@ -54,9 +54,6 @@ class Leaving:
             self._appointed[stage] = now
             return True
         return may_have_heir(view, self._node) and now < since + APPOINTMENT
-
-    def _is_known(self, view: registry.View) -> bool:
-        return any(member.node == self._node and member.leaving for member in view.members)
 
     def lives_on(self, stage: int, view: registry.View) -> bool:
         """Whether a replica from before stays."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
@@ -25,6 +25,8 @@ from planaria.node.wire.budget import PEERS, Budget
 if TYPE_CHECKING:
     import asyncio
 
+    from planaria.node.wire.frames import Frame
+
 log = logging.getLogger(__name__)
 
 OPEN_LIMIT: Final = 256 << 20
@@ -32,13 +34,8 @@ EARLY_ITEMS: Final = 4096
 """Largest number of items of one peer that wait for an exchange to begin."""
 
 T = TypeVar("T")
-Key = TypeVar("Key", bound="Comparable")
-
-
-class Comparable(Protocol):
-    """An inbox's key: a transfer's number, or a ballot."""
-
-    def __lt__(self, other: Any, /) -> bool: ...
+Key = TypeVar("Key", bound=Any)
+"""An inbox's key: a transfer's number, or a ballot."""
 
 
 class ComplaintError(Exception):
@@ -369,8 +366,11 @@ class ExchangeInbox(Generic[T]):
 
 class _EarlyFrames(NamedTuple, Generic[Key, T]):
     key: Key
-    items: list[T]
-    sizes: list[int]
+    items: list[tuple[T, int]]  # with their sizes
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.items)
 
 
 class Inboxes(Generic[Key, T]):
@@ -401,7 +401,7 @@ class Inboxes(Generic[Key, T]):
         inbox = self._open[key] = ExchangeInbox(self._exchanges, self._open_limit)
         for peer, early in list(self._early.items()):
             if early.key == key:
-                for item, size in zip(early.items, early.sizes, strict=True):
+                for item, size in early.items:
                     inbox.put(peer, item, size)
                 del self._early[peer]
         if key == self._hurried:
@@ -423,17 +423,16 @@ class Inboxes(Generic[Key, T]):
         if early is not None and key < early.key:
             return
         if early is None or early.key < key:
-            early = self._early[peer] = _EarlyFrames(key, [], [])
-        waiting = sum(sum(frames.sizes) for frames in self._early.values())
+            early = self._early[peer] = _EarlyFrames(key, [])
+        waiting = sum(frames.size for frames in self._early.values())
         if (
-            sum(early.sizes) + size > self._early_limit
+            early.size + size > self._early_limit
             or waiting + size > PEERS * self._early_limit
             or len(early.items) >= EARLY_ITEMS
         ):
             log.warning("dropped %d bytes from %s: too many wait here already", size, peer)
             return
-        early.items.append(item)
-        early.sizes.append(size)
+        early.items.append((item, size))
 
     def hurry(self, key: Key) -> None:
         """Hurry the exchange of this key, which may have yet to begin."""
@@ -451,3 +450,29 @@ class Inboxes(Generic[Key, T]):
         """Drop items of older keys, now and in future."""
         self._oldest = max(self._oldest, before)
         self._early = {p: e for p, e in self._early.items() if not e.key < self._oldest}
+
+
+class Hearing:
+    """What exchanges of one kind hear from peers, each under its ballot."""
+
+    def __init__(self, exchanges: Exchanges, early_limit: int, open_limit: int) -> None:
+        """The limits: as of `Inboxes`."""
+        self._exchanges = exchanges
+        self._inboxes: Inboxes[Any, Any] = Inboxes(exchanges, (0, 0), early_limit, open_limit)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        """Handles a frame. It waits if its exchange hasn't started; if that is over or void, the
+        frame has no effect."""
+        self._inboxes.put(frame.ballot, peer, frame, frame.size)
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        """The link to `peer` is lost. Frames that have come before stay valid."""
+        self._inboxes.lost(peer, reason)
+
+    def hurry(self, ballot: tuple[int, int]) -> None:
+        """All input of the exchange has been computed, so waits are limited from now on."""
+        self._inboxes.hurry(ballot)
+
+    def forget(self, before: tuple[int, int]) -> None:
+        """Ballots older than `before` are void: their frames have no effect."""
+        self._inboxes.forget(before)

@@ -22,7 +22,6 @@ from functools import cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from planaria.bootstrap.address import EVERYWHERE, Reach
-from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity, instance_of
@@ -120,7 +119,7 @@ class _Dial(NamedTuple):
     signed: str  # the hello, with its signature
 
 
-class Links(LinkTable[Link]):
+class Links(LinkTable):
     """This node's links. Belongs to the event loop that it is started on."""
 
     def __init__(
@@ -613,8 +612,6 @@ def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
     if server:
         return [
             *options,
-            *server_options(open_descriptors()),
-            ("grpc.so_reuseport", 0),  # else two nodes could share a port unnoticed
             ("grpc.max_concurrent_streams", 4),
             ("grpc.max_connection_idle_ms", IDLE),
             ("grpc.http2.min_ping_interval_without_data_ms", alive // 2),
@@ -623,7 +620,6 @@ def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
     return [
         *options,
         ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for each channel
-        ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
     ]
 

@@ -12,12 +12,14 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire.budget import PEERS
 from planaria.node.wire.frames import WireError
 from planaria.node.wire.session import Begun, Forgotten, Hello, Outdated, Refused, Session
+
+if TYPE_CHECKING:
+    from planaria.node.wire.connection import Link
 
 log = logging.getLogger(__name__)
 
@@ -36,28 +38,7 @@ class Peer:
     key: bytes
 
 
-class TableLink(Protocol):
-    """A link, up, asleep or at rest, as the table sees it."""
-
-    peer: str
-    session: Session
-    rests: bool
-    via: str  # the current or last relay; "": direct
-
-    @property
-    def connection(self) -> object | None:
-        """None: the link sleeps, or rests."""
-
-    def heard(self) -> None: ...
-    def wake(self) -> None: ...
-    def detach(self, why: str) -> None: ...
-    def end(self, reason: str, report: bool = True, cause: Cause = SILENT) -> None: ...
-
-
-L = TypeVar("L", bound=TableLink)
-
-
-class LinkTable(Generic[L]):
+class LinkTable:
     """The links of one node. A subclass makes connections, and calls these methods in order."""
 
     def __init__(self, node: str, new_session: Callable[[int], Session]) -> None:
@@ -68,7 +49,7 @@ class LinkTable(Generic[L]):
         self.members: dict[str, Peer] = {}  # of the newest view
         self._linked: frozenset[str] = frozenset()  # peers that the view requires a link with
         self._demanded: set[str] = set()
-        self.by_peer: dict[str, L] = {}  # up, asleep or at rest
+        self.by_peer: dict[str, Link] = {}  # up, asleep or at rest
         self._begun: dict[str, Session] = {}  # of links not up yet
         self._new_session, self._numbers = new_session, itertools.count(1)
         self._dialling: set[str] = set()
@@ -153,12 +134,12 @@ class LinkTable(Generic[L]):
         """Such bytes on all links."""
         return sum(map(self.unacknowledged_by, self.by_peer))
 
-    def add(self, link: L) -> None:
+    def add(self, link: Link) -> None:
         """A link is up: its session was begun by `session`."""
         self.by_peer[link.peer] = link
         del self._begun[link.peer]
 
-    def bound_what_is_held(self, link: L, held: int) -> None:
+    def bound_what_is_held(self, link: Link, held: int) -> None:
         """Enforce the limits after something was queued on `link`. All links together may hold
         `PEERS` times the bytes `held` of one; beyond that, the link that holds most is lost."""
         if why := link.session.overfull():

@@ -72,7 +72,6 @@ def over_streams(run: str, credentials: Credentials, reach: Reach = EVERYWHERE) 
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_LIMIT + FREE),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )

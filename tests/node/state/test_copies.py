@@ -286,7 +286,6 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     assert world.holder.fidelity("snapshot", 2) == ((1, 1.0, 1), 0.0)
     size = 4 * LAYOUT.values
     assert world.sender.bytes_sent > size
-    assert world.holder.bytes_received >= size
     assert world.sender.memory_bytes >= size
     assert world.holder.memory_bytes >= size
 

@@ -17,7 +17,7 @@ from planaria.node.ports import Learned
 from planaria.node.report.events import Event, Fetching
 from planaria.node.run_file import loads, override
 from planaria.node.state.boundary import Fetched, Wanted
-from planaria.node.state.rebuild import Peers, Rebuilding, Rebuilt
+from planaria.node.state.rebuild import Rebuilding, Rebuilt
 from planaria.node.state.relearn import RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import Delivery, WantedState
@@ -74,17 +74,18 @@ class World:
         self.pauses = [0.0]  # seconds between two signs of a fetch's progress
         config = model_config(RUN.model, vocabulary=16)
         everything: Any = self
-        record = SimpleNamespace(tell=self.events.append)
-        ports: Any = SimpleNamespace(
-            exchanges=self.nodes.new(), arithmetic=everything, record=record
-        )
-        boundary: Any = Boundary(self.asked)
-        peers = Peers(everything, boundary, everything)
-        self.rebuilding = Rebuilding(
-            *(ports, RUN, config, self.member, everything, peers),
-            own_state=lambda: self.own,
+        seat: Any = SimpleNamespace(
+            exchanges=self.nodes.new(),
+            run=RUN,
+            config=config,
+            member=self.member,
+            record=SimpleNamespace(tell=self.events.append),
+            crossings=Boundary(self.asked),
+            **dict.fromkeys(("arithmetic", "holdings", "states", "relearning"), everything),
+            in_place=lambda: self.own,
             account=lambda: self.accounts.append(self.rebuilding.fetched),
         )
+        self.rebuilding = Rebuilding(seat)
 
     def rebuilds(self, sync: pb.Sync) -> Rebuilt | None:
         self.member.received("driver", pb.Message(ballot=BALLOT.message(), sync=sync))

@@ -764,7 +764,7 @@ def killed(work: Callable[[], None]) -> bool:
 def kill_at_line(number: int) -> None:
     """Kill this process before the `number`th line that it comes to in what touches the disk."""
     left = number
-    functions = (Saves.write, Saves._put, Saves._prune, module.flush_folder)
+    functions = (Saves.write, Saves._put, Saves._prune, module.flush)
     disk = {function.__code__ for function in functions}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -37,7 +37,7 @@ class End:
         self.ended = reason
 
 
-class Table(LinkTable[End]):
+class Table(LinkTable):
     """That of node b, which notes what it is to try: whom, by a relay, after how many seconds."""
 
     def __init__(self, relay: str = "", address: str = "b:1") -> None:
