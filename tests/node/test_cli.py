@@ -262,9 +262,7 @@ def test_presets_are_listed_with_the_stages_that_divide_them() -> None:
     shown = CliRunner().invoke(app, ["presets"], env={"COLUMNS": "120"}).output
     rows = {line.split()[0]: " ".join(line.split()) for line in shown.splitlines() if line.strip()}
     assert rows["tiny"] == "tiny 525k 4 64 4 64 6 MiB 4, or 1, 2"
-    assert (
-        rows["large"] == "large 1.62B 24 2048 16 4096 4,608 MiB 6, or 1, 2, 3, 4, 8, 12, 24"
-    )
+    assert rows["large"] == "large 1.62B 24 2048 16 4096 4,608 MiB 6, or 1, 2, 3, 4, 8, 12, 24"
     larger = CliRunner().invoke(app, ["presets", "--vocabulary", "50257"]).output
     assert "102M" in larger
 
