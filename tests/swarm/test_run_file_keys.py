@@ -101,9 +101,9 @@ USED = {
     ],
     "node/hugging_face/taking_in.py": ["model.config"],
     "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
-    "node/launch/resolve.py": ["data.path", "data.corpora"],
+    "node/launch/resolve.py": ["data.corpora"],
     "node/node.py": ["swarm.silence"],
-    "node/run_file.py": ["training.optimizer", "wire.rank_after", "changes"],
+    "node/run_file.py": ["data.path", "training.optimizer", "wire.rank_after", "changes"],
     "node/stage/arithmetic.py": ["training.precision"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/model/learning_rate.py": [
