@@ -30,6 +30,7 @@ from planaria.node.report.events import (
     Killed,
     LinkLost,
     RebuildOrdered,
+    RolledBack,
     Severity,
     StageRebuilt,
     Started,
@@ -246,8 +247,8 @@ class Eviction(NamedTuple):
 
 
 def evictions(record: RunRecord) -> list[Eviction]:
-    """Members that the registry dropped, by its views; those that left by themselves are not among
-    them."""
+    """Members that the registry dropped, by its views; those that left by themselves, moved, or
+    gave their seat back are not among them."""
     slots = record.slots()
     first_had: dict[str | None, float] = {}
     ended = {e.event.pid: e.time for e in record.events if isinstance(e.event, Exited)}
@@ -268,7 +269,8 @@ def evictions(record: RunRecord) -> list[Eviction]:
                 if held_stage == stage and other != seat
             ]
             reason = record.gone.get(node, after.reason)
-            if reason.startswith("left:"):
+            moved = any(f"{node} {verb}" in after.reason for verb in ("gives back", "takes"))
+            if reason.startswith("left:") or (moved and node not in record.gone):
                 continue
             exit_time = ended.get(pids.get(node, 0), float("inf"))
             blame = record.guilty_of(slot, after.time)
@@ -360,8 +362,8 @@ def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
 
 class Restored(NamedTuple):
     """A stage whose state came from no replica. `late`: steps that it lacks, of a snapshot by the
-    mean of its rows; None: it was guessed. `fault`: the newest of a node's own before. `stall`:
-    seconds without training. `reason`: the driver's."""
+    mean of its rows, of a checkpoint those that all go back; None: it was guessed. `fault`: the
+    newest of a node's own before. `stall`: seconds without training. `reason`: the driver's."""
 
     stage: int
     method: str
@@ -375,20 +377,22 @@ class Restored(NamedTuple):
 def restored(record: RunRecord) -> list[Restored]:
     """In the order in which they trained again."""
     orders: dict[str, RebuildOrdered] = {}
-    stages = []
+    stages, back = [], 0
     for entry in record.events:
         match entry.event:
+            case RolledBack(lost=lost, step=step):
+                back = lost - step
             case RebuildOrdered() as order:
                 orders[order.node] = order
             case StageRebuilt(method=method) as event if method not in COPIED:
-                ordered = orders.get(event.node)
+                ordered = orders.pop(event.node) if event.node in orders else None
                 kinds = [f.kind for f in record.faults if f.guilty and f.time <= entry.time]
                 stages.append(
                     Restored(
                         event.stage,
                         method,
                         ordered is not None and ordered.exact,
-                        _late(event),
+                        back if method == "checkpoint" else _late(event),
                         kinds[-1] if kinds else NOBODYS,
                         event.stall_seconds,
                         "" if ordered is None else ordered.reason,

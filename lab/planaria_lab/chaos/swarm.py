@@ -65,8 +65,9 @@ STEPS_AT_THE_END: Final = 3
 OWN_STEPS: Final = 3
 """A node takes part once it has applied so many: the first ones as a newcomer, without a vote. When
 only such are left, they can't know whether the others have gone on, and the run goes back."""
-BETWEEN_LOSSES: Final = 20
-"""Steps before a loss of stages: saves are 10 apart, and a snapshot is whole after 8 or more."""
+BETWEEN_LOSSES: Final = 23
+"""Steps before a loss of stages: a snapshot is whole after 8 or more. Saves are 10 apart, so that
+they are not of the very step which is lost."""
 KILLS: Final = {"kill", "registry kill", *LOSSES}
 FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
 CHECKPOINTS: Final = "checkpoints"

@@ -122,6 +122,15 @@ def test_who_is_evicted_and_why():
     assert (first.slot, second.slot) == ("1.1", "1.0")
 
 
+def test_who_moves_or_gives_its_seat_back_is_not_evicted():
+    views = [
+        Change(20.0, 1, "", {ALICE: 1, BOB: 1}),
+        Change(30.0, 2, f"{BOB} takes stage 2: moves from stage 1", {ALICE: 1, f"{BOB}/2.2": 2}),
+        Change(40.0, 3, f"{ALICE} gives back stage 1: standby", {f"{BOB}/2.2": 2}),
+    ]
+    assert evictions(record(views=views)) == []
+
+
 def test_who_ends_by_itself_is_blamed_when_it_was_sick():
     lines = [
         event(at, "exited", slot=slot, pid=number, log="x.log", how="ended with status 1", stage=1)
@@ -145,7 +154,8 @@ def test_a_guess_without_a_death_is_reported():
 
 
 def test_a_restored_stage_lacks_so_many_steps():
-    """A copy of a replica, a snapshot, a save, a guess, and the exact state at a peer."""
+    """A copy of a replica, a snapshot, a save, a guess, the exact state at a peer, and a checkpoint
+    to which all go back."""
     origin = {"node": BOB, "stage": 1, "step": 30}
     rebuilds: list[tuple[str, bool, dict[str, Any]]] = [
         ("replica", True, {"sources": [origin]}),
@@ -159,6 +169,12 @@ def test_a_restored_stage_lacks_so_many_steps():
         for number, (method, exact, fields) in enumerate(rebuilds)
         for kind, more in (("rebuilding", {}), ("rebuilt", {**fields, "stall_seconds": 0.5}))
     ]
+    lines += [
+        event(45.0, "rolled back", step=24, reason="so", **{"from": 30}),
+        event(
+            45.5, "rebuilt", node=ALICE, stage=1, method="checkpoint", step=24, stall_seconds=0.5
+        ),
+    ]
     faults = [
         Began("lost stage", "1.0", 39.0, 39.0, 1, (), (1,)),
         Began("reset", "1.0", 39.5, 39.5, 1),
@@ -170,6 +186,7 @@ def test_a_restored_stage_lacks_so_many_steps():
         ("save", False, 10.0, "lost stage", 0.5),
         ("checkfree", False, None, "lost stage", 0.5),
         ("deposit", True, 0.0, "kill", 0.5),
+        ("checkpoint", False, 6, "kill", 0.5),
     ]
 
 
