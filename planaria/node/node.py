@@ -474,6 +474,7 @@ class Node(Generic[M]):
     async def _close_seat(self, name: str, seat: Agent) -> None:
         """Closes a seat and drops its state."""
         self.exchanges.pop(name).close("its seat was given back")
+        seat.carry_out(seat.driver.viewed(self.seats.view, self.loop.time()))  # it may have driven
         self.tell(GivenBack(stage=seat.stage), seat.node)
         self.report()
         await self.machine.close(name, seat, self._seconds_for_saves())

@@ -105,7 +105,7 @@ class Returning(Scenario):
     away: ClassVar = 37.0
 
     def _rules(self, policy: str | None) -> TransactionRules:
-        rules = super()._rules("checkfree")
+        rules = super()._rules(policy or "checkfree")
         return replace(rules, stages=4, steps=20, strict=False, validation_microbatches=0)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
@@ -141,6 +141,13 @@ def test_stages_wait_for_a_lost_node_that_has_saved_them(seed: int) -> None:
     assert result == "finished"
     assert (scenario.lost, counts["save"]) == ({0, 2, 4}, 3)
     assert not any(counts[how] for how in INEXACT)
+
+
+def test_a_run_does_not_stop_while_a_lost_node_may_come_back_with_stage_0() -> None:
+    """The twin of stage 0 was at stage 4, which is lost with it."""
+    scenario, result = run_of(0, Returning, "redundant")
+    assert (result, scenario.lost) == ("finished", {0, 2, 4})
+    assert scenario.cluster.counts["stopped"] == 0
 
 
 class Gone(Returning):

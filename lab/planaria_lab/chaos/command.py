@@ -35,6 +35,12 @@ class ChaosOptions:
     ] = PLACE
     stages: Annotated[int, typer.Option(min=1, help="Body stages; of one layer each.")] = 2
     replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2
+    seats: Annotated[
+        str, typer.Option(help="Seats that a node has room for, or auto, as of `planaria node`.")
+    ] = "auto"
+    policy: Annotated[
+        str | None, typer.Option(help="recovery.policy, in place of the run file's.")
+    ] = None
     kind: Annotated[
         list[str] | None, typer.Option(help="Kind of fault to inject; repeatable. Default: all.")
     ] = None
@@ -56,8 +62,9 @@ def chaos(context: typer.Context, options: ChaosOptions) -> None:
     if context.invoked_subcommand is not None:
         return
     kinds = {"kinds": tuple(options.kind)} if options.kind else {}
-    shape = Shape(options.stages, options.replicas, **kinds, rate=options.rate)
-    run, minutes = _small_run(options.run_file, shape, options.out), options.minutes
+    shape = Shape(options.stages, options.replicas, **kinds, rate=options.rate, seats=options.seats)
+    run = _small_run(options.run_file, shape, options.out, options.policy)
+    minutes = options.minutes
     failed = False
     for piece in range(options.seed, options.seed + options.pieces):
         schedule(piece, minutes, shape)  # raises before the first run begins
@@ -90,13 +97,16 @@ microbatch = 1
 warmup = 5
 validation_microbatches = 0
 [recovery]
+checkpoint.dir = "checkpoints"
 relearn.seconds = 5.0
 [swarm]
 progress = 20.0
 """
 
 
-def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
+def _small_run(
+    run_file: Path | None, shape: Shape, out: Path, policy: str | None = None
+) -> RunFile:
     """Resolved; the shipped prose is prepared, in `out`, when it asks for no other data. Raises
     RunFileError, CorpusError."""
     from planaria.node.data.prepare import prepare
@@ -109,6 +119,7 @@ def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
         model__stages=shape.stages,
         model__layers=None if run_file else shape.stages,
         swarm__replicas=shape.replicas,
+        recovery__policy=policy,
     )
     text = text_to_prepare(run)
     if text is not None:
@@ -129,8 +140,9 @@ def _run_one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, l
     from planaria_lab.chaos.schedule import schedule
     from planaria_lab.chaos.swarm import SickSwarm
 
-    setting: dict[str, Any] = {"seed": seed, "minutes": minutes, **asdict(shape)}
-    name = f"{shape.stages}x{shape.replicas}-seed-{seed}"
+    policy = run.recovery.policy
+    setting: dict[str, Any] = {"seed": seed, "minutes": minutes, "policy": policy, **asdict(shape)}
+    name = f"{shape.stages}x{shape.replicas}-{policy}-seed-{seed}"
     result = out / f"{name}.json"
     if result.exists():
         console.print(f"{result} exists already: this run is skipped", soft_wrap=True)
@@ -155,7 +167,8 @@ def _run_one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, l
         errors.print(f"broken: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if outcome["broken"]:
         again = f"planaria lab chaos --minutes {minutes:g} --seed {seed} --stages {shape.stages} "
-        again += f"--replicas {shape.replicas} --rate {shape.rate:g}"
+        again += f"--replicas {shape.replicas} --rate {shape.rate:g} --policy {policy} "
+        again += f"--seats {shape.seats}"
         again += "".join(f" --kind {kind!r}" for kind in shape.kinds)
         errors.print(f"to repeat this run: {again}", markup=False, highlight=False, soft_wrap=True)
     return not outcome["broken"]

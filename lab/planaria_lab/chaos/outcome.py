@@ -30,6 +30,7 @@ from planaria.node.report.events import (
     Killed,
     LinkLost,
     RebuildOrdered,
+    RolledBack,
     Severity,
     StageRebuilt,
     Started,
@@ -38,6 +39,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.report.ledger import LedgerError, audit
 from planaria.node.wire.naming import node_of
+from planaria.recovery.facts import INEXACT
 from planaria_lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
 from planaria_lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken
 
@@ -51,6 +53,8 @@ WARM: Final = 120.0
 """Seconds of a process's life that don't count for the slope of its memory."""
 GONE: Final = re.compile(r"\b([0-9a-f]{12}) \([^)]*\) is gone: (.*?)(?=; [0-9a-f]{12} \(|$)")
 NOBODYS: Final = "no fault"
+COPIED: Final = {"replica", "handover"}
+"""Methods by which a stage that was not lost gets a node."""
 
 
 class Began(NamedTuple):
@@ -61,13 +65,15 @@ class Began(NamedTuple):
     time: float
     end: float
     pid: int | None
+    others: Sequence[str] = ()
+    stages: Sequence[int] = ()  # that its nodes served
 
     @property
     def guilty(self) -> bool:
         return KINDS[self.kind].blame == "guilty"
 
     def hits(self, slot: str) -> bool:
-        return self.slot in (slot, EVERYBODY)
+        return self.slot in (slot, EVERYBODY) or slot in self.others
 
 
 class Change(NamedTuple):
@@ -99,6 +105,8 @@ class RunRecord:
                 line["time"],
                 line["time"] + line["seconds"],
                 line["pid"],
+                line["others"],
+                line["stages"],
             )
             for line in _lines(out / FAULTS)
         ]
@@ -239,8 +247,8 @@ class Eviction(NamedTuple):
 
 
 def evictions(record: RunRecord) -> list[Eviction]:
-    """Members that the registry dropped, by its views; those that left by themselves are not among
-    them."""
+    """Members that the registry dropped, by its views; those that left by themselves, moved, or
+    gave their seat back are not among them."""
     slots = record.slots()
     first_had: dict[str | None, float] = {}
     ended = {e.event.pid: e.time for e in record.events if isinstance(e.event, Exited)}
@@ -261,7 +269,8 @@ def evictions(record: RunRecord) -> list[Eviction]:
                 if held_stage == stage and other != seat
             ]
             reason = record.gone.get(node, after.reason)
-            if reason.startswith("left:"):
+            moved = any(f"{node} {verb}" in after.reason for verb in ("gives back", "takes"))
+            if reason.startswith("left:") or (moved and node not in record.gone):
                 continue
             exit_time = ended.get(pids.get(node, 0), float("inf"))
             blame = record.guilty_of(slot, after.time)
@@ -343,12 +352,62 @@ def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
                     fault.kind
                     for fault in record.faults
                     if fault.guilty
-                    and fault.slot.partition(".")[0] == str(stage)
+                    and stage in fault.stages
                     and fault.time <= entry.time <= fault.end + 2 * REMEMBERED
                 }
                 del inexact[node]
                 guessed.append((stage, method, ", ".join(sorted(blame))))
     return guessed
+
+
+class Restored(NamedTuple):
+    """A stage whose state came from no replica. `late`: steps that it lacks, of a snapshot by the
+    mean of its rows, of a checkpoint those that all go back; None: it was guessed. `fault`: the
+    newest of a node's own before. `stall`: seconds without training. `reason`: the driver's."""
+
+    stage: int
+    method: str
+    exact: bool
+    late: float | None
+    fault: str
+    stall: float
+    reason: str
+
+
+def restored(record: RunRecord) -> list[Restored]:
+    """In the order in which they trained again."""
+    orders: dict[str, RebuildOrdered] = {}
+    stages, back = [], 0
+    for entry in record.events:
+        match entry.event:
+            case RolledBack(lost=lost, step=step):
+                back = lost - step
+            case RebuildOrdered() as order:
+                orders[order.node] = order
+            case StageRebuilt(method=method) as event if method not in COPIED:
+                ordered = orders.pop(event.node) if event.node in orders else None
+                kinds = [f.kind for f in record.faults if f.guilty and f.time <= entry.time]
+                stages.append(
+                    Restored(
+                        event.stage,
+                        method,
+                        ordered is not None and ordered.exact,
+                        back if method == "checkpoint" else _late(event),
+                        kinds[-1] if kinds else NOBODYS,
+                        event.stall_seconds,
+                        "" if ordered is None else ordered.reason,
+                    )
+                )
+    return stages
+
+
+def _late(rebuilt: StageRebuilt) -> float | None:
+    if rebuilt.method in INEXACT:
+        return None
+    if rebuilt.mean_step is not None:
+        return rebuilt.step - rebuilt.mean_step
+    steps = [source.step for source in rebuilt.sources if source.step is not None]
+    return float(rebuilt.step - min(steps, default=rebuilt.step))
 
 
 # --- what processes take
@@ -441,6 +500,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
         "rebuilds": dict(
             Counter(e.event.method for e in record.events if isinstance(e.event, StageRebuilt))
         ),
+        "restored": [stage._asdict() for stage in restored(record)],
         "audit": audited,
         "differing": differing(record.events)._asdict(),
         "appetites": [appetite._asdict() for appetite in appetites(record.taken)],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from planaria_lab.chaos.outcome import NOBODYS
-from planaria_lab.chaos.schedule import KINDS
+from planaria_lab.chaos.schedule import KINDS, LOSSES
 
 TABLE: Final = "table.md"
 Outcome = Mapping[str, Any]
@@ -30,8 +30,11 @@ def read_outcomes(folder: Path) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: faults, evictions, what was kept, what processes take."""
-    parts = [_runs(outcomes), _faults(outcomes), _evictions(outcomes), _appetites(outcomes)]
+    """Markdown: faults, lost stages, evictions, what was kept, what processes take."""
+    parts = [_runs(outcomes), _faults(outcomes)]
+    if any(run.get("restored") for run in outcomes):
+        parts.append(_restored(outcomes))
+    parts += [_evictions(outcomes), _appetites(outcomes)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -82,6 +85,32 @@ def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield f"| {kind} | {count} | {noticed} | {stop} | {lost[kind]:.1f} | {each} | {evictions} |"
 
 
+def _restored(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Rows by policy, nodes a stage and fault."""
+    stages: defaultdict[tuple[str, int, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for run in outcomes:
+        setting = run["setting"]
+        for kind in run["faults"]:
+            if kind in LOSSES:
+                stages[setting["policy"], setting["replicas"], kind]
+        for stage in run.get("restored", ()):
+            stages[setting["policy"], setting["replicas"], stage["fault"]].append(stage)
+    columns = ("nodes a stage", "fault", "times", "stages restored by", "steps ago", "stall, s")
+    yield f"| policy | {' | '.join(columns)} |"
+    yield "| --- | ---: | --- | ---: | --- | ---: | ---: |"
+    for (policy, replicas, fault), rows in sorted(stages.items()):
+        times = sum(
+            run["faults"].get(fault, 0)
+            for run in outcomes
+            if (run["setting"].get("policy"), run["setting"]["replicas"]) == (policy, replicas)
+        )
+        methods = Counter(f"{row['method']}{' (exact)' * row['exact']}" for row in rows)
+        by = ", ".join(f"{count} {method}" for method, count in sorted(methods.items())) or "-"
+        late = _spread([row["late"] for row in rows if row["late"] is not None])
+        stall = _spread([row["stall"] for row in rows])
+        yield f"| {policy} | {replicas} | {fault} | {times or '-'} | {by} | {late} | {stall} |"
+
+
 def _spread(seconds: Sequence[float]) -> str:
     if not seconds:
         return "-"
@@ -115,12 +144,12 @@ def _appetites(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Rows of the processes with a slope; if there are none, of all."""
     rows = [(run["setting"]["seed"], a) for run in outcomes for a in run["appetites"]]
     long = [row for row in rows if row[1]["slope"] is not None]
-    yield "| process | minutes | RSS, MiB | slope, MiB a minute | descriptors | threads |"
+    yield "| process | minutes | RSS, MiB | slope, MiB an hour | descriptors | threads |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for seed, a in long or rows:
         rss = " to ".join(f"{size / 2**20:.0f}" for size in a["rss"])
         descriptors, threads = (" to ".join(map(str, a[k])) for k in ("descriptors", "threads"))
-        slope = "-" if a["slope"] is None else f"{a['slope']:.2f}"
+        slope = "-" if a["slope"] is None else f"{60 * a['slope']:.0f}"
         minutes = f"{a['seconds'] / 60:.1f}"
         yield (
             f"| {a['slot']} of seed {seed} | {minutes} | {rss} | {slope} | {descriptors} | "

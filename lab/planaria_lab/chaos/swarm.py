@@ -2,8 +2,8 @@
 
 `SickSwarm` starts a registry and nodes, each node behind a proxy and under sick_node.py, carries
 out the faults when they are due and heals them, and puts another process wherever one has ended. A
-fault waits for as long as its stage could not bear it yet. It judges nothing: what it writes to its
-folder is for outcome.py.
+fault waits for as long as its stage could not bear it yet, and a loss of stages until all is well.
+It judges nothing: what it writes to its folder is for outcome.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -32,13 +32,21 @@ from planaria.node.local.resume import JOURNAL, RUN_FILE
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.machine.processes import PLANARIA, Processes, describe_status
 from planaria.node.report.event_log import EventLog, Tail
-from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
+from planaria.node.report.events import (
+    Applied,
+    Committed,
+    Exited,
+    Killed,
+    Started,
+    SwarmEnding,
+    parse,
+)
 from planaria.node.report.live_view import Story
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire.naming import node_of, seated
 from planaria_lab.chaos.proxy import Proxy, Way
-from planaria_lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
+from planaria_lab.chaos.schedule import BLINKS, LOSSES, REGISTRY, STAGES, Fault, Shape
 from planaria_lab.chaos.sick_node import KINDS as SICK
 from planaria_lab.chaos.sick_node import run_sick, set_faults
 
@@ -57,7 +65,12 @@ STEPS_AT_THE_END: Final = 3
 OWN_STEPS: Final = 3
 """A node takes part once it has applied so many: the first ones as a newcomer, without a vote. When
 only such are left, they can't know whether the others have gone on, and the run goes back."""
+BETWEEN_LOSSES: Final = 23
+"""Steps before a loss of stages: a snapshot is whole after 8 or more. Saves are 10 apart, so that
+they are not of the very step which is lost."""
+KILLS: Final = {"kill", "registry kill", *LOSSES}
 FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
+CHECKPOINTS: Final = "checkpoints"
 NODES: Final = "nodes"
 """Folder of the nodes' folders, which have the names of their slots."""
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -115,6 +128,9 @@ class SickSwarm:
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
         self.quarantined: set[str] = set()  # instances, see node/launch/instance.py
+        self.seats: dict[str | None, set[int]] = {}  # node -> its stages, by the newest view
+        self.driver: str | None = None  # node
+        self.lost_at = 0  # step
         self.applied: dict[str | None, range] = {}  # node -> steps that it has applied
         self.blinking: set[asyncio.Task[None]] = set()
         self.sampled = 0.0
@@ -179,11 +195,22 @@ class SickSwarm:
         return f"the run was stopped: {stopped.reason}" if stopped else failure
 
     def _behind(self, step: int) -> list[str]:
-        """Slots whose node does not take part, or has not applied this step yet."""
-        running = self.processes.running()
-        nodes = {slot: self.story.node_of(running.get(slot, 0)) for slot in self.shape.slots}
+        """Slots whose node does not take part, or has not applied this step yet. A standby is not
+        among them."""
+        nodes = {
+            slot: node for slot, node in self._nodes().items() if self.seats.get(node) != set()
+        }
         applied = {slot: self.applied.get(node, range(0)) for slot, node in nodes.items()}
         return [s for s, steps in applied.items() if steps.stop <= step or len(steps) < OWN_STEPS]
+
+    def _nodes(self) -> dict[str, str | None]:
+        """Slot -> node."""
+        running = self.processes.running()
+        return {slot: self.story.node_of(running.get(slot, 0)) for slot in self.shape.slots}
+
+    def _serves(self, slot: str) -> set[int]:
+        """The stages of its node."""
+        return self.seats.get(self._nodes().get(slot), set())
 
     def _kept_out(self) -> list[str]:
         """Slots whose node is in quarantine for what it has done."""
@@ -226,6 +253,8 @@ class SickSwarm:
         for line in sorted(lines, key=lambda line: float(line["time"])):
             if entry := parse(line):
                 self.story.hear(entry)
+                if isinstance(entry.event, Committed):
+                    self.driver = node_of(entry.node or "")
                 if isinstance(entry.event, Applied):
                     step = entry.event.step
                     node = node_of(entry.node or "")
@@ -236,35 +265,61 @@ class SickSwarm:
 
     def _make_sick(self, passed: float, now: float) -> None:
         """`passed`: seconds since the first step."""
-        for fault in [fault for fault in self.due if fault.at <= passed]:
-            if not self._bears(fault):
+        for due in [fault for fault in self.due if fault.at <= passed]:
+            fault = self._placed(due) if due.slot == STAGES else due
+            if fault is None or not self._bears(fault):
                 continue  # it waits
-            self.due.remove(fault)
+            self.due.remove(due)
             pid = self.processes.running().get(fault.slot)
-            self.say(f"{passed:6.1f} s: {fault.kind} at {fault.slot} for {fault.seconds:.1f} s")
-            self._append(FAULTS, {**asdict(fault), "time": time.time(), "pid": pid})
+            where = " and ".join((fault.slot, *fault.others))
+            self.say(f"{passed:6.1f} s: {fault.kind} at {where} for {fault.seconds:.1f} s")
+            stages = sorted(set[int]().union(*map(self._serves, fault.slots)))
+            self._append(FAULTS, {**asdict(fault), "time": time.time(), "pid": pid, STAGES: stages})
+            if fault.kind in LOSSES:
+                self.lost_at = self.story.committed
             self._begin(fault, pid)
             self.healing.append((now + fault.seconds, fault, pid))
 
+    def _placed(self, loss: Fault) -> Fault | None:
+        """The loss with the slots of its nodes; None: not now, since states that a rebuild needs
+        may not be whole yet, or a node of the stages has another one, too."""
+        if self.story.committed < self.lost_at + BETWEEN_LOSSES:
+            return None
+        driving = set[str]()
+        if loss.kind == "lost driver":
+            driving = {s for s, node in self._nodes().items() if node and node == self.driver}
+            after = {max(self._serves(slot), default=0) + 1 for slot in driving}
+            stages = {stage % (self.shape.stages + 1) for stage in after}
+        else:
+            stages = {*range(int(loss.figures["first"]), int(loss.figures["last"]) + 1)}
+        serving = {slot for slot in self.shape.slots if self._serves(slot) & stages}
+        if not serving or any(self._serves(slot) - stages for slot in serving - driving):
+            return None
+        slot, *others = sorted(driving | serving)
+        return replace(loss, slot=slot, others=tuple(others))
+
     def _bears(self, fault: Fault) -> bool:
         """Whether the slots have no other fault. For a fault that is a node's own, the node must
-        also take part in steps, and a healthy replica of it; without replicas, all others."""
+        also take part in steps, and a healthy replica of it; without replicas, and for a loss of
+        stages, all others."""
         if any(not other.slots.isdisjoint(fault.slots) for _, other, _ in self.healing):
             return False
         if fault.blame == "innocent":
             return True
-        alone = self.shape.replicas == 1
-        others = [slot for slot in self.shape.slots if slot != fault.slot]
+        alone = self.shape.replicas == 1 or fault.kind in LOSSES
+        others = [slot for slot in self.shape.slots if slot not in fault.slots]
         needed = [s for s in others if alone or s.partition(".")[0] == fault.stage]
-        behind = self._behind(self.story.committed - 1)
+        if behind := {*self._behind(self.story.committed - 1)}:
+            behind -= {*self._kept_out()}
         sick = {current.slot for _, current, _ in self.healing if current.blame == "guilty"}
         well = [slot not in behind and slot not in sick for slot in needed]
-        return fault.slot not in behind and (all(well) if alone else any(well))
+        return behind.isdisjoint(fault.slots) and (all(well) if alone else any(well))
 
     def _begin(self, fault: Fault, pid: int | None) -> None:
         match fault.kind:
-            case "kill" | "registry kill":
-                self._kill(fault.slot)
+            case kind if kind in KILLS:
+                for slot in sorted(fault.slots):
+                    self._kill(slot)
             case "stop" if pid is not None:
                 os.kill(pid, signal.SIGSTOP)
             case "reset":
@@ -288,8 +343,12 @@ class SickSwarm:
             self.healing.remove(sick)
             _, fault, pid = sick
             match fault.kind:
-                case "kill" | "registry kill":
-                    self.starting.setdefault(fault.slot, now)
+                case kind if kind in KILLS:
+                    for slot in sorted(fault.slots):
+                        if fault.figures.get("saves") == "gone":
+                            for saves in self.out.glob(f"{NODES}/{slot}/*/saves"):
+                                shutil.rmtree(saves)
+                        self.starting.setdefault(slot, now)
                 case "stop" if pid is not None and pid in self.processes.running().values():
                     os.kill(pid, signal.SIGCONT)
                 case "one way":
@@ -341,8 +400,9 @@ class SickSwarm:
             *("--faults", str(self._sick_file(slot)), "node"),
             *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
             *("--listen", proxy.behind, "--advertise", proxy.address),
-            *("--device", "cpu", "--threads", "1", "--out", str(self.out / NODES / slot)),
-            *folder_options(self.run),
+            *("--device", "cpu", "--threads", "1", "--seats", self.shape.seats),
+            *("--out", str(self.out / NODES / slot)),
+            *folder_options(self.run, checkpoints=self.out / CHECKPOINTS),
         ]
 
     async def _registry_address(self, clock: Callable[[], float]) -> str:
@@ -368,6 +428,7 @@ class SickSwarm:
                     async for news in call:
                         view = view_in(unpacked(NewView.FromString(news)), view)
                         self.quarantined = {member.instance for member in view.quarantined}
+                        self.seats = {m.node: {at.stage for at in m.seats} for m in view.members}
                         members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}
                         self._append(VIEWS, {"time": time.time(), **fields})

@@ -23,6 +23,7 @@ from planaria_lab.chaos.outcome import (
     evictions,
     exits,
     guesses,
+    restored,
     skipped,
     steps_lost,
     tolls,
@@ -34,7 +35,7 @@ from tests.node.report.lines import whole
 
 ALICE, BOB, CAROL = "a1" * 6, "b2" * 6, "c3" * 6
 WELL: dict[str, Any] = {
-    "setting": {"seed": 3},
+    "setting": {"seed": 3, "replicas": 2},
     "stuck": "",
     "steps": 10,
     "seconds": 60.0,
@@ -121,6 +122,15 @@ def test_who_is_evicted_and_why():
     assert (first.slot, second.slot) == ("1.1", "1.0")
 
 
+def test_who_moves_or_gives_its_seat_back_is_not_evicted():
+    views = [
+        Change(20.0, 1, "", {ALICE: 1, BOB: 1}),
+        Change(30.0, 2, f"{BOB} takes stage 2: moves from stage 1", {ALICE: 1, f"{BOB}/2.2": 2}),
+        Change(40.0, 3, f"{ALICE} gives back stage 1: standby", {f"{BOB}/2.2": 2}),
+    ]
+    assert evictions(record(views=views)) == []
+
+
 def test_who_ends_by_itself_is_blamed_when_it_was_sick():
     lines = [
         event(at, "exited", slot=slot, pid=number, log="x.log", how="ended with status 1", stage=1)
@@ -137,8 +147,47 @@ def test_a_guess_without_a_death_is_reported():
         for at, kind in ((40.0, "rebuilding"), (41.0, "rebuilt"))
     ]
     assert guesses(record(*lines)) == [(1, "checkfree", "")]
-    kill = Began("kill", "1.0", 39.0, 39.0, 1)
-    assert guesses(record(*lines, faults=[kill])) == [(1, "checkfree", "kill")]
+    loss = Began("lost neighbours", "2.0", 39.0, 39.0, 1, ("1.0",), (1, 2))
+    assert guesses(record(*lines, faults=[loss])) == [(1, "checkfree", "lost neighbours")]
+    elsewhere = Began("kill", "1.0", 39.0, 39.0, 1, (), (2,))
+    assert guesses(record(*lines, faults=[elsewhere])) == [(1, "checkfree", "")]
+
+
+def test_a_restored_stage_lacks_so_many_steps():
+    """A copy of a replica, a snapshot, a save, a guess, the exact state at a peer, and a checkpoint
+    to which all go back."""
+    origin = {"node": BOB, "stage": 1, "step": 30}
+    rebuilds: list[tuple[str, bool, dict[str, Any]]] = [
+        ("replica", True, {"sources": [origin]}),
+        ("snapshot", False, {"sources": [origin], "mean_step": 18.5}),
+        ("save", False, {"sources": [{**origin, "step": 20}]}),
+        ("checkfree", False, {"sources": [{**origin, "stage": 2}]}),
+        ("deposit", True, {"sources": [origin]}),
+    ]
+    lines = [
+        event(40.0 + number, kind, node=ALICE, stage=1, method=method, exact=exact, step=30, **more)
+        for number, (method, exact, fields) in enumerate(rebuilds)
+        for kind, more in (("rebuilding", {}), ("rebuilt", {**fields, "stall_seconds": 0.5}))
+    ]
+    lines += [
+        event(45.0, "rolled back", step=24, reason="so", **{"from": 30}),
+        event(
+            45.5, "rebuilt", node=ALICE, stage=1, method="checkpoint", step=24, stall_seconds=0.5
+        ),
+    ]
+    faults = [
+        Began("lost stage", "1.0", 39.0, 39.0, 1, (), (1,)),
+        Began("reset", "1.0", 39.5, 39.5, 1),
+        Began("kill", "1.0", 43.5, 43.5, 1, (), (1,)),
+    ]
+    stages = restored(record(*lines, faults=faults))
+    assert [(s.method, s.exact, s.late, s.fault, s.stall) for s in stages] == [
+        ("snapshot", False, 11.5, "lost stage", 0.5),
+        ("save", False, 10.0, "lost stage", 0.5),
+        ("checkfree", False, None, "lost stage", 0.5),
+        ("deposit", True, 0.0, "kill", 0.5),
+        ("checkpoint", False, 6, "kill", 0.5),
+    ]
 
 
 def test_replicas_are_compared_after_their_newest_common_step():
@@ -243,12 +292,23 @@ def test_a_table_sums_what_a_folder_has(tmp_path):
     for name in ("one", "two"):
         outcome = {**WELL, "evictions": [evicted], "appetites": [process]}
         (tmp_path / f"{name}.json").write_text(json.dumps(outcome))
+    saved = {"stage": 1, "method": "save", "exact": False, "late": 8.0, "fault": "lost stage"}
+    copied = {**saved, "method": "snapshot", "late": 2.5, "stall": 0.5}
+    losses = {
+        "setting": {"seed": 4, "policy": "auto", "replicas": 2},
+        "faults": {"lost stage": 2, "lost driver": 1},
+        "restored": [copied, {**saved, "stall": 1.5}],
+    }
+    (tmp_path / "lost.json").write_text(json.dumps({**WELL, **losses}))
     text = table(read_outcomes(tmp_path))
-    assert "2 runs, 2 minutes, 20 steps committed." in text
-    assert "| audit: expected | 160 |" in text
-    assert "| kill | 4 | 0.2, at most 0.2 | 4.0, at most 5.0 | 6.0 | 1.5 | 2 | 0 |" in text
+    assert "3 runs, 3 minutes, 30 steps committed." in text
+    assert "| audit: expected | 240 |" in text
+    by = "1 save, 1 snapshot | 5.2, at most 8.0 | 1.0, at most 1.5 |"
+    assert f"| auto | 2 | lost stage | 2 | {by}" in text
+    assert "| auto | 2 | lost driver | 1 | - | - | - |" in text
+    assert "| kill | 4 | 0.2, at most 0.2 | 4.0, at most 5.0 | 9.0 | 2.2 | 2 | 0 |" in text
     assert "| kill |  |  | suspected by ... | 2 |" in text
-    assert "| 1.0 of seed 3 | 5.0 | 100 to 110 | 0.25 | 30 to 31 | 9 to 9 |" in text
+    assert "| 1.0 of seed 3 | 5.0 | 100 to 110 | 15 | 30 to 31 | 9 to 9 |" in text
 
 
 def test_a_file_that_is_no_outcome_is_named(tmp_path):

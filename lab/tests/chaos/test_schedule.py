@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from planaria_lab.chaos.schedule import (
     EVERYBODY,
     KINDS,
+    LOSS_RECOVERY,
+    LOSSES,
     QUIET_AT_FIRST,
     QUIET_AT_LAST,
     RECOVERY,
     REGISTRY,
+    STAGES,
     Fault,
     Shape,
     schedule,
@@ -38,7 +41,7 @@ def test_every_fault_is_bearable_and_healed(seed, minutes, shape):
     assert all(a.at <= b.at for a, b in pairwise(faults))
     for number, fault in enumerate(faults):
         assert fault.kind in shape.kinds
-        assert fault.slot in (*shape.slots, REGISTRY, EVERYBODY)
+        assert fault.slot in (*shape.slots, REGISTRY, EVERYBODY, STAGES)
         assert QUIET_AT_FIRST <= fault.at <= fault.end <= 60 * minutes - QUIET_AT_LAST + 1e-3
         near = [earlier for earlier in faults[:number] if earlier.end + RECOVERY > fault.at]
         assert all(fault.slots.isdisjoint(earlier.slots) for earlier in near)
@@ -48,6 +51,24 @@ def test_every_fault_is_bearable_and_healed(seed, minutes, shape):
         of_stages = Counter(sick.stage for sick in guilty)
         if fault.blame == "guilty" and shape.replicas > 1:
             assert of_stages[fault.stage] < shape.replicas
+
+
+@given(seed=st.integers(0, 2**32), stages=st.integers(1, 5), replicas=st.integers(1, 3))
+def test_no_node_is_ill_around_a_loss(seed, stages, replicas):
+    faults = schedule(seed, 5, Shape(stages, replicas, ("kill", "reset", *LOSSES), rate=30))
+    guilty = [fault for fault in faults if fault.blame == "guilty"]
+    for earlier, later in pairwise(guilty):
+        assert earlier.kind not in LOSSES or earlier.end + LOSS_RECOVERY <= later.at
+        assert later.kind not in LOSSES or earlier.end + RECOVERY <= later.at
+    for fault in guilty:
+        first, last = (int(fault.figures.get(key, 0)) for key in ("first", "last"))
+        match fault.kind:
+            case "lost stage 0":
+                assert (first, last) == (0, 0)
+            case "lost stage":
+                assert 1 <= first == last <= stages
+            case "lost neighbours":
+                assert 1 <= first == last - 1 < stages
 
 
 def test_a_schedule_is_the_same_on_any_machine():
@@ -66,11 +87,11 @@ def test_who_is_cut_off_from_each_other_would_talk_in_every_step(seed, stages):
 
 
 def test_long_schedules_have_every_kind():
-    assert {fault.kind for fault in schedule(0, 200, Shape(2, 2))} == KINDS.keys()
+    assert {fault.kind for fault in schedule(0, 400, Shape(2, 2))} == KINDS.keys()
 
 
 def test_a_lone_node_is_spared_what_would_rightly_pause_the_run():
-    kinds = {fault.kind for fault in schedule(0, 200, Shape(2, 1))}
+    kinds = {fault.kind for fault in schedule(0, 400, Shape(2, 1))}
     assert kinds == {kind for kind in KINDS if not KINDS[kind].needs_replica}
 
 

@@ -35,7 +35,9 @@ def test_a_sick_swarm_trains_on(data, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    outcome: dict[str, Any] = json.loads((tmp_path / "out" / f"2x2-seed-{SEED}.json").read_text())
+    outcome: dict[str, Any] = json.loads(
+        (tmp_path / "out" / f"2x2-auto-seed-{SEED}.json").read_text()
+    )
     planned = Counter(fault.kind for fault in schedule(SEED, MINUTES, SHAPE))
     assert outcome["faults"]["kill"] > 0
     assert Counter(outcome["faults"]) <= planned  # a busy machine is spared some
@@ -44,7 +46,7 @@ def test_a_sick_swarm_trains_on(data, tmp_path):
 
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0
-    assert f"2x2-seed-{SEED}.json exists already" in again.output
+    assert f"2x2-auto-seed-{SEED}.json exists already" in again.output
 
     summed = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
     assert summed.exit_code == 0, summed.output

@@ -103,7 +103,8 @@ class Driver:
         if view.driver != self.node:
             self.current, self.view = Resting(self, DriverPhase.INACTIVE), view
             self.coming, self.knows = None, False
-            return []
+            rebuilds, self.rebuilds = self.rebuilds, Rebuilds()
+            return rebuilds.events(now)  # the next driver doesn't know of them
         if (turn := self.current.viewed(view, now)) is None:
             self.coming = Coming(view, now, set())
             turn = self.current.gather(f"view {view.number}: {view.reason}", now)

@@ -215,17 +215,20 @@ class Gathering(Phase):
     def _sync(self, now: float) -> Turn:
         driver, answers, rules = self.driver, self.answers, self.driver.rules
         vacant, decisions = answers.vacant(), decide_each(answers, rules)
-        for decision in decisions.values():
-            if isinstance(decision, Stop):
-                halt = pb.Halt(reason=decision.reason, step=driver.standing.committed)
-                return driver.finish(now) if driver.finished else driver.halt(halt, now)
+        saved = {save.stage: save.step for save in driver.view.awaited}
+        stops = {of: d for of, d in decisions.items() if isinstance(d, Stop)}
+        for stage, stop in stops.items():
+            if driver.finished:
+                return driver.finish(now)
+            if rules.strict or stage not in saved:
+                halt = pb.Halt(reason=stop.reason, step=driver.standing.committed)
+                return driver.halt(halt, now)
         effects = self._go_on_following(now)
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         if driver.finished:
             rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
-        saved = {save.stage: save.step for save in driver.view.awaited}
         step, single = driver.standing.committed, rules.single_waits
-        vacant = vacant or await_saves(rebuilds.values(), saved, step, single)
+        vacant = vacant or [*stops] or await_saves(rebuilds.values(), saved, step, single)
         if vacant:  # a later newcomer may have more; replicas need not wait for that
             rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
         elif len(rebuilds) < len(decisions) and not driver.finished:

@@ -908,6 +908,22 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
     assert rebuilt.node == "new"
 
 
+def test_who_drives_no_longer_reports_what_was_rebuilt_and_once():
+    told = Joined()
+    told.trains()
+    told.loses_stage_2()
+    effects = told.gathered(committed=1, following=1, heard=2, last=pb.Commit(step=1))
+    sync = sent(effects, "sync")["new"].sync
+    told.now += 2.0
+    told.hears("new", synced=pb.Synced(step=2, method="joiner", sources=sync.sources))
+    told.now += 1.0
+    (rebuilt,) = events(told.views(driver="b"), StageRebuilt)
+    assert (rebuilt.node, rebuilt.stage, rebuilt.stall_seconds) == ("new", 2, 3.0)
+    told.now += 60.0
+    told.views()
+    assert not events(told.statuses(2), StageRebuilt)
+
+
 def test_one_who_trained_is_enough_to_go_on_with_joiners():
     told = asked()
     follows = dict.fromkeys("abce", at(3, following=2, heard=3))
