@@ -19,14 +19,6 @@ def assert_clean(summary: dict, steps: int) -> None:
     assert summary["replicas_identical"]
 
 
-def test_the_shortest_lease_that_a_run_file_may_have_is_long_enough(up):
-    """Also for machines as busy as this: a node that was evicted for it is replaced."""
-    swarm = up(small(stages=1, steps=5, swarm__lease=1))
-    status, output = swarm.finish()
-    assert status == 0, output
-    assert swarm.summary()["steps"] == 5
-
-
 def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
     swarm = up(small(stages=1, steps=100_000), "--no-replace", "--kill", "0@4", "--kill", "1@4")
     status, output = swarm.finish()
