@@ -25,7 +25,7 @@ test: .venv/installed-dev
 PARTS = tests/recovery tests/bootstrap $(addprefix tests/node/, \
 	averaging driver report stage state transaction wire)
 SWARMS = $(addprefix tests/swarm/test_swarm.py::test_, \
-	the_registry_can_be_killed checkfree_plus_survives_every_single_loss)
+	after_a_registry_restart_views_grow_and_losses_heal checkfree_plus_survives_every_single_loss)
 
 check: lint
 	$(TEST) $(PARTS) 'tests/simulation/test_cluster.py::test_invariants_hold_whatever_fails[0-5]' $(SWARMS)

@@ -415,20 +415,6 @@ def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
     assert moved[-1] - moved[-5] > moved[4] - moved[0]
 
 
-def test_a_newcomer_that_makes_steps_longer_is_a_standby_until_it_is_needed() -> None:
-    swarm = beside(mbps=10)
-    assert seats(swarm) == {"a": [0, 1, 2, 3, 4], "b": []}
-    why = "standby: without it at stage 1 a step is expected to take 4 s instead of 15 s (-73%)"
-    assert f"b gives back stage 1: {why}, by its speed and links" in swarm.view.reason
-    (described,) = (n for n in swarm.machine.describe(swarm.now).members if n.member.node == "b")
-    assert described.why[0].startswith(why)
-    view = swarm.view
-    swarm.wait(1)
-    assert swarm.view is view, "nor does it come to a stage that is in one failure domain"
-    swarm.leave("a")
-    assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}
-
-
 def test_nothing_moves_while_the_run_is_paused() -> None:
     swarm = beside(mbps=1000, order="pause")
     rest(swarm)
@@ -670,16 +656,6 @@ def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart_as_long_as_it
     swarm.join("a", 0, address="")
     assert "only dials out" in swarm.join("b", address="").reason
     assert swarm.stage("b") is None, "nobody can carry: it stands by"
-
-
-def test_two_neighbours_that_only_dial_out_get_a_relay_at_once() -> None:
-    swarm = Swarm(stages=2, lease=5)
-    swarm.join("open", 0)
-    swarm.join("a", 1, address="")
-    swarm.join("b", 2, address="")
-    swarm.open("open", "a", "b")
-    cut_off(swarm, 1, ("a", "b"))
-    assert list(swarm.view.relays) == [Relay(a="a", b="b", via="open")]
 
 
 def test_a_spare_is_sent_to_a_stage_that_falls_vacant_the_oldest_that_fits() -> None:

@@ -10,7 +10,14 @@ import pytest
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Priority
-from planaria.node.seats import VIEW_TO_COME, SeatCompute, SeatNet, Seats, SenselessError
+from planaria.node.seats import (
+    MOST_EARLY,
+    VIEW_TO_COME,
+    SeatCompute,
+    SeatNet,
+    Seats,
+    SenselessError,
+)
 from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
@@ -154,6 +161,15 @@ def test_messages_wait_for_a_seat_that_is_being_built_and_frames_do_not() -> Non
     SeatNet(machine.seats, "0").send("a/1", pb.Message(reduce=pb.Reduce()))
     machine.build("1")
     assert machine.heard("1") == [("b/2", "query"), ("a/0", "reduce")]
+
+
+def test_no_more_waits_for_a_seat_that_is_being_built_than_there_is_room_for() -> None:
+    machine = Machine("0")
+    large = pb.Message(seat="1", sender="2", halt=pb.Halt(reason="x" * (MOST_EARLY // 8)))
+    for _ in range(9):
+        machine.seats.on_message("b", large, 0.0)
+    machine.build("1")
+    assert 0 < len(machine.heard("1")) < 9
 
 
 def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() -> None:

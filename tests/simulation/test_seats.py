@@ -226,7 +226,11 @@ class Losing(Moving):
     losses = 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+KINDS = pytest.mark.parametrize("policy", ["checkfree", "redundant", "checkpoint"])
+"""One of each kind: guesses, twins, files."""
+
+
+@KINDS
 def test_newcomers_get_their_share_of_the_seats_and_keep_them(policy: str) -> None:
     scenario, result = run_of(0, Moving, policy)
     counts = scenario.cluster.counts
@@ -236,7 +240,7 @@ def test_newcomers_get_their_share_of_the_seats_and_keep_them(policy: str) -> No
     assert not any(counts[how] for how in INEXACT)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@KINDS
 def test_who_gives_or_takes_a_seat_may_be_lost_meanwhile(policy: str) -> None:
     scenario, result = run_of(1, Losing, policy)
     assert result == "finished"

@@ -1,5 +1,5 @@
-"""Swarms whose nodes kill themselves, with SIGKILL, at points of a step, of its transaction, or of
-a rebuild; or whose compute threads hang there."""
+"""Swarms whose nodes kill themselves, with SIGKILL, at points of a step; or whose compute threads
+hang there."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 
 
 class Swarm:
-    """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what
-    each of its processes, one after the other, is to die of, as POINT@STEP, or where its compute
-    thread is to hang, as POINT~STEP. `saves`: a folder in which each slot has its disk. `seats`:
-    that a node can hold, by slot where it is more than one."""
+    """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what its
+    process is to die of, as POINT@STEP, or where its compute thread is to hang, as POINT~STEP.
+    `seats`: that a node can hold, by slot where it is more than one."""
 
     def __init__(
         self,
         out: Path,
         data: Path,
         run: RunFile,
-        deaths: dict[str, list[str]],
-        saves: Path | None = None,
+        deaths: Mapping[str, str],
         seats: Mapping[str, int] = {},
     ) -> None:
-        self.out, self.deaths, self.saves, self.seats = out, deaths, saves, seats
+        self.out, self.deaths, self.seats = out, deaths, seats
         self.deadline = time.monotonic() + DEADLINE
         self.run = run = override(run, data__path=str(data))
         (out / "run.toml").write_text(dumps(resolve(run)))
@@ -51,20 +49,18 @@ class Swarm:
         self.lines = Lines(out / "logs")
         self.killed: list[str] = []
 
-    def train(self, replace: bool = True, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Starts everything; returns when all is finished. `replace`: who has died, at once."""
-        nodes = self.start()
-        lost = 0
-        while len({e["node"] for e in self.read("finished")}) < len(nodes) - lost:
-            for ended in self.processes.ended():
-                assert ended.status == -signal.SIGKILL, self.processes.log(ended.slot).read_text()
-                self.killed.append(ended.slot)
-                if replace:
-                    self.start_node(ended.slot)
-                else:
-                    lost += 1
-            meanwhile()
-            self.pause()
+    def train(self) -> None:
+        """Starts everything; returns when all is finished that hasn't died."""
+        try:
+            nodes = self.start()
+            while len({e["node"] for e in self.read("finished")}) + len(self.killed) < len(nodes):
+                for ended in self.processes.ended():
+                    log = self.processes.log(ended.slot).read_text()
+                    assert ended.status == -signal.SIGKILL, log
+                    self.killed.append(ended.slot)
+                self.pause()
+        finally:
+            self.processes.kill_all()
 
     def start(self) -> list[str]:
         """Returns the nodes' slots."""
@@ -82,15 +78,14 @@ class Swarm:
 
     def start_node(self, slot: str) -> None:
         address = (self.out / "address").read_text()
-        planned = self.deaths.get(slot, [])
-        death = planned.pop(0).split() if planned else []
+        death = [self.deaths[slot]] if slot in self.deaths else []
         self.processes.start(
             slot,
             [
                 *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
                 *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
                 *("--seats", str(self.seats.get(slot, 1))),
-                *("--save-dir", str(self.saves / slot) if self.saves else "none"),
+                *("--save-dir", "none"),
                 *folder_options(self.run),
             ],
         )
@@ -112,14 +107,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     from planaria.node.averaging.averaging import Averaging
     from planaria.node.driver.attempting import Attempting
     from planaria.node.driver.phases import DriverPhase
-    from planaria.node.driver.syncing import Syncing
-    from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.work import TorchWork
-    from planaria.node.state.reducing import Reducing
-    from planaria.node.state.stage_state import Age
-    from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
-    from planaria.node.transaction.member import MemberSide
     from planaria.node.wire import stage_pb2 as pb
 
     def trained(begin: pb.Begin) -> int:
@@ -139,42 +128,23 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         agent = averaging._send.__self__
         return agent.member.step if agent.attempt and agent.attempt.is_complete else 0
 
-    def saved(reducing: Any) -> int:
-        seat = reducing._seat
-        (files,) = seat.holdings.files
-        before = seat.member.step - 1
-        if before == 0 or before % files.every:
-            return 0
-        while [save.age for save in files.disk.listed()[:1]] < [Age(seat.member.lineage, before)]:
-            time.sleep(0.001)
-        return seat.member.step
-
     return {
-        # between Ready and Commit: a member that has the commit in its hands, the driver that has
-        # decided and told nobody
-        "commit": (MemberSide, "_commit", lambda member, commit, *_: commit.step),
+        # between Ready and Commit: the driver that has decided and told nobody
         "decide": (Attempting, "_decide", lambda phase, now: phase.state.begin.step),
-        # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
-        "place": (TorchStage, "put_in_place", lambda stage, sync, states: sync.step),
-        "serve": (StateServer, "_send_manifest", lambda s, p, message: message.state_request.step),
-        # in a step: before a forward pass, between that and its backward pass, after it, while
-        # replicas average, as a source that doesn't drive, and when others are to be made up for
+        # before a forward pass, between that and its backward pass, after it, while replicas
+        # average, as a source that doesn't drive
         "forward": (TorchWork, "forward", computed),
         "backward": (TorchWork, "backward", computed),
         "counted": (Attempt, "_count", counted),
         "average": (Averaging, "on_frame", averaged),
         "source": (Attempt, "_came_home", brought_home),
-        "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
-        # when the step before is on its disk, and before it is ready for another
-        "saved": (Reducing, "_is_noted", saved),
-        "sync": (Syncing, "_synced", lambda phase, peer, synced, now: synced.step),
     }
 
 
 def run_planaria_until(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`; in front of them, POINT@STEP: die there, at that step or later;
     POINT~STEP: hang there, which in the compute thread leaves the event loop alive."""
-    while found := re.fullmatch(r"(\w+)([@~])(\d+)", arguments[0]):
+    if found := re.fullmatch(r"(\w+)([@~])(\d+)", arguments[0]):
         point, how, step = found.groups()
         _arm(*_points()[point], int(step), _die if how == "@" else _hang)
         arguments.pop(0)

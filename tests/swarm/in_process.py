@@ -17,7 +17,6 @@ from planaria.bootstrap.effects import Dial, Evict, Issue, Probe, Refused
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.views import sign
 from planaria.node.agent import Agent
 from planaria.node.daemon import DaemonMachine
 from planaria.node.data.mixture import Data
@@ -185,12 +184,9 @@ class LocalSwarm:
         corpus: Data,
         out: Path,
         saves: Path | None = None,
-        after_view: int = 0,
-        room: int = 1,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """`after_view`: the newest one of the processes that this swarm goes on from. `room`: seats
-        that a node can hold. `checkpoint`: that the run begins from, which stage 0 has."""
+        """`checkpoint`: that the run begins from, which stage 0 has."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
         self.lines = LocalLines(self)
         self.config = run.config_for(corpus.vocabulary)
@@ -206,15 +202,11 @@ class LocalSwarm:
                 policy=run.policy,
             )
         )
-        self.after_view, self.room, self.checkpoint = after_view, room, checkpoint
+        self.checkpoint = checkpoint
         self.own = None if self.config.own is None else load_as_said(run, self.config)
         self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:
-        if self.after_view:
-            ended = registry.View(run="run", number=self.after_view, reason="all had ended")
-            sign(ended, self.registry.membership.key, registry.View())
-            self.registry.membership.restore(ended, self.registry.now())
         self.ticking = asyncio.create_task(self.registry.run())
         for stage in range(self.config.stages + 1):
             for replica in range(self.run.swarm.replicas):
@@ -233,35 +225,28 @@ class LocalSwarm:
         replica: int,
         advertise: str = "127.0.0.1:0",
         listen: str = "127.0.0.1:0",
-        of: type[OneSeat] = OneSeat,
     ) -> OneSeat:
         """`stage`: None for a standby, when every stage has its replicas. Who advertises nothing
         does not listen."""
         saves = self.saves and self.saves / f"{stage}.{replica}"
         cpu, listens = torch.device("cpu"), listen if advertise else None
-        place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves, room=self.room)
+        place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves)
         shared = checkpoint_dir(self.run, self.out, None)
         place = replace(place, own=self.own, checkpoint_dir=shared)
         if stage == 0 or self.run.policy.twins:  # which needs it everywhere
             place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)
-        corpus = self.corpus if self.room > 1 or not stage else None
+        corpus = None if stage else self.corpus
         local = LocalRun("run", self.run, self.config, corpus)
-        node = of(new_identity(place.name), place, local, client, DaemonMachine)
+        node = OneSeat(new_identity(place.name), place, local, client, DaemonMachine)
         self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
         return node
 
     async def kill(self, stage: int, replica: int) -> None:
-        await self.kill_at_once((stage, replica))
-
-    async def kill_at_once(self, *places: tuple[int, int]) -> None:
-        """All in one turn of the loop, so that none of them acts upon another's death."""
-        killed = [self.nodes.pop(place) for place in places]
-        for node, _ in killed:
-            node.client.die()
-            node.stop("killed")
-        for _, task in killed:
-            await task
+        node, task = self.nodes.pop((stage, replica))
+        node.client.die()
+        node.stop("killed")
+        await task
 
     async def until(
         self, condition: Callable[[], object], deadline: float = 300.0, pause: float = 0.005

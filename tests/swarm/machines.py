@@ -15,7 +15,7 @@ from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
-from planaria.node.machine.processes import PLANARIA, Processes, Work
+from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import dumps
 from tests.forked import Forked
 from tests.swarm.paced import run_paced
@@ -29,7 +29,7 @@ class Machines:
     """A registry and nodes that share a folder here, of which no machine reads another's part."""
 
     def __init__(
-        self, folder: Path, data: Path, stages: int, secured: bool, work: Work, **changes: Any
+        self, folder: Path, data: Path, stages: int, secured: bool = True, **changes: Any
     ) -> None:
         """`secured`: under TLS, by invites, and with a token."""
         self.folder, self.authority, self.secured = folder, folder / "authority", secured
@@ -41,7 +41,7 @@ class Machines:
         (folder / "token").write_text(TOKEN)
         self.token = ["--token", f"@{folder / 'token'}"]
         self._statuses: dict[str, int] = {}
-        self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
+        self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA, run_paced)
 
     def start_registry(self, listen: str, namespace: Path | None = None, *more: str) -> None:
         secured = ["--authority", str(self.authority), *self.token]
@@ -148,15 +148,9 @@ class Machines:
 
 
 @contextmanager
-def machines(
-    folder: Path,
-    data: Path,
-    stages: int,
-    secured: bool = True,
-    work: Work = run_paced,
-    **changes: Any,
-) -> Iterator[Machines]:
-    machines = Machines(folder, data, stages, secured, work, **changes)
+def machines(folder: Path, data: Path, stages: int, **options: Any) -> Iterator[Machines]:
+    """`options`: as `Machines` takes them."""
+    machines = Machines(folder, data, stages, **options)
     try:
         yield machines
     finally:

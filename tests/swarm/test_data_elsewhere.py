@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 
+import pytest
+
+from planaria.node.data.corpus import Corpus
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.report.ledger import audit
-from planaria.node.run_file import dumps
+from planaria.node.run_file import dumps, override
 from tests.range_server import range_server
+from tests.reference import train
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
@@ -18,45 +21,33 @@ DEADLINE = 300.0  # seconds; only a hanging test gets there
 STEPS = 6
 
 
-def trained(folder: Path, data: Path, said: list[str]) -> list[float]:
-    """Losses by step, of a registry and two nodes. `said`: to that of stage 0; without the folder
-    that the run file names, where that isn't said."""
-    run = resolve(small(1, steps=STEPS, data__path=str(data)))
-    folder.mkdir()
-    (folder / "run.toml").write_text(dumps(run))
-    (folder / "logs").mkdir()
-    processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA)
-    file = folder / "address"
-    try:
-        at = ["--listen", "127.0.0.1:0", "--http", "none", "--address-file", str(file)]
-        processes.start("registry", ["bootstrap", "--run", str(folder / "run.toml"), *at])
-        until = time.monotonic() + DEADLINE
-        while not file.exists():
-            assert time.monotonic() < until, "the registry doesn't listen"
-            time.sleep(0.02)
-        if str(data) not in said:
-            data.rename(data.with_name("gone"))
-        for stage, more in enumerate((said, [])):
-            join = ["node", "--join", file.read_text().strip(), "--stage", str(stage)]
-            kept = ["--out", str(folder / "logs"), "--save-dir", "none", "--threads", "1"]
-            processes.start(str(stage), [*join, *kept, *more])
-        while len(losses := committed(folder / "logs")) < STEPS:
-            assert time.monotonic() < until, processes.log("0").read_text()
-            time.sleep(0.05)
-    finally:
-        processes.kill_all()
-    assert audit(folder / "logs").exact
-    return losses
+def test_it_makes_the_same_steps(data: Path, tmp_path: Path) -> None:
+    run, logs, file = small(1, steps=STEPS), tmp_path / "logs", tmp_path / "address"
+    resolved = dumps(resolve(override(run, data__path=str(data))))
+    (tmp_path / "run.toml").write_text(resolved.replace(str(data), str(tmp_path / "nowhere")))
+    logs.mkdir()
+    processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, PLANARIA)
+    with range_server(data) as served:
+        try:
+            at = ["--listen", "127.0.0.1:0", "--http", "none", "--address-file", str(file)]
+            processes.start("registry", ["bootstrap", "--run", str(tmp_path / "run.toml"), *at])
+            until = time.monotonic() + DEADLINE
+            while not file.exists():
+                assert time.monotonic() < until, "the registry doesn't listen"
+                time.sleep(0.02)
+            for stage, more in enumerate((["--data", served.url], [])):
+                join = ["node", "--join", file.read_text().strip(), "--stage", str(stage)]
+                kept = ["--out", str(logs), "--save-dir", "none", "--threads", "1"]
+                processes.start(str(stage), [*join, *kept, *more])
+            while len(losses := committed(logs)) < STEPS:
+                assert time.monotonic() < until, processes.log("0").read_text()
+                time.sleep(0.05)
+        finally:
+            processes.kill_all()
+        assert served.sent("train-00000.bin") > 0
+    assert audit(logs).exact
+    assert losses == pytest.approx(list(train(run, Corpus.open(data))), rel=1e-5)
 
 
 def committed(logs: Path) -> list[float]:
     return [line["loss"] for line in Lines(logs).of("ledger-*.jsonl") if "step" in line]
-
-
-def test_it_makes_the_same_steps(data: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(data, tmp_path / "here")
-    here = trained(tmp_path / "a", copied, ["--data", str(copied)])
-    with range_server(data) as served:
-        there = trained(tmp_path / "b", copied, ["--data", served.url])
-        assert served.sent("train-00000.bin") > 0
-    assert there == here and len(here) == STEPS

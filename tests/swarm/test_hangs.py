@@ -12,7 +12,6 @@ import pytest
 
 from planaria.node.machine.watch import FLOOR
 from planaria.node.report.ledger import audit
-from planaria.node.run_file import override
 from planaria.node.wire.naming import node_of
 from tests.swarm.deaths import Swarm
 from tests.swarm.in_process import LocalSwarm, OneSeat
@@ -22,28 +21,20 @@ HUNG = "1.0"
 
 
 @pytest.fixture
-def swarm(data: Path, tmp_path: Path) -> Iterator[Callable[..., Swarm]]:
-    started: list[Swarm] = []
-
-    def make(hang: str) -> Swarm:
-        run = small(steps=40, training__batch=12, training__validation_microbatches=0)
-        started.append(Swarm(tmp_path, data, run, {HUNG: [hang]}))
-        return started[0]
-
-    yield make
-    for one in started:
-        one.processes.kill_all()
+def sick(data: Path, tmp_path: Path) -> Iterator[Swarm]:
+    run = small(steps=40, training__batch=12, training__validation_microbatches=0)
+    sick = Swarm(tmp_path, data, run, {HUNG: "forward~5"})
+    yield sick
+    sick.processes.kill_all()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_a_node_that_hangs_says_so_and_ends_when_it_is_told_to(swarm, number) -> None:
-    sick = swarm("forward~5")
+def test_a_node_that_hangs_says_so_and_ends_when_it_is_told_to(sick: Swarm) -> None:
     sick.start()
     while not (said := sick.read("hangs")):
         sick.pause()
     assert said[0]["task"] == "forward"
     pid = sick.processes.running()[HUNG]
-    os.kill(pid, number)
+    os.kill(pid, signal.SIGTERM)
     ended: list[int] = []
     while not ended:
         ended = [one.status for one in sick.processes.ended() if one.slot == HUNG]
@@ -52,14 +43,13 @@ def test_a_node_that_hangs_says_so_and_ends_when_it_is_told_to(swarm, number) ->
     assert "hangs" in sick.processes.log(HUNG).read_text()
 
 
-PAIRS = small(
+LONE = small(
     stages=3,
-    replicas=2,
     steps=100_000,
     training__batch=6,
     training__validation_microbatches=0,
     recovery__relearn__passes=0,
-    swarm__progress=10,
+    swarm__progress=20,  # patience for a machine that stands still for some seconds
 )
 
 
@@ -78,43 +68,15 @@ def hang() -> Iterator[Callable[[OneSeat], None]]:
     over.set()
 
 
-async def struck(
-    swarm: LocalSwarm, slot: tuple[int, int], hang: Callable[[OneSeat], None]
-) -> tuple[OneSeat, list[OneSeat]]:
-    """The node that hangs from now on, in the middle of training; and all others."""
-    await swarm.until(lambda: swarm.committed() >= 3)
-    sick, others = swarm.nodes[slot][0], [n for n, _ in swarm.nodes.values()]
-    others.remove(sick)
-    hang(sick)
-    return sick, others
-
-
-async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_and_replaced(
-    corpus, tmp_path, hang
-):
-    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        sick, others = await struck(swarm, (2, 1), hang)
-        await swarm.until(sick.over.done)
-        assert "hang: " in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert {node_of(told["node"]) for told in swarm.lines.events("held up")} == {sick.node}
-        assert sick.node in map(node_of, swarm.lines.events("masked")[-1]["nodes"])
-        swarm.nodes.pop((2, 1))
-        heir = swarm.start(2, 1)
-        await swarm.until(lambda: heir.member and heir.member.phase.value == "running")
-        assert not any(node.over.done() for node in others)
-    assert not [e for e in swarm.lines.events("rebuilt") if e["method"] != "replica"]
-    assert audit(tmp_path).exact
-
-
 async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_back_as_it_was(
     corpus, tmp_path, hang
 ):
     """It writes what it has beside its compute thread, before its process ends."""
-    run = override(PAIRS, swarm__replicas=1)
-    async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
-        sick, others = await struck(swarm, (2, 0), hang)
+    async with LocalSwarm(LONE, corpus, tmp_path, tmp_path / "saves") as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
+        others.remove(sick)
+        hang(sick)
         await swarm.until(lambda: sick.client.reported.stalled_seconds)
         assert sick.client.reported.stalled_seconds >= FLOOR
         await swarm.until(lambda: swarm.lines.events("held up"))
@@ -129,22 +91,4 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_ba
     assert {node_of(told["node"]) for told in swarm.lines.events("held up")} == {sick.node}
     rebuilt = swarm.lines.events("rebuilt")
     assert [(e["stage"], e["method"], e["step"]) for e in rebuilt] == [(2, "save", at)]
-    assert audit(tmp_path).exact
-
-
-async def test_a_node_with_room_copies_the_state_of_the_last_node_of_a_stage_that_hangs(
-    corpus, tmp_path, hang
-):
-    # Patience for a machine that stands still for some seconds, after which a hang is told anew.
-    run = override(PAIRS, swarm__replicas=1, swarm__progress=20)
-    async with LocalSwarm(run, corpus, tmp_path, room=2) as swarm:
-        sick, others = await struck(swarm, (2, 0), hang)
-        await swarm.until(sick.over.done)
-        assert "hang: " in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert not any(node.over.done() for node in others)
-        swarm.nodes.pop((2, 0))
-    rebuilt = swarm.lines.events("rebuilt")
-    assert [(e["stage"], e["method"]) for e in rebuilt] == [(2, "handover")]
     assert audit(tmp_path).exact

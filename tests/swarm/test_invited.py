@@ -13,15 +13,10 @@ from pathlib import Path
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import who_in
-from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
-from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import decode, encode
 from planaria.node.launch.supervisor import TRY_AGAIN
 from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
-from tests.swarm.stranger import Stranger
 
 
 class Wire:
@@ -89,7 +84,6 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
 
         for folder in ("a", "b/nothing"):  # with the node's certificate, and without one
             assert await is_healthy(members[folder[0]]["address"], machines.folder / folder)
-        await a_certificate_is_of_its_own_node(machines, invited)
         await a_reader_is_banned(machines, members["a"]["node"], operator)
         await a_reader_has_the_page_and_figures(machines, operator)
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
@@ -121,22 +115,6 @@ async def is_healthy(address: str, out: Path) -> bool:
     script = Path(__file__).parents[2] / "docker/healthcheck.py"
     probe = await asyncio.create_subprocess_exec(sys.executable, script, env=os.environ | told)
     return await asyncio.wait_for(probe.wait(), DEADLINE) == 0
-
-
-async def a_certificate_is_of_its_own_node(machines: Machines, invited: Invitation) -> None:
-    """Who has been let in, and has never joined, speaks for nobody else."""
-    identity = Identity.generate()
-    certified = await Enrolment(invited, identity, None).come(DEADLINE)
-    credentials = Credentials.of(certified, TOKEN)
-    view = await Stranger(invited.registries[0], identity, credentials).speak()
-    await machines.committed(beyond=1 + await machines.committed(beyond=0))
-    told = machines.logs()
-    for what in ("Renewal", "Suspicion", "LeaveRequest"):
-        assert f"a {what} in the name of" in told
-    assert f"a hello in the name of {view.driver} is not signed by the key" in told
-    client = RegistryClient([invited.registries[0]], credentials)
-    assert list((await client.describe()).view.members) == list(view.members)
-    await client.close()
 
 
 async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation) -> None:

@@ -40,12 +40,8 @@ def test_down_to_one_node_each_stage_comes_back_as_its_policy_promises(
         recovery__checkpoint__every=2,
         recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
     )
-    deaths = {slot: [death] for slot, death in DEATHS.items()}
-    done = Swarm(tmp_path, data, run, deaths, seats={"1.0": STAGES + 1})
-    try:
-        done.train(replace=False)
-    finally:
-        done.processes.kill_all()
+    done = Swarm(tmp_path, data, run, DEATHS, seats={"1.0": STAGES + 1})
+    done.train()
     assert done.killed == list(DEATHS)
     assert came_back(done) == list(zip([2, 3, 4, 0], PROMISED[policy], strict=True))
     merged = merge(sorted((done.out / "logs").glob("ledger-*.jsonl")))

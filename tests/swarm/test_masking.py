@@ -1,36 +1,18 @@
-"""Replicas die in the middle of a step, by SIGKILL, or hang, and the step goes on."""
+"""Nodes die in the middle of a step, by SIGKILL, and the step goes on."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
+from planaria.node.wire.naming import node_of
 from tests.reference import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small
-
-
-@pytest.fixture
-def swarm(data: Path, tmp_path: Path) -> Iterator[Any]:
-    started: list[Swarm] = []
-
-    def make(masking: str, steps: int, **deaths: str) -> Swarm:
-        by_slot = {slot[1:].replace("_", "."): [death] for slot, death in deaths.items()}
-        run = small(replicas=3, steps=steps, training__batch=12, recovery__masking=masking)
-        started.append(Swarm(tmp_path, data, run, by_slot))
-        return started[0]
-
-    yield make
-    for one in started:
-        one.processes.kill_all()
 
 
 def check_nothing_shows(done: Swarm, data: Path) -> None:
@@ -47,47 +29,32 @@ def check_nothing_shows(done: Swarm, data: Path) -> None:
     assert [losses[step] for step in sorted(losses)] == pytest.approx(undisturbed, rel=1e-5)
 
 
-def test_a_death_at_any_moment_of_a_step_leaves_no_trace(swarm, data):
+def test_a_death_at_any_moment_of_a_step_leaves_no_trace(data: Path, tmp_path: Path) -> None:
     """Before a forward pass, between it and the backward pass, after that, while averaging, and
     sources."""
-    deaths = {"_1_0": "forward@3", "_2_0": "backward@6", "_1_1": "counted@9", "_2_1": "average@12"}
-    done = swarm("reassign", 18, **deaths, _0_1="source@15", _0_2="source@15")
-    done.train(replace=False)
+    deaths = {"1.0": "forward@3", "2.0": "backward@6", "1.1": "counted@9", "2.1": "average@12"}
+    deaths |= {"0.1": "source@15", "0.2": "source@15"}
+    run = small(replicas=3, steps=18, training__batch=12, recovery__masking="reassign")
+    done = Swarm(tmp_path, data, run, deaths)
+    done.train()
     assert {"1.0", "2.0", "1.1", "2.1"} < set(done.killed)
     masked = [event["nodes"] for event in done.read("masked")]
     assert len([node for nodes in masked for node in nodes]) == len(done.killed)
     check_nothing_shows(done, data)
 
 
-def test_deaths_at_once_and_of_who_makes_up_for_one(swarm, data):
-    done = swarm("reassign", 9, _1_0="forward@5", _2_0="forward@5", _1_1="patch@5")
-    done.train(replace=False)
-    assert sorted(done.killed) == ["1.0", "1.1", "2.0"]
-    assert sum(len(event["nodes"]) for event in done.read("masked")) == 3
-    check_nothing_shows(done, data)
-
-
-def test_what_a_node_that_hung_says_late_counts_for_nothing(swarm, data):
-    """Others do its microbatches, it is evicted, and then it wakes up with all it had to say."""
-    done = swarm("reassign", 16)
-    hung: list[int] = []
-
-    def masked() -> list[int]:
-        """The steps that went on without it. Another node may be slow, too."""
-        names = {event["node"] for event in done.read("joined") if event["pid"] in hung}
-        return [
-            e["step"] for e in done.read("masked") if {n.split("/")[0] for n in e["nodes"]} & names
-        ]
-
-    def hang_and_wake() -> None:
-        if not hung and any(event["step"] >= 5 for event in done.read("committed")):
-            hung.append(done.processes.running()["1.0"])
-            os.kill(hung[0], signal.SIGSTOP)
-        committed = [event["step"] for event in done.read("committed")]
-        if len(hung) == 1 and set(masked()[:1]) & set(committed):
-            os.kill(hung[0], signal.SIGCONT)
-            hung.append(0)
-
-    done.train(meanwhile=hang_and_wake)
-    assert len(masked()) == 1
+def test_who_has_its_twin_takes_the_seat_of_a_stages_only_node_in_the_same_step(
+    data: Path, tmp_path: Path
+) -> None:
+    run = small(stages=3, steps=10, training__batch=8, recovery__policy="redundant")
+    roomy = dict.fromkeys(("0.0", "1.0", "3.0"), 4)
+    done = Swarm(tmp_path, data, run, {"2.0": "backward@4"}, seats=roomy)
+    done.train()
+    assert done.killed == ["2.0"]
+    (taken,) = done.read("seat taken")
+    assert (taken["step"], taken["stage"], taken["microbatches"]) == (4, 2, 8)
+    before = {e["stage"]: node_of(e["node"]) for e in done.read("serving")[:4]}
+    assert node_of(taken["by"]) == before[1], "at the stage before is its twin"
+    rebuilt = [e["method"] for e in done.read("rebuilt") if e["stage"] == 2]
+    assert rebuilt[0] == "redundant"
     check_nothing_shows(done, data)

@@ -30,27 +30,3 @@ async def test_the_owners_last_node_leaves_the_exact_state(data: Path, tmp_path:
         ledger.rename(tmp_path / "a" / ledger.name)
     audited = audit(tmp_path / "a")
     assert (audited.duplicates, audited.missing, audited.extra) == (0, 0, 0)
-
-
-async def test_the_owners_only_node_comes_back_on_an_empty_disk(data: Path, tmp_path: Path) -> None:
-    with machines(tmp_path, data, 1) as here:
-        here.start_registry("127.0.0.1:0")
-        owner, invited = encode(await here.invite("owner")), encode(await here.invite("node"))
-        for name in ("b", "c", "d"):  # all have the run's data
-            here.start_node(name, invited)
-        await here.logged("b", WAITS)
-        here.start_node("a", owner)
-        here.start_node("stranger", invited, None, "--stage", "0")
-        await here.logged("stranger", "only nodes of the run's owner serve stage 0")
-        newest = await here.committed(beyond=30)  # peers have a whole snapshot of stage 0
-        here.processes.kill("a")
-        (tmp_path / "a").rename(tmp_path / "kept")
-        await here.logged("b", f"no stage-0 member can drive; {WAITS}")
-        here.start_node("again", owner)
-        await here.logged("again", "its running snapshot from a peer")
-        await here.committed(beyond=newest + 5)
-        assert not [*tmp_path.glob("[bcd]/ledger-*.jsonl")], "a body node was at stage 0"
-    for ledger in tmp_path.glob("again/ledger-*.jsonl"):
-        ledger.rename(tmp_path / "kept" / ledger.name)
-    audited = audit(tmp_path / "kept")
-    assert (audited.duplicates, audited.missing, audited.extra) == (0, 0, 0)

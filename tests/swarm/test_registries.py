@@ -19,7 +19,6 @@ from planaria.node.launch.resolve import registry_rules
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import load
 from tests.etcd_server import EtcdServer, Way, etcd_server
-from tests.swarm.paced import run_paced
 from tests.swarm.test_invited import DEADLINE, TOKEN, Machines
 
 NAMES = ("r1", "r2", "r3")
@@ -29,7 +28,7 @@ class Registries(Machines):
     """Each with a folder of its own, in which the operator has put the run's key."""
 
     def __init__(self, folder: Path, data: Path, etcd: EtcdServer, ways: list[Way]) -> None:
-        super().__init__(folder, data, stages=1, secured=True, work=run_paced)
+        super().__init__(folder, data, stages=1)
         self.etcd, self.ways = etcd, dict(zip(NAMES, ways, strict=True))
         self.run = registry_rules(load(folder / "run.toml")).run
         self.key = Admission(folder / "r1").key

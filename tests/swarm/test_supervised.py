@@ -111,14 +111,6 @@ def test_a_node_that_is_killed_comes_back_and_ends_when_its_supervisor_is_told_t
     assert told["node"] == by_hand.events("joined")[-1]["node"]
 
 
-def test_a_node_without_a_supervisor_is_one_process(by_hand) -> None:
-    one = by_hand.start_node("node-0", 0, "--restart", "no")
-    (told,) = by_hand.until(lambda: by_hand.events("joined"))
-    assert told["pid"] == one.pid
-    one.kill()
-    assert one.wait(DEADLINE) == -signal.SIGKILL
-
-
 def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited(data, tmp_path):
     place = ByHand(tmp_path, small(steps=6, data__path=str(data)))
     try:
@@ -140,30 +132,6 @@ def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited
     model = ["export", str(out / "saves"), "--out", str(tmp_path / "model")]
     exported = CliRunner().invoke(app, model)
     assert "has the model of step 6" in exported.output, exported.output
-
-
-def test_one_node_alone_trains_the_whole_model(data, tmp_path) -> None:
-    run = small(steps=6, swarm__start_grace=1.0, data__path=str(data))
-    place = ByHand(tmp_path, run)
-    try:
-        join = (tmp_path / "address").read_text().strip()
-        asked = ["node", "--join", join, "--out", str(tmp_path), *place.folders]
-        node = place.start("node", *asked, "--restart", "no")
-        place.until(lambda: place.events("finished"))
-        assert sorted(told["stage"] for told in place.events("serving")) == [0, 1, 2]
-        node.terminate()
-        assert node.wait(DEADLINE) == 0
-    finally:
-        place.end()
-    assert not place.events("rebuilt")
-
-
-def test_a_node_that_is_refused_is_not_started_again(by_hand) -> None:
-    refused = by_hand.start_node("refused", 7)
-    assert refused.wait(DEADLINE) == 1
-    said = (by_hand.folder / "refused.log").read_text()
-    assert "it is restarted" not in said
-    assert said.count("error:") == 1
 
 
 def test_a_node_whose_machine_is_taken_back_leaves_in_the_time_that_is_left(by_hand) -> None:

@@ -3,11 +3,9 @@ node of a body stage, the registry; and one node is frozen with SIGSTOP."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
-from itertools import chain
 
 from planaria.node.report.ledger import audit
 from tests.swarm.paced import pace_up
@@ -19,84 +17,6 @@ def assert_clean(summary: dict, steps: int) -> None:
     assert summary["audit"]["expected"] == steps * SMALL.training.batch
     assert [summary["audit"][k] for k in ("duplicates", "missing", "extra")] == [0, 0, 0]
     assert summary["replicas_identical"]
-
-
-def test_the_shortest_lease_that_a_run_file_may_have_is_long_enough(up):
-    """Also for machines as busy as this: a node that was evicted for it is replaced."""
-    swarm = up(small(stages=1, steps=5, swarm__lease=1))
-    status, output = swarm.finish()
-    assert status == 0, output
-    assert swarm.summary()["steps"] == 5
-
-
-def test_every_kind_of_kill_heals(up):
-    """The driver, a replica, and a whole body stage, in one run, in which others fill in until
-    those who replace them are there."""
-    swarm = up(
-        # Who replaces a node comes some eight steps later, before the driver is killed and the end.
-        small(stages=4, steps=60),
-        *("--policy", "checkfree", "--replicas", "2"),
-        *("--kill", "2@8", "--kill", "3.1@20", "--kill", "0.0@40"),
-    )
-    status, output = swarm.finish()
-    assert status == 0, output
-    summary = swarm.summary()
-    assert_clean(summary, 60)
-    methods = [(row["stage"], row["method"]) for row in summary["rebuilds"]]
-    expected = {(2, "checkfree"), (2, "replica"), (3, "replica"), (0, "replica")}
-    # Who moved to stage 2 has left a stage to its other node, which may be killed later, and be
-    # the only one that is replaced before the end.
-    left = {event["stage"] for event in swarm.events("given back")}
-    guessed = {one for one in ((0, "snapshot"), (3, "checkfree")) if one[0] in left}
-    assert set(methods) <= expected | guessed
-    assert expected - {(stage, "replica") for stage, _ in guessed} <= set(methods)
-    assert {stage for stage, _ in methods} == {0, 2, 3}
-    for row in summary["rebuilds"]:
-        assert row["bytes"] > 0
-        assert row["sources"]
-    assert summary["attempts"]["committed"] == 60
-    assert summary["attempts"]["aborted"] >= 1
-    assert (swarm.out / "loss.png").stat().st_size > 10_000
-
-
-def test_with_no_replace_a_run_goes_from_ten_nodes_down_to_two_and_on_to_its_end(up):
-    swarm = up(
-        small(stages=4, steps=30, recovery__relearn__seconds=5.0),
-        *("--replicas", "2", "--no-replace"),
-        *("--kill", "2@5", "--kill", "3.1@9", "--kill", "0.0@12", "--kill", "4@15"),
-        *("--kill", "1.1@18", "--kill", "3.0@21", "--kill", "2.0@24"),
-    )
-    status, output = swarm.finish()
-    assert status == 0, output
-    assert_clean(swarm.summary(), 30)
-    lines = swarm.lines.of("ledger.jsonl")
-    losses = [line["loss"] for line in lines if "step" in line]
-    assert sum(losses[-5:]) < sum(losses[:5])
-    started = [event["slot"] for event in swarm.lines.events("started", "events.jsonl")]
-    assert len(started) == 11, "the registry is one of them"
-    killed = swarm.lines.events("killed", "events.jsonl")
-    slots = [event["slot"] for event in killed]
-    assert slots == ["2.0", "2.1", "3.1", "0.0", "4.0", "4.1", "1.1", "3.0"]
-    assert "node-2.0 has no process to kill at step 24" in output
-    for event in killed:
-        assert event["stage"] in seats_of(swarm, event["node"], event["time"])
-    left = {event["node"] for event in swarm.lines.events("joined", "events.jsonl")}
-    left -= {event["node"] for event in killed}
-    assert len(left) == 2
-    # A seat that moves from one to the other at the end is at both.
-    assert set(chain(*(seats_of(swarm, node) for node in left))) == {*range(5)}
-
-
-def seats_of(swarm, node: str, at: float = math.inf) -> set[int]:
-    """The stages that it served then."""
-    seats: set[int] = set()
-    for event in swarm.lines.of("events.jsonl"):
-        if str(event["node"]).startswith(f"{node}/") and event["time"] <= at:
-            if event["kind"] == "serving":
-                seats.add(event["stage"])
-            elif event["kind"] == "given back":
-                seats.discard(event["stage"])
-    return seats
 
 
 def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
@@ -125,51 +45,12 @@ def test_nodes_come_and_go_as_a_spot_trace_has_it(up, tmp_path):
     assert [swarm.summary()["audit"][k] for k in ("duplicates", "missing", "extra")] == [0, 0, 0]
 
 
-def test_a_trace_without_replacements_ends_with_its_last_node(up, tmp_path):
-    trace = tmp_path / "spot.csv"
-    trace.write_text("0,add,a\n0,add,b\n5000,remove,a\n6000,add,c\n7000,remove,b\n8000,add,d\n")
-    run = small(stages=1, steps=100_000)
-    swarm = up(run, "--trace", str(trace), "--speedup", "5", "--no-replace")
-    status, output = swarm.finish()
-    assert status == 1
-    assert "no node is left, and none will be started" in output
-    started = swarm.lines.events("started", "events.jsonl")
-    assert [event["slot"] for event in started] == ["registry", "0.0", "1.0"]
-
-
-def test_nodes_that_are_lost_at_a_rate_are_replaced(up):
-    """With this seed two live for some seconds only, all others for ten minutes."""
-    swarm = up(
-        small(stages=1, steps=100_000),
-        *("--replicas", "2", "--loss-rate", "50%/h", "--speedup", "10", "--seed", "133369"),
-        before=pace_up,
-    )
-    swarm.wait_until("two losses", lambda: len(swarm.events("killed")) == 2)
-    swarm.wait_until("those in their place", lambda: len(swarm.events("rebuilt")) >= 2)
-    at = swarm.committed()
-    swarm.wait_until("more steps", lambda: swarm.committed() > at + 2)
-    swarm.end(signal.SIGTERM)
-    killed = [event["slot"] for event in swarm.lines.events("killed", "events.jsonl")]
-    assert killed == ["0.1", "1.1"]
-
-
-def test_the_registry_can_be_killed(up):
-    swarm = up(small(steps=40))
-    swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
-    os.kill(swarm.pid("registry"), signal.SIGKILL)
-    status, output = swarm.finish()
-    assert status == 0, output
-    summary = swarm.summary()
-    assert_clean(summary, 40)
-    assert summary["attempts"]["aborted"] == 0
-    assert not summary["rebuilds"]
-
-
 def test_after_a_registry_restart_views_grow_and_losses_heal(up):
     swarm = up(small(stages=3, steps=100_000), before=pace_up)
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     os.kill(swarm.pid("registry"), signal.SIGKILL)
     swarm.wait_until("another registry", lambda: len(swarm.events("started")) >= 6)
+    assert not swarm.events("aborted")
     before = swarm.events("committed")[-1]["step"]
     os.kill(swarm.pid("2.0"), signal.SIGKILL)
     swarm.wait_until("the rebuild", lambda: swarm.events("rebuilt"))

@@ -3,24 +3,17 @@ named, and the swarm trains on."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from planaria.node.averaging.reduction import Outgoing, Reduction
-from planaria.node.run_file import override
 from planaria.node.transaction.attempt import Attempt
-from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.naming import node_of
 from planaria.node.wire.tensors import decode, encode
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
@@ -82,102 +75,13 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
         assert not any(node.over.done() for node in others)
 
 
-async def test_the_others_train_without_whom_only_its_replica_cannot_use(corpus, tmp_path):
-    """Nobody else gets what they average, so nobody goes by that; the two are kept apart."""
-    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick = swarm.nodes[1, 1][0]
-        falls_sick(sick, with_tensor("average", torch.ones(7)))
-        await swarm.until(lambda: len(swarm.lines.events("accused")) >= 2)
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 5)
-        assert not any(node.over.done() for node, _ in swarm.nodes.values())
-    assert {node_of(told["node"]) for told in swarm.lines.events("accused")} == {sick.node}
-    methods = {(told["stage"], told["method"]) for told in swarm.lines.events("rebuilt")}
-    assert methods == {(1, "replica")}
-
-
-async def test_who_has_a_fault_of_its_own_in_each_step_crashes_and_the_run_goes_on(
-    corpus, tmp_path
-):
-    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, crashed = swarm.nodes.pop((1, 1))
-        received = sick.member.received
-
-        def at_fault(peer: str, message: pb.Message) -> list[Effect]:
-            if message.HasField("step"):
-                raise RuntimeError("nobody has foreseen this")
-            return received(peer, message)
-
-        sick.member.received = at_fault
-        await swarm.until(crashed.done)
-        sick.client.die()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 5)
-        assert not any(node.over.done() for node, _ in swarm.nodes.values())
-    assert "nobody has foreseen this" in str(crashed.exception())
-
-
-async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, tmp_path):
-    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, others = swarm.nodes[1, 1][0], [n for n, _ in swarm.nodes.values()]
-        others.remove(sick)
-        fields = {"microbatch": 0, "position": 1}
-        flood = Frame("activation", (1 << 40, 1), fields, [], bytes(1 << 20))
-
-        def floods_until_it_is_out() -> bool:
-            for peer in sick.seat.peers:
-                if sick.seat.net.unacknowledged_by(peer) < 4 << 20:
-                    sick.seat.net.send(peer, flood)
-            assert all(n.seat.held.used <= n.seat.crossing for n in others)
-            return sick.over.done()
-
-        await swarm.until(floods_until_it_is_out)
-        assert "has sent more than the" in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert not any(node.over.done() for node in others)
-
-
-@pytest.mark.parametrize("kind", ["frames", "messages"])
-def test_a_flood_takes_no_more_memory_than_what_may_wait(kind, data, tmp_path):
-    """Messages go to seats that are being built, too. All nodes are in one process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.swarm.flooded", kind, data, tmp_path],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["most"] <= 1.1 * (found["before"] + found["room"]), found
-
-
-@pytest.mark.parametrize("norm", [1e300, -1e30])
-async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
-    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
-        sick.seat.arithmetic.reduced = lambda: norm
-        await swarm.until(sick.over.done)
-        assert "numbers: " in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert 0 < other.member.last.gradient_norm < 1e6
-
-
-def flips_a_bit(node: OneSeat, tensor: str) -> None:
+def flips_a_bit(node: OneSeat) -> None:
     """Once, before the digest is taken anew; not between that and the next update."""
     arithmetic = node.seat.arithmetic
     reduced = arithmetic.reduced
 
     def flip() -> float:
-        values = arithmetic.tensors[tensor]
-        due = values[arithmetic.optimizer.in_turn()] if "moment" in tensor else values
+        due = arithmetic.tensors["second_moment"][arithmetic.optimizer.in_turn()]
         due.view(torch.int32)[7] ^= 1 << 20
         arithmetic.reduced = reduced
         return reduced()
@@ -185,12 +89,11 @@ def flips_a_bit(node: OneSeat, tensor: str) -> None:
     arithmetic.reduced = flip
 
 
-@pytest.mark.parametrize("tensor", ["weights", "second_moment"])
-async def test_a_replica_in_whose_state_a_bit_flips_copies_it_anew(corpus, tmp_path, tensor):
+async def test_a_replica_in_whose_state_a_bit_flips_copies_it_anew(corpus, tmp_path):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
-        flips_a_bit(sick, tensor)
+        flips_a_bit(sick)
         await swarm.until(lambda: swarm.lines.events("diverged"))
         (diverged,) = swarm.lines.events("diverged")
         assert diverged["nodes"] == [f"{other.node}/1", f"{sick.node}/1"]
@@ -202,23 +105,6 @@ async def test_a_replica_in_whose_state_a_bit_flips_copies_it_anew(corpus, tmp_p
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert len(swarm.lines.events("diverged")) == 1
-        assert not any(node.over.done() for node, _ in swarm.nodes.values())
-
-
-async def test_a_weight_that_flips_at_the_only_node_of_a_stage_is_told_and_training_goes_on(
-    corpus, tmp_path
-):
-    alone = override(PAIRS, swarm__replicas=1)
-    async with LocalSwarm(alone, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, driver = swarm.nodes[1, 0][0], swarm.nodes[0, 0][0]
-        flips_a_bit(sick, "weights")
-        await swarm.until(lambda: swarm.lines.events("weights changed"))
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 3)
-        (told,) = swarm.lines.events("weights changed")
-        assert (told["node"], told["stage"], told["restored"]) == (f"{sick.node}/1", 1, False)
-        assert "have changed by themselves" in driver.seat.report().message
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
 
 
@@ -296,7 +182,7 @@ def adds_up(node: OneSeat, factor: float) -> None:
     Reduction._tell = wrong
 
 
-@pytest.mark.parametrize(("lie", "factor"), [(contributes, -2.0), (adds_up, -0.3), (adds_up, -1e3)])
+@pytest.mark.parametrize(("lie", "factor"), [(contributes, -2.0), (adds_up, -1e3)])
 async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_so(
     corpus, tmp_path, monkeypatch, lie, factor
 ):
@@ -315,16 +201,3 @@ async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_s
         assert {event["node"] for event in events} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
         assert bool(swarm.lines.events("step skipped")) == (factor == -1e3)
-
-
-async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus, tmp_path):
-    alone = override(PAIRS, swarm__replicas=1)
-    async with LocalSwarm(alone, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, driver = swarm.nodes[1, 0][0], swarm.nodes[0, 0][0]
-        falls_sick(sick, not_finite)
-        await swarm.until(lambda: driver.member.halt)
-        assert "3 steps in a row were skipped" in driver.member.halt.reason
-        assert driver.member.last.skips == 3
-        assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
-        assert not any(node.over.done() for node, _ in swarm.nodes.values())

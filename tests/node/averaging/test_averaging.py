@@ -138,9 +138,9 @@ def commit(network: Network, step: int) -> None:
     st.integers(2, 17),
     st.integers(1, 90),
     st.sampled_from(LOSSY),
-    st.lists(st.booleans(), min_size=1, max_size=6),
+    st.lists(st.booleans(), min_size=1, max_size=4),
 )
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_what_was_left_out_of_committed_sums_is_held_back(
     replicas: int, length: int, codec: Averaged, committed: list[bool]
 ) -> None:
@@ -502,7 +502,7 @@ def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tenso
     st.integers(0, 400),
     st.integers(0, 2**32),
 )
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_sum_in_the_order_of_nodes_and_rows(count: int, length: int, seed: int) -> None:
     """With partners only."""
     nodes = many(count)
@@ -521,12 +521,12 @@ def test_the_sum_in_the_order_of_nodes_and_rows(count: int, length: int, seed: i
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("count", [2, 3, 5, 10])
+@pytest.mark.parametrize("count", [3, 10])
 def test_replicas_are_bit_identical_whatever_comes_when(count: int, codec: Averaged) -> None:
     nodes = many(count)
     expected = in_rows(nodes, of_many(nodes, 144))
     first: torch.Tensor | None = None
-    for seed in range(2 if count > 8 else 4):
+    for seed in range(2):
         values = of_many(nodes, 144)
         assert reduce_all(Network(nodes, codec, seed), values) == [None] * count
         first = values[0] if first is None else first
@@ -540,7 +540,7 @@ def test_replicas_are_bit_identical_whatever_comes_when(count: int, codec: Avera
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "lowrank"])
-@pytest.mark.parametrize("count", [2, 3, 9, 10, 16])
+@pytest.mark.parametrize("count", [2, 9, 16])
 def test_as_many_bytes_travel_as_are_planned_with(
     count: int, codec: Literal["none", "bf16", "lowrank"]
 ) -> None:
@@ -577,13 +577,12 @@ def ids_of(nodes: Sequence[str], other: dict[str, list[int]]) -> list[list[int]]
         ({"n04": []}, [], "in nobody's gradient: 4"),
     ],
 )
-@pytest.mark.parametrize("seed", range(3))
 def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
-    ids: dict[str, list[int]], accused: list[str] | None, named: str, seed: int
+    ids: dict[str, list[int]], accused: list[str] | None, named: str
 ) -> None:
     """Of two rows, who has told of a microbatch is accused; of one it is who has it."""
     nodes, complaints = many(10), 0
-    for outcome in reduce_all(Network(nodes, seed=seed), of_many(nodes, 200), ids_of(nodes, ids)):
+    for outcome in reduce_all(Network(nodes), of_many(nodes, 200), ids_of(nodes, ids)):
         assert isinstance(outcome, ComplaintError)
         if outcome.cause == NUMBERS:
             complaints += 1
@@ -663,8 +662,8 @@ def test_in_rows_a_frame_that_cannot_be_right_accuses_its_sender(phase: str, cha
 @pytest.mark.parametrize(
     ("count", "who", "bad"),
     [
-        *((3, 1, torch.nan), (3, 1, torch.inf)),
-        *((10, 0, torch.nan), (10, 3, torch.inf), (10, 9, torch.nan)),
+        (3, 1, torch.nan),
+        (10, 3, torch.inf),
     ],
 )
 def test_who_contributes_what_is_not_finite_is_named(
@@ -699,18 +698,15 @@ def test_in_rows_who_is_stuck_is_named_first_and_who_waits_behind_it_later(phase
         assert of_partners[node] == f"waited {seconds} s in vain for the {phase} of n04"
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("count", "peer", "node"),
     [(3, "n02", "n00"), (9, "n01", "n04"), (9, "n03", "n04")],
     ids=["one row", "column", "row"],
 )
-def test_a_lost_peer_is_missed_while_something_of_it_is(
-    count: int, peer: str, node: str, seed: int
-) -> None:
+def test_a_lost_peer_is_missed_while_something_of_it_is(count: int, peer: str, node: str) -> None:
     nodes = many(count)
     for through in range(100):
-        network, came = Network(nodes, seed=seed), list[Frame]()
+        network, came = Network(nodes), list[Frame]()
         network.passes = partial(_passes_until, network, (peer, node), through, came)
         error = first_failure(network, start_all(network, of_many(nodes, 200)))
         if len(came) <= through:

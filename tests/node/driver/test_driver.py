@@ -709,13 +709,6 @@ def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
     assert told.driver.current.answers.unheard() == sorted([*SWARM, "new"])
 
 
-def test_a_newcomer_at_the_very_end_is_not_forgotten():
-    told = begun(replace(RULES, steps=1))
-    told.views({**SWARM, "new": 2})
-    told.commits()
-    assert told.driver.members.keys() == {*SWARM, "new"}
-
-
 def test_a_joiner_copies_a_replica_while_the_others_go_on():
     told = Joined()
     sync = sent(told.effects, "sync")["new"].sync
@@ -831,16 +824,6 @@ def test_a_joiner_whose_vote_never_comes_is_not_waited_for_for_ever():
     assert "its vote was missing" in given_up[0].reason
 
 
-def test_a_vote_of_another_attempt_is_none():
-    told = Joined()
-    told.catches_up()
-    before = told.driver.ballot
-    told.trains()
-    told.waits(1)
-    told.trains()
-    assert told.hears("new", before, ready=pb.Ready(step=2, squared_norm=1.0, finite=True)) == []
-
-
 def test_a_joiner_with_other_weights_does_not_enter():
     told = Joined()
     told.catches_up()
@@ -924,12 +907,6 @@ def test_who_drives_no_longer_reports_what_was_rebuilt_and_once():
     assert not events(told.statuses(2), StageRebuilt)
 
 
-def test_one_who_trained_is_enough_to_go_on_with_joiners():
-    told = asked()
-    follows = dict.fromkeys("abce", at(3, following=2, heard=3))
-    assert sent(told.statuses(3, **follows), "step")["a"].step.begin.step == 4
-
-
 def test_who_is_behind_when_its_stage_is_lost_rebuilds_it():
     told = Joined()
     told.trains()
@@ -1009,15 +986,6 @@ def test_who_fails_to_follow_twice_is_waited_for():
     assert told.driver.phase is DriverPhase.SYNCING
 
 
-def test_a_joiner_whose_figures_cannot_be_follows_no_longer():
-    told = Joined()
-    effects = told.hears("new", ready=pb.Ready(step=2, squared_norm=-1.0, finite=True))
-    (failed,) = events(effects, RebuildFailed)
-    assert failed.node == "new"
-    assert "it sent an invalid message" in failed.reason
-    assert told.driver.phase is DriverPhase.RUNNING, "the others train on"
-
-
 @pytest.mark.parametrize("comes", [False, True])
 def test_who_never_catches_up_is_given_up_unless_its_state_still_comes(comes: bool):
     told = Joined(replace(RULES, progress=1.0))
@@ -1039,20 +1007,6 @@ def test_at_the_end_joiners_get_the_last_state_before_all_is_over():
     assert (sync.follow, sync.step) == (False, 2)
     told.hears("new", synced=pb.Synced(step=2, method="replica"))
     assert sent(told.gathered(committed=2), "halt")["new"].halt.finished
-
-
-def test_several_joiners_follow_and_enter_one_by_one():
-    told = Joined()
-    told.catches_up()
-    told.views({**SWARM, "new": 2, "newer": 3})
-    told.hears("newer", Ballot(3, 0), status=pb.Status())
-    told.trains()
-    told.ready("new")
-    effects = told.gathered(committed=2, following=1, heard=2)
-    assert sent(effects, "sync").keys() == {"newer"}
-    begin = sent(effects, "step")["d"]
-    assert members(told.whole(begin)) == {*SWARM, "new"}
-    assert joining(begin) == ["newer"]
 
 
 @pytest.mark.parametrize("by_view", [True, False])
@@ -1120,18 +1074,6 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     told.hears("c", failed=pb.Failed(reason="again"))
     told.statuses(1)
     assert told.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
-
-
-def test_a_pause_does_not_end_in_a_step_without_a_stage():
-    told = begun()
-    for _ in range(3):
-        told.hears("c", failed=pb.Failed(reason="out of memory"))
-        tries_again(told)
-    told.hears("c", failed=pb.Failed(reason="out of memory"))
-    told.views(without(SWARM, "c"))
-    told.statuses(0)
-    assert told.driver.phase is DriverPhase.WAITING
-    assert told.waits(2 * LONGEST_PAUSE) == []
 
 
 # --- compute that hangs
@@ -1385,17 +1327,6 @@ def test_validation_comes_at_its_steps_and_aborts_nothing():
     assert sent(told.comes_home(), "step")["a"].step.begin.step == 3
 
 
-def test_who_missed_the_end_is_told_when_the_link_is_back():
-    told = begun(replace(RULES, steps=1))
-    ballot = told.driver.ballot
-    told.commits()
-    effects = told.driver.link_lost("c", "reset", told.now)
-    assert sent(effects, "query").keys() == SWARM.keys()
-    missed = pb.Status(ready=1, ready_ballot=ballot.message())
-    assert sent(told.statuses(c=missed), "step").keys() == {"c"}
-    assert sent(told.statuses(1), "halt")["c"].halt.finished
-
-
 @pytest.mark.parametrize("members", [SWARM, {"a": 0, "c": 2, "d": 3, "e": 4}])
 def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
     told = begun(replace(RULES, steps=1))
@@ -1555,32 +1486,12 @@ def test_a_swarm_that_comes_back_goes_on_from_its_saves_although_more_was_commit
     assert sent(told.statuses(**back), "step")["b"].step.begin.step == 41
 
 
-def test_saves_are_not_read_before_every_stage_has_a_node():
-    told = asked(RULES, {"a": 0, "b": 1}, committed=47)
-    effects = told.statuses(a=saves(0, 40), b=saves(1, 40))
-    assert not sent(effects, "sync")
-    assert told.driver.phase is DriverPhase.WAITING
-
-
 def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one():
     told = asked(replace(RULES, policy=POLICIES["checkpoint"]), committed=5)
     effects = told.statuses()
     assert {n: m.sync.step for n, m in sent(effects, "sync").items()} == dict.fromkeys(SWARM, 0)
     told.hears_all(synced=pb.Synced(method="checkpoint"))
     assert sent(told.statuses(**dict.fromkeys(SWARM, pb.Status(lineage=1))), "step")
-
-
-def test_a_save_of_the_very_step_is_read_by_who_has_it():
-    told = asked(RULES, SWARM | {"f": 2}, committed=5)
-    last = pb.Commit(step=5, ballot=pb.Ballot(view=1, attempt=9))
-    held = [pb.Holding(kind="save", stage=2, step=5, made=last.ballot)]
-    there = pb.Status(committed=5, lineage=1, last=last)
-    effects = told.statuses(
-        **dict.fromkeys("abde", there), c=pb.Status(), f=pb.Status(holdings=held)
-    )
-    syncs = sent(effects, "sync")
-    assert syncs.keys() == {"f"}
-    assert (syncs["f"].sync.method, syncs["f"].sync.sources[0].node) == ("save", "f")
 
 
 # --- an attempt that goes on without lost nodes
@@ -1723,16 +1634,6 @@ def test_homes_that_were_sent_before_the_new_plan_was_heard_of_count():
     told.driver.link_lost("g", "reset", told.now)
     told.hears("a", ballot=before, home=pb.Home(microbatch=0, loss=4.0, tokens=2))
     assert told.attempt.homes.keys() == {0}
-
-
-def test_several_may_be_lost_one_after_the_other_and_at_once():
-    told = on_the_way()
-    first = told.driver.ballot
-    told.driver.link_lost("g", "reset", told.now)
-    begin = goes_on(told, told.views(without(PAIRS, "g", "d", "z")))
-    assert Ballot.of(begin.since) == first
-    assert told.attempt.masked == {"g", "d", "z"}
-    assert {server(begin, m, 3) for m in range(4)} == {"h"}
 
 
 @pytest.mark.parametrize(
@@ -1951,41 +1852,6 @@ def test_of_two_that_say_so_of_each_other_nobody_is_wrong():
         assert charges(says_again(told, "b", "c") + says_again(told, "c", "b")) == []
 
 
-def test_a_commit_makes_up_for_all_attempts_that_failed():
-    told = begun()
-    for _step in range(2):
-        for _ in range(HELD_UP - 1):
-            failed = pb.Failed(reason="silent", accused=["c"])
-            assert charges(told.hears("b", failed=failed)) == [("c", SILENT)]
-            tries_again(told)
-        told.commits()
-
-
-def test_the_next_step_goes_without_it_though_a_newcomer_has_not_answered_yet():
-    told = on_the_way()
-    told.driver.link_lost("g", "reset", told.now)
-    told.views(without(PAIRS, "g") | {"new": 2})
-    steps = told.commits()
-    assert steps.keys() == PAIRS.keys() - {"g"}
-    begin = steps["a"].step.begin
-    assert begin.step == 2
-    assert not begin.HasField("since")
-    assert "g" not in {place.node for place in begin.members}
-
-
-def test_joiners_hear_of_the_new_plan_and_are_fed_by_who_is_left():
-    told = on_the_way()
-    told.views({**PAIRS, "j": 2})
-    told.hears("j", ballot=Ballot(2, 0), status=pb.Status())
-    told.commits()
-    told.statuses(1, j=pb.Status())
-    assert told.driver.joining.joiners.keys() == {"j"}
-    effects = told.driver.link_lost("g", "reset", told.now)
-    begin = sent(effects, "step")["j"].step.begin
-    assert [joiner.node for joiner in begin.joining] == ["j"]
-    assert "g" not in {place.node for place in begin.members}
-
-
 # --- what can't be used
 
 
@@ -2119,14 +1985,6 @@ def test_who_accuses_the_last_node_of_a_stage_in_vain_is_wrong_itself():
     assert charges(refuses(told, "b", "c")) == [("b", NUMBERS)]
 
 
-def test_a_commit_makes_up_for_one_accusation():
-    told = begun()
-    for _ in range(2 * VAIN):
-        assert charges(refuses(told, "b", "c")) == []
-        tries_again(told)
-        told.commits()
-
-
 def test_a_joiner_that_gets_what_it_cannot_use_names_who_sent_it():
     told = Joined()
     failed = pb.Failed(reason="c sent it", accused=["c", "stranger"], cause=SHAPE)
@@ -2165,15 +2023,6 @@ def test_a_driver_that_sends_what_cannot_be_used_again_makes_room_for_another():
     (rejoin,) = refuses(told, "a2", "a")
     assert isinstance(rejoin, Rejoin)
     assert rejoin.reason == "a2 also says: a sent it; a2 can drive"
-
-
-def test_a_driver_without_another_one_goes_on_trying():
-    told = begun()
-    for _ in range(3):
-        effects = refuses(told, "b", "a")
-        assert sent(effects, "query").keys() == told.members.keys()
-        tries_again(told)
-    assert told.commits()
 
 
 # --- replicas that differ
@@ -2245,13 +2094,6 @@ def test_who_differed_and_is_the_last_of_its_stage_is_better_than_a_guess():
     assert members(told.whole(sent(told.statuses(), "step")["a"])) == {"a", "b", "c"}
 
 
-def test_a_norm_unlike_its_replicas_does_not_decide_the_clip_scale():
-    told = Differing()
-    told.comes_home()
-    (diverged,) = events(told.votes(b={"squared_norm": 1e50}), Diverged)
-    assert diverged.nodes == ("b2", "b")
-
-
 # --- weights that nobody can vouch for
 
 ALONE = {"a": 0, "b": 1, "c": 2}
@@ -2296,14 +2138,6 @@ def test_weights_that_change_at_the_only_node_of_a_stage_are_told_once_and_it_go
     assert said in told.driver.explain()
 
 
-def test_what_changes_again_is_told_again():
-    told = Alone()
-    for digest in (b"flipped", b"flipped twice"):
-        told.ready_with(c=(b"same", digest))
-        assert len(events(told.statuses(), WeightsChanged)) == 1
-    assert told.driver.divergence.strikes == {"c": 2}
-
-
 @pytest.mark.parametrize(
     ("kind", "by", "policy"), [("save", "c", "checkfree"), ("redundant", "b", "redundant")]
 )
@@ -2343,15 +2177,6 @@ def test_a_save_that_turns_out_to_be_damaged_is_no_help_either():
     assert members(told.whole(sent(effects, "step")["a"])) == ALONE.keys()
 
 
-def test_when_the_weights_of_all_nodes_have_changed_it_goes_on_all_the_same():
-    told = Alone()
-    told.ready_with(**{node: (b"same", node.encode()) for node in ALONE})
-    effects = told.statuses()
-    changed = {event.node: event.restored for event in events(effects, WeightsChanged)}
-    assert changed == dict.fromkeys(ALONE, False)
-    assert members(told.whole(sent(effects, "step")["a"])) == ALONE.keys()
-
-
 def test_two_replicas_whose_updates_came_out_differently_are_both_named_and_a_guess_is_called_so():
     told = Alone(BY_TWO)
     told.ready_with(c2=(b"one", b"one"))
@@ -2361,17 +2186,6 @@ def test_two_replicas_whose_updates_came_out_differently_are_both_named_and_a_gu
     assert (diverged.stage, diverged.nodes) == (2, ("c", "c2"))
     assert "no majority, and c is believed, a guess" in diverged.reason
     assert sent(effects, "sync").keys() == {"c2"}
-
-
-def test_a_twin_decides_which_of_two_updates_was_right():
-    told = Alone(BY_TWO, policy="redundant")
-    told.ready_with(c=(b"one", b"one"))
-    twin = told.keeps("redundant", 2, digest=b"same")
-    effects = told.statuses(b=twin, b2=told.keeps("redundant", 2, step=0, digest=b"one"))
-    (diverged,) = events(effects, Diverged)
-    assert "c2 is believed, since b, which keeps a twin of them, has the same" in diverged.reason
-    assert {"c"} <= sent(effects, "sync").keys()
-    assert sent(effects, "sync")["c"].sync.method == "replica"
 
 
 def test_two_replicas_of_which_neither_is_as_it_was_go_back_to_what_others_keep():
@@ -2387,15 +2201,6 @@ def test_two_replicas_of_which_neither_is_as_it_was_go_back_to_what_others_keep(
     assert events(effects, Diverged) == [], "that is known"
     (sync,) = [sent(effects, "sync")["c"].sync]
     assert (sync.method, [s.node for s in sync.sources]) == ("replica", ["c2"])
-
-
-def test_two_replicas_of_which_neither_is_as_it_was_and_nobody_keeps_more_one_is_believed():
-    told = Alone(BY_TWO)
-    told.ready_with(c=(b"same", b"one"), c2=(b"same", b"two"))
-    effects = told.statuses()
-    assert [event.nodes for event in events(effects, Diverged)] == [("c", "c2")]
-    assert sent(effects, "sync").keys() == {"c2"}
-    assert "weights or moments of c of stage 2 have changed" in told.driver.explain()
 
 
 # --- what is not finite
@@ -2521,16 +2326,6 @@ def test_nobody_has_promised_itself_to_an_attempt_that_was_not_made_here(attempt
     effects = told.hears("d", Ballot(made.view, attempt), stale=pb.Stale())
     assert suspected(effects) == ["d"]
     assert told.driver.ballot.attempt < made.attempt + 3
-
-
-def test_a_status_of_what_nobody_has_voted_for_is_a_lie_and_all_go_on_without_it() -> None:
-    told = Told(members={**SWARM, "z": 4})
-    told.begins(committed=3)
-    told.commits()
-    told.views()
-    told.statuses(**dict.fromkeys("abcde", told.has(trained=True)), z=at(10**6))
-    assert told.driver.standing.committed == 4
-    assert told.driver.finished is False
 
 
 def test_the_ordinary_status_that_a_lie_is_beside_is_gone_on_from() -> None:

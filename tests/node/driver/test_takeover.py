@@ -9,7 +9,7 @@ import pytest
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.driver.gathering import QUERY_AGAIN
 from planaria.node.driver.takeover import ASK_AGAIN, VACANT
-from planaria.node.report.events import Aborted, AttemptMasked, RebuildFailed, SeatTaken
+from planaria.node.report.events import Aborted, RebuildFailed, SeatTaken
 from planaria.node.transaction.effects import Ballot, DropAttempt, GoOn, StartAttempt
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.routing import routes
@@ -117,15 +117,6 @@ def test_who_is_reached_again_was_not_lost() -> None:
     assert "isn't lost" in events(effects, Aborted)[0].reason
 
 
-def test_a_newcomer_that_has_the_seat_a_little_later_enters_likewise() -> None:
-    told = in_second_step()
-    told.views({"a": 0, "b/1": 1, "d/3": 3})
-    told.waits(VACANT / 2)
-    assert sent(told.views({"a": 0, "b/1": 1, "d/3": 3, "e/2": 2}), "query").keys() == {"e/2"}
-    (sync,) = sent(told.hears("e/2", status=pb.Status()), "sync").values()
-    assert [source.node for source in sync.sync.sources] == ["b/1"]
-
-
 def test_who_had_joined_the_stage_before_it_lost_its_last_node_waits_for_the_next_attempt() -> None:
     told = in_second_step()
     assert sent(told.views({**ONE_EACH, "e/2": 2}), "query").keys() == {"e/2"}
@@ -165,21 +156,6 @@ def test_a_seat_that_cannot_have_the_state_gives_the_attempt_up() -> None:
     effects = told.hears("b/2.3", failed=pb.Failed(reason="step 0 is held there"))
     assert [event.node for event in events(effects, RebuildFailed)] == ["b/2.3"]
     assert len(events(effects, Aborted)) == 1
-
-
-def test_when_who_takes_the_seat_is_lost_another_one_gets_it() -> None:
-    told = in_second_step({**ONE_EACH, "e/1": 1})
-    told.views({**TAKEN, "e/1": 1})
-    told.hears("b/2.3", status=pb.Status())
-    again = {"a": 0, "e/1": 1, "e/2.4": 2, "d/3": 3}
-    effects = told.views(again)
-    assert [event.nodes for event in events(effects, AttemptMasked)] == [("b/1",)]
-    assert sent(effects, "query").keys() == {"e/2.4"}
-    (sync,) = sent(told.hears("e/2.4", status=pb.Status()), "sync").values()
-    assert [source.node for source in sync.sync.sources] == ["e/1"]
-    effects = told.hears("e/2.4", synced=pb.Synced(step=1))
-    assert sent(effects, "step").keys() == again.keys()
-    assert told.attempt.masked == {"b/1", "c/2"}
 
 
 def test_of_two_new_seats_the_one_beside_a_twin_is_chosen_and_the_other_one_joins() -> None:

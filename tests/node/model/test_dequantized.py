@@ -70,9 +70,10 @@ def quantized(folder: Path, dtype: torch.dtype, **how: Any) -> dict[str, torch.T
     return matrices
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("double", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("kind", "double", "dtype"),
+    [("nf4", True, torch.float32), ("nf4", False, torch.bfloat16), ("fp4", True, torch.float16)],
+)
 def test_four_bits_are_those_of_bitsandbytes(tmp_path, monkeypatch, kind, double, dtype) -> None:
     how = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": double}
     matrices = quantized(tmp_path, dtype, load_in_4bit=True, **how)

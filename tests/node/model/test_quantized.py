@@ -31,7 +31,7 @@ from planaria.node.model.shape import BYTES_OF_BASE, PROJECTIONS, Base, Lora
 from tests.node.stage.shapes import GROUPED
 
 BASES = pytest.mark.parametrize("base", get_args(Base))
-SHAPES = [(96, 64), (7, 9), (1, 1), (5, 64), (6, 8)]
+SHAPES = [(96, 64), (7, 9), (5, 64)]
 
 
 def matrix(shape: tuple[int, int] = (96, 64)) -> torch.Tensor:
@@ -119,9 +119,8 @@ def adapted_stage(base: Base) -> nn.Module:
 
 
 @BASES
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("library", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("bf16", "recompute"), [(False, False), (True, True)])
 def test_a_stage_computes_what_its_dequantized_one_does(
     base, bf16, library, recompute, request
 ) -> None:

@@ -185,8 +185,8 @@ def chain_of(pair: BoundaryPair, learners: Mapping[int, Learner]) -> list[Learne
     return [learners[stage] for stage in pair.stages]
 
 
-@pytest.mark.parametrize(("swapped", "samples"), [(False, 8), (False, 1), (True, 1)])
-@pytest.mark.parametrize("lost", [(3,), (1,), (5,), (2, 3), (1, 2), (4, 5), (2, 3, 4), (1, 2, 3)])
+@pytest.mark.parametrize(("swapped", "samples"), [(False, 8), (True, 1)])
+@pytest.mark.parametrize("lost", [(3,), (1,), (4, 5), (1, 2, 3)])
 def test_joiners_do_what_one_process_would_do(
     lost: tuple[int, ...], swapped: bool, samples: int
 ) -> None:

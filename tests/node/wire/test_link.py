@@ -21,9 +21,8 @@ from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role,
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
-from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
-from planaria.node.wire.greetings import ADD, ANSWER, DIAL, PROTOCOL, Greetings
+from planaria.node.wire.greetings import ADD, DIAL, PROTOCOL, Greetings
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.session import Hello, Refused, Silence
@@ -198,16 +197,6 @@ async def both_ways() -> None:
         assert a.links.traffic["b"].bytes_out == a.links.bytes_out
 
 
-async def test_a_frame_of_many_chunks_in_the_default_settings() -> None:
-    async with linked(LinkSettings()) as (a, b):
-        tensors = [torch.arange(5_000_001), torch.ones(3, dtype=torch.uint8), torch.randn(100_000)]
-        descriptors, buffers = encode(tensors, "none")
-        assert a.links.send("b", Frame("state", (1, 1), {}, descriptors, buffers))
-        _, found = await b.events.next("frame")
-        decoded = decode(found.descriptors, found.payload)
-        assert all(torch.equal(x, y) for x, y in zip(decoded, tensors, strict=True))
-
-
 async def test_a_frame_that_cannot_travel_is_said_to_its_sender() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b):
@@ -233,64 +222,6 @@ async def test_a_node_without_an_address_dials(listen: str) -> None:
         await up(a, b)
         assert b.links.send("a", message(1))
         assert await a.events.next("message") == ("b", message(1))
-
-
-async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        wire.passing.clear()
-        a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
-        b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])  # thinks that it has to dial
-        await until(lambda: a.links._handshakes or not a.events.queue.empty())
-        wire.passing.set()
-        await up(a, b)
-        for one, other in ((a, b), (b, a)):
-            assert one.links.send(other.name, message(1))
-            assert await other.events.next("message") == (one.name, message(1))
-
-
-async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        wire.passing.clear()
-        a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
-        b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])
-        await until(lambda: a.links._handshakes)
-        async with asyncio.timeout(DEADLINE):
-            while a.events.queue.empty():
-                wire.cut()
-                await asyncio.sleep(0)
-        await up(a, b)
-        assert b.links.send("a", message(1))
-        assert await a.events.next("message") == ("b", message(1))
-
-
-async def test_who_has_lost_the_link_gets_a_new_one() -> None:
-    b = Node("b")
-    async with started(b):
-        b.links.set_peers(1, [peer_at("a", ""), peer_at("b", b.address), peer_at("c", "")], [])
-        async with dialled(b, "c") as first:
-            await b.events.next("up")
-            async with dialled(b, "c", link=hello(2)):
-                why = "c has lost the link, and dialled anew"
-                assert await b.events.next("lost") == ("c", why, [])
-                await b.events.next("up")
-                assert why in await farewell(first)
-
-
-async def test_a_dial_that_others_have_overtaken_changes_nothing() -> None:
-    b = Node("b")
-    async with started(b):
-        b.links.set_peers(1, [peer_at("c", "")], [])
-        async with dialled(b, "c", link=hello(3, 7)) as control:
-            await b.events.next("up")
-            for link in (hello(3, 6), hello(2, 9)):
-                with pytest.raises(grpc.aio.AioRpcError, match="b has a newer connection") as error:
-                    async with dialled(b, "c", link=link):
-                        pass
-                assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
-            await control.write(seal(message(1).SerializeToString()))
-            assert await b.events.next("message") == ("c", message(1))
 
 
 # Who is refused
@@ -446,40 +377,6 @@ async def test_malformed_input_ends_its_link_and_no_other(
             assert b.events.causes == [cause]
         a.links.send("b", message(1))
         assert await b.events.next("message") == ("a", message(1))
-
-
-async def test_a_dialler_says_what_was_malformed_too() -> None:
-    said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def accepted(context: Any) -> tuple[tuple[str, str], ...]:
-        heard = dict(context.invocation_metadata())["planaria-link"]
-        greetings = Greetings("run", "b", identity("b"))
-        text = greetings.sign(ANSWER, "a", Hello(1, 1, 1, 0, 0).pack(), heard)
-        return ("planaria-node", "b"), ("planaria-link", text)
-
-    async def control(_: Any, context: Any) -> None:
-        if said.done():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "once is enough")
-        await context.send_initial_metadata(accepted(context))
-        await context.write(seal(b"\xff"))
-        said.set_result(await last_words(context))
-
-    server = grpc.aio.server()
-    handlers = {"Control": grpc.stream_stream_rpc_method_handler(control)}
-    handler = grpc.method_handlers_generic_handler("planaria.node.Stage", handlers)
-    server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    a = Node("a")
-    async with started(a, listen=""):
-        a.links.set_peers(1, [peer_at("b", f"127.0.0.1:{port}")], ["b"])
-        await a.events.next("up")
-        _, reason, _ = await a.events.next("lost")
-        assert reason.startswith(
-            "b sent an invalid message: a message that is not one of stage.proto's"
-        )
-        assert await said == reason
-    await server.stop(None)
 
 
 async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
@@ -748,17 +645,9 @@ class Wire:
         self.writers.clear()
 
 
-async def asleep(node: Node, peer: str, wire: Wire) -> None:
-    """Its link has no connection any more, and gets no other."""
-    wire.passing.clear()
-    wire.cut()
-    await until(lambda: not node.links.by_peer[peer].connection)
-
-
-@pytest.mark.parametrize("times", [1, 5])
-async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int) -> None:
+async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
     async with relayed() as (a, b, wire):
-        for time in range(times):
+        for time in range(5):
             for one, other in ((a, b), (b, a)):
                 for number in range(4):
                     assert one.links.send(other.name, message(4 * time + number))
@@ -768,7 +657,7 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int
             assert a.links.linked("b")
             assert b.links.linked("a")
         for one, other in ((a, b), (b, a)):
-            await received(one, other, 4 * times, 7000)
+            await received(one, other, 20, 7000)
             assert one.events.queue.empty()
 
 
@@ -810,19 +699,6 @@ async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
         assert (await other.events.next("frame"))[1].fields == {"number": 9}
 
 
-async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
-    """b, whose id is larger, since a doesn't reach it any more."""
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
-        b.links.set_peers(1, [a.peer(), b.peer()], ["a"])
-        await up(a, b)
-        wire.server.close()
-        wire.cut()
-        a.links.send("b", message(1))
-        assert await b.events.next("message") == ("a", message(1))
-
-
 # What neither side needs
 
 SOON = replace(QUICK, heartbeat=0.02, silence=DEADLINE, rest=0.1)
@@ -860,18 +736,6 @@ async def test_a_link_that_neither_side_needs_rests_until_one_has_something_to_s
             await until(lambda: not any(end.links._dialling for end in ends))
 
 
-async def test_a_link_rests_only_when_no_view_asks_for_it() -> None:
-    async with on_demand() as (a, b):
-        await until(lambda: rest(a, "b") and rest(b, "a"))
-        a.links.set_peers(2, [a.peer(), b.peer()], ["b"])
-        await until(lambda: not (rest(a, "b") or rest(b, "a")))
-        said = b.links.by_peer["a"].connection
-        await until(lambda: b.links.by_peer["a"].say_idle() == 1)
-        assert b.links.by_peer["a"].connection is said
-        a.links.set_peers(3, [a.peer(), b.peer()], [])
-        await until(lambda: rest(a, "b") and rest(b, "a"))
-
-
 @pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
 async def test_a_link_does_not_rest_that_one_side_could_not_wake(
     address: str, monkeypatch: pytest.MonkeyPatch
@@ -892,45 +756,6 @@ async def test_a_link_does_not_rest_that_one_side_could_not_wake(
         before = b.links.bytes_in
         await until(lambda: b.links.bytes_in > before + 500)  # of heartbeats
         assert not (rest(a, "b") or rest(b, "a"))
-
-
-async def test_who_sends_what_the_other_has_hung_up_on_dials() -> None:
-    async with on_demand() as (a, b):
-        link = a.links.by_peer["b"]
-        await until(lambda: link.say_idle() == 2)
-        b.links.send("a", message(1))
-        link._rest("it had agreed before that was sent")
-        assert await a.events.next("message") == ("b", message(1))
-
-
-async def test_who_dies_while_the_link_rests_is_lost_to_the_other_by_the_view() -> None:
-    async with on_demand() as (a, b):
-        await until(lambda: rest(a, "b") and rest(b, "a"))
-        await b.links.stop()
-        assert rest(a, "b")
-        a.links.set_peers(2, [a.peer()], [])
-        assert await a.events.next("lost") == ("b", "b is no member of view 2", [])
-
-
-async def test_who_has_died_is_lost_when_something_is_sent_on_a_link_that_rests() -> None:
-    async with on_demand() as (a, b):
-        await until(lambda: rest(a, "b") and rest(b, "a"))
-        await b.links.stop()
-        a.links.by_peer["b"]._silence = Silence(0.2, SOON.heartbeat, a.links.by_peer["b"].now)
-        a.links.send("b", frame(10))
-        peer, reason, unacknowledged = await a.events.next("lost")
-        assert (peer, "silent" in reason, len(unacknowledged)) == ("b", True, 1)
-
-
-async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
-    async with relayed(replace(QUICK, held=20_000 + 2 * ITEM)) as (a, _, wire):
-        await asleep(a, "b", wire)
-        for number in range(3):
-            assert a.links.send("b", frame(9000, number=number))
-        peer, reason, lost = await a.events.next("lost")
-        assert (peer, reason) == ("b", f"b has not taken the last {27_000 + 3 * ITEM} bytes")
-        assert len(lost) == 3
-        assert not a.links.send("b", frame())
 
 
 async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None:
@@ -962,16 +787,6 @@ async def test_who_is_no_member_any_more_is_disconnected_unreported() -> None:
         peer, reason, _ = await a.events.next("lost")
         assert (peer, reason) == ("b", "b closed the link: a is no member of view 2")
         assert b.events.queue.empty()
-
-
-async def test_the_heartbeat_ends_a_silent_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Silence, "tick", lambda _self, _now: 3.14)
-    a, b = Node("a"), Node("b", settings=replace(QUICK, heartbeat=0.01))
-    async with started(a, b):
-        view(1, a, b)
-        await up(a, b)
-        assert (await b.events.next("lost"))[1] == "silent for 3.1 s"
-        assert (await a.events.next("lost"))[1].endswith("silent for 3.1 s")
 
 
 def test_silence_is_what_lasts_as_long_as_the_limit() -> None:

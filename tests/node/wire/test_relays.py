@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT
-from planaria.node.wire import link, relays
+from planaria.node.wire import relays
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.relays import Call, Relay, Relays
@@ -55,10 +54,6 @@ async def three(reached: bool = False) -> AsyncIterator[tuple[Node, Node, Node]]
         yield a, b, c
 
 
-def other(name: str) -> str:
-    return "b" if name == "a" else "a"
-
-
 async def exchange(a: Node, b: Node, count: int = 3) -> None:
     for one, other in ((a, b), (b, a)):
         for number in range(count):
@@ -79,38 +74,6 @@ async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
         await until(lambda: not c.links.relays.held)
 
 
-async def test_a_relay_whose_link_breaks_costs_nothing_that_was_said() -> None:
-    """The relayed connection is over with it; the link goes on by the next one."""
-    async with three() as (a, b, c):
-        for number in range(3):
-            a.links.send("b", frame(9000, number=number))
-        lost = c.links.by_peer["b"]
-        lost.end("a test ends it")
-        assert (await c.events.next("lost"))[0] == "b"
-        numbers: list[int] = []
-        while len(numbers) < 3:
-            async with asyncio.timeout(DEADLINE):
-                kind, *rest = await b.events.queue.get()
-            if kind == "frame":
-                numbers.append(rest[1].fields["number"])
-            else:
-                assert rest[0] == "c", f"{kind} of the link to {rest[0]}"
-        assert numbers == [0, 1, 2]
-
-
-async def test_a_relay_is_left_when_the_direct_link_is_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link, "DIRECTLY", 0.05)
-    async with three() as (a, b, c):
-        await exchange(a, b)
-        set_view(2, a, b, c, reached=True)
-        await until(lambda: not (a.links.carrier("b") or b.links.carrier("a")))
-        set_view(3, a, b, c, reached=True, relayed=False)
-        await exchange(a, b)
-        assert a.links.linked("b"), "nobody was told of a loss"
-
-
 async def test_for_what_was_changed_on_the_way_nobody_is_accused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,32 +92,6 @@ async def test_for_what_was_changed_on_the_way_nobody_is_accused(
         peer, *_ = await b.events.next("lost")
         assert peer == "a"
         assert b.events.causes == [SILENT]
-
-
-@pytest.mark.parametrize("dialler", ["a", "b"])
-async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, dialler: str
-) -> None:
-    """Either may dial; a is the one who calls."""
-    hello_of = link.Links._hello_of
-
-    async def late(links: link.Links, context: Any) -> tuple[str, str]:
-        await asyncio.sleep(0.2)
-        return await hello_of(links, context)
-
-    monkeypatch.setattr(link.Links, "_hello_of", late)
-    monkeypatch.setattr(link, "DIRECTLY", 0.05)
-    async with three() as (a, b, c):
-        await exchange(a, b)
-        for number, node in enumerate((a, b, c), 2):
-            peers = [a.peer(), b.peer(), c.peer()]
-            if node.name == other(dialler):
-                peers = [peer_at(p.node, NOBODY if p.node == dialler else p.address) for p in peers]
-            node.links.set_peers(number, peers, {"a", "b", "c"} - {node.name})
-            node.links.set_relays([Relay("a", "b", "c")])
-        await until(lambda: not (a.links.carrier("b") or b.links.carrier("a")))
-        await exchange(a, b)
-        assert a.links.linked("b"), "nobody was told of a loss"
 
 
 async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> None:
@@ -179,14 +116,6 @@ async def forged_call(c: Node, b: Node, hello: Frame) -> None:
     async with asyncio.timeout(DEADLINE):
         code, _, sentence = (await answer).partition(" ")
     raise Refused(code, sentence)
-
-
-async def test_without_a_relay_they_have_no_link() -> None:
-    async with three() as (a, b, c):
-        set_view(2, a, b, c, reached=False, relayed=False)
-        await until(lambda: not a.links.by_peer["b"].connection)
-        c.links.relays.on_frame("a", Frame("call", (0, 0), {"to": "b", "call": "x"}, [], b""))
-        assert b.events.queue.empty()
 
 
 # What a relay holds
