@@ -7,6 +7,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_neither_the_package_nor_its_tests_import_the_lab():
     files = [path for folder in ("planaria", "tests") for path in (ROOT / folder).rglob("*.py")]
     importing = re.compile(r"^\s*(from|import) planaria_lab\b", re.M)
     assert [path for path in files if importing.search(path.read_text())] == []
+
+
+def test_no_class_name_occurs_twice():
+    names = Counter(
+        name
+        for path in (ROOT / "planaria").rglob("*.py")
+        for name in re.findall(r"(?m)^class (\w+)", path.read_text())
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_map_names_what_there_is():

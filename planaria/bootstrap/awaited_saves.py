@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from planaria.bootstrap.members import Node
+from planaria.bootstrap.members import NodeRecord
 from planaria.bootstrap.registry_pb2 import AwaitedSave
 
 
@@ -19,7 +19,7 @@ class AwaitedSaves:
     def restore(self, listed: Iterable[AwaitedSave], now: float) -> None:
         self._saves = {save.stage: _shifted(save, now) for save in listed}
 
-    def lost(self, node: Node, vacant: Collection[int], now: float) -> None:
+    def lost(self, node: NodeRecord, vacant: Collection[int], now: float) -> None:
         """The node is gone; of the stages that it served, no node has the `vacant` ones."""
         until, key = now + self._seconds, node.member.key
         for at in node.report.seats if self._seconds else ():

@@ -15,7 +15,7 @@ EVICTIONS_LISTED = 20
 REBUILDS_LISTED = 100
 
 
-class History:
+class ViewHistory:
     def __init__(self) -> None:
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
         self.decided = 0  # decisions ever taken

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planaria.bootstrap.effects import Dial, Refused
-from planaria.bootstrap.history import History
+from planaria.bootstrap.history import ViewHistory
 from planaria.bootstrap.leases import Leases
-from planaria.bootstrap.members import Members, Node
+from planaria.bootstrap.members import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Member
 
@@ -35,7 +35,7 @@ class _Question:
 
 class Isolation:
     def __init__(
-        self, members: Members, leases: Leases, history: History, numbers: Iterator[int]
+        self, members: Members, leases: Leases, history: ViewHistory, numbers: Iterator[int]
     ) -> None:
         """`numbers`: of dials."""
         self._members, self._leases, self._history = members, leases, history
@@ -74,7 +74,7 @@ class Isolation:
                 self._question.answered[name] = "the registry"
 
     def ask(
-        self, request: JoinRequest, others: list[Node], now: float
+        self, request: JoinRequest, others: list[NodeRecord], now: float
     ) -> tuple[JoinReply, list[Dial]]:
         """What a newcomer has to dial before it may join, and what the registry dials. Raises
         Refused once the newcomer has dialled; if the members are gone, their eviction is due."""

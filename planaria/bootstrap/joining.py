@@ -9,10 +9,10 @@ from typing import NamedTuple
 from planaria.bootstrap.driving import Driving
 from planaria.bootstrap.effects import Dial, Refused
 from planaria.bootstrap.failure_domains import FailureDomain
-from planaria.bootstrap.history import History
+from planaria.bootstrap.history import ViewHistory
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.isolation import Isolation
-from planaria.bootstrap.members import Claim, Members, Node
+from planaria.bootstrap.members import Claim, Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.placement import choose_among
 from planaria.bootstrap.quarantine import Quarantine
@@ -47,7 +47,7 @@ class Joining:
         driving: Driving,
         isolation: Isolation,
         quarantine: Quarantine,
-        history: History,
+        history: ViewHistory,
         numbers: Iterator[int],
     ) -> None:
         """`numbers`: of dials."""
@@ -62,7 +62,9 @@ class Joining:
         """Continues after the members of a restored view."""
         self._joined = max([self._joined, *(node.member.joined for node in self._members)])
 
-    def decide(self, attempt: JoinAttempt, now: float) -> Node | Asked | list[tuple[Node, str]]:
+    def decide(
+        self, attempt: JoinAttempt, now: float
+    ) -> NodeRecord | Asked | list[tuple[NodeRecord, str]]:
         """The record of a node that has joined before; what to ask; or, if it may join, the members
         to evict first, with the reasons. Raises Refused."""
         request, instance = attempt.request, instance_of(attempt.request.key)
@@ -109,7 +111,7 @@ class Joining:
             for node in replaced
         ]
 
-    def admit(self, attempt: JoinAttempt, now: float) -> Node:
+    def admit(self, attempt: JoinAttempt, now: float) -> NodeRecord:
         """Makes an admissible node a member or a standby."""
         request = attempt.request
         stages: Sequence[int]
@@ -128,13 +130,13 @@ class Joining:
             block=attempt.block,
             owner=attempt.owner,
         )
-        node = Node(member, why, now, now)
+        node = NodeRecord(member, why, now, now)
         node.reasons = dict.fromkeys(node.stages, why)
         self._members.enter(node)
         self._driving.joined_at = now
         return node
 
-    def _replaced(self, request: JoinRequest, at_address: Node | None) -> list[Node]:
+    def _replaced(self, request: JoinRequest, at_address: NodeRecord | None) -> list[NodeRecord]:
         """The members that the new node replaces. A key has one member at a time, since keys need
         invites and names do not. Raises Refused while that member is connected from elsewhere."""
         same = list(self._members.with_key(request.key))
@@ -150,7 +152,7 @@ class Joining:
             )
         return same
 
-    def _check_block(self, instance: str, block: str, replaced: list[Node]) -> None:
+    def _check_block(self, instance: str, block: str, replaced: list[NodeRecord]) -> None:
         """Raises Refused if the block is full; a restarted node may reuse its own place."""
         most = self._rules.max_per_block
         if not (block and most):
@@ -221,7 +223,7 @@ class Joining:
                 "`--advertise HOST:PORT`, or choose another stage",
             )
 
-    def _contest(self, request: JoinRequest, former: Node, now: float) -> Asked | None:
+    def _contest(self, request: JoinRequest, former: NodeRecord, now: float) -> Asked | None:
         """A node with another key joins from a member's address. Returns None, so that the member
         is replaced, if it neither answers a dial nor renews. Raises Refused."""
         rules, claim, name = self._rules, former.claim, former.member.node
@@ -316,7 +318,7 @@ def _check_repeated(request: JoinRequest, member: Member) -> None:
         )
 
 
-def gone(name: str, history: History) -> Refused:
+def gone(name: str, history: ViewHistory) -> Refused:
     """The answer to a former member."""
     why = f"node {name} is no longer a member ({history.why_gone(name)}); join again"
     return Refused("ALREADY_EXISTS", f"{why} under a new node id")

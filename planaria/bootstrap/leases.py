@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from planaria.bootstrap.cuts import LOOKS, Cuts
 from planaria.bootstrap.effects import Dial, Effect, Probe
-from planaria.bootstrap.history import History
-from planaria.bootstrap.members import Members, Node
+from planaria.bootstrap.history import ViewHistory
+from planaria.bootstrap.members import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
 
 ACCUSERS_NAMED = 3
@@ -21,14 +21,14 @@ ACCUSERS_NAMED = 3
 
 class Leases:
     def __init__(
-        self, members: Members, cuts: Cuts, history: History, numbers: Iterator[int]
+        self, members: Members, cuts: Cuts, history: ViewHistory, numbers: Iterator[int]
     ) -> None:
         """`numbers`: of dials."""
         self._members, self._cuts, self._history = members, cuts, history
         self._rules, self._numbers, self._probes = members.rules, numbers, itertools.count(1)
         self._deadlines: list[tuple[float, str]] = []
 
-    def stream_opened(self, node: Node) -> list[Effect]:
+    def stream_opened(self, node: NodeRecord) -> list[Effect]:
         node.streaming, node.lost, node.dial, node.gone = True, None, 0, False
         if node.probe:
             return [Probe(node.name, node.probe)]
@@ -36,18 +36,18 @@ class Leases:
             self.answered(node)
         return []
 
-    def renewed(self, node: Node, now: float) -> None:
+    def renewed(self, node: NodeRecord, now: float) -> None:
         node.renewed = now
         if node.reached_by:
             node.reached_by = ""
             self._history.note(f"{node.name} ({place_of(node.member)}) is heard again")
 
-    def answered(self, node: Node) -> None:
+    def answered(self, node: NodeRecord) -> None:
         """Ends suspicions of a node that answered. For its reachability, see cuts.py."""
         node.accusers, node.probe = {}, 0
         self._history.note(f"{node.name} answers the registry")
 
-    def stream_lost(self, node: Node, now: float) -> list[Effect]:
+    def stream_lost(self, node: NodeRecord, now: float) -> list[Effect]:
         """Records the loss of the node's stream, and dials it. A machine whose process has ended
         refuses a dial, which shortens the wait. A node without a network, or one that can't be
         dialled, has its lease to return."""
@@ -55,12 +55,12 @@ class Leases:
         address = node.member.address
         return [Dial(node.dial, node.name, address, self._rules.lease)] if address else []
 
-    def dialled(self, node: Node, question: int, alive: bool | None) -> None:
+    def dialled(self, node: NodeRecord, question: int, alive: bool | None) -> None:
         if node.dial == question and alive is False:
             node.gone = True
             self.schedule(node)
 
-    def suspect(self, node: Node, now: float) -> list[Effect]:
+    def suspect(self, node: NodeRecord, now: float) -> list[Effect]:
         """Probes the node if it has a stream, else dials it; once."""
         if not node.streaming:
             return self.stream_lost(node, now) if node.lost is None else []
@@ -70,7 +70,7 @@ class Leases:
         self.schedule(node)
         return [Probe(node.name, node.probe)]
 
-    def doom(self, node: Node, reason: str) -> None:
+    def doom(self, node: NodeRecord, reason: str) -> None:
         """Makes the node's eviction due."""
         node.doomed = reason
         self.schedule(node)
@@ -91,13 +91,13 @@ class Leases:
             node.due = math.inf
             self.schedule(node)
 
-    def schedule(self, node: Node) -> None:
+    def schedule(self, node: NodeRecord) -> None:
         due = self._deadline(node)
         if due < node.due:
             node.due = due
             heapq.heappush(self._deadlines, (due, node.name))
 
-    def expired(self, now: float) -> Iterator[tuple[Node, str]]:
+    def expired(self, now: float) -> Iterator[tuple[NodeRecord, str]]:
         """Nodes to evict before the next one is requested, with the reason."""
         while self._deadlines and self._deadlines[0][0] <= now:
             due, name = heapq.heappop(self._deadlines)
@@ -110,7 +110,7 @@ class Leases:
             else:
                 self.schedule(node)
 
-    def _deadline(self, node: Node) -> float:
+    def _deadline(self, node: NodeRecord) -> float:
         """The earliest deadline of the node."""
         if node.doomed:
             return -math.inf
@@ -121,12 +121,12 @@ class Leases:
             due = max(due, node.checked + self._rules.lease / LOOKS)
         return min(due, self._awaited(node))
 
-    def _awaited(self, node: Node) -> float:
+    def _awaited(self, node: NodeRecord) -> float:
         """The deadline for its return after the loss of its stream and a refused dial."""
         lost = node.lost if node.gone else None
         return math.inf if lost is None else lost + self._rules.reconnect
 
-    def _overdue(self, node: Node, now: float) -> str:
+    def _overdue(self, node: NodeRecord, now: float) -> str:
         """Why the node is past its deadline; empty: it isn't, or is spared."""
         if node.doomed:
             return node.doomed
@@ -145,7 +145,7 @@ class Leases:
             return ""
         return f"{why}{', and no member reaches it any more' * was_reached}{accused}"
 
-    def _spare(self, node: Node, now: float) -> bool:
+    def _spare(self, node: NodeRecord, now: float) -> bool:
         """Spares a silent node that is the last holder of a stage while another member reaches it;
         the check is repeated soon."""
         former_helper, spared = node.reached_by, self._members.spared(node.name, now)

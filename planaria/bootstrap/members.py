@@ -14,7 +14,7 @@ from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.neighbours import Neighbours, related, stages_of
 from planaria.bootstrap.placement import Staffing
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.step_time import MOST_WEIGHED, Link, Load, Outlook, outlook
+from planaria.bootstrap.step_time import MOST_WEIGHED, LinkSpeed, Load, Outlook, outlook
 
 RESTS = 2  # leases from one change of seats to the next move: measurements get up to date
 LONGER = 4  # factor for a stage on its next rest: measurements may be no better than before
@@ -32,7 +32,7 @@ class Claim:
 
 
 @dataclass(eq=False)
-class Node:
+class NodeRecord:
     """A member or standby, and its health. The table changes `member`."""
 
     member: pb.Member
@@ -59,7 +59,7 @@ class Node:
     since: dict[int, float] = field(default_factory=dict)  # stage -> when it got the seat
     layer: float = 0.0  # seconds of a microbatch in a layer, a recent mean; 0: not measured
     ends: float = 0.0  # the same for stage 0
-    links: dict[str, Link] = field(default_factory=dict)  # to peers, by the last report of each
+    links: dict[str, LinkSpeed] = field(default_factory=dict)  # to peers, as each reported last
     stages: list[int] = field(init=False)  # of its seats; empty: a standby
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Node:
             room = link.peer in self.links or len(self.links) < MOST_WEIGHED
             if room and link.mbps >= 0 <= link.rtt_ms < math.inf:
                 rate = link.mbps * 1e6 / 8 or math.inf
-                self.links[link.peer] = Link(link.rtt_ms / 2e3, rate)
+                self.links[link.peer] = LinkSpeed(link.rtt_ms / 2e3, rate)
 
     @property
     def name(self) -> str:
@@ -121,11 +121,11 @@ class Members:
 
     def clear(self) -> None:
         """Empties the table."""
-        self.by_name: dict[str, Node] = {}  # in join order
-        self.by_address: dict[str, Node] = {}
-        self._by_key: dict[bytes, list[Node]] = {}
-        self._hidden: dict[str, Node] = {}  # those without an address, in join order
-        self._at: list[dict[str, Node]] = [{} for _ in range(self.rules.stages + 1)]
+        self.by_name: dict[str, NodeRecord] = {}  # in join order
+        self.by_address: dict[str, NodeRecord] = {}
+        self._by_key: dict[bytes, list[NodeRecord]] = {}
+        self._hidden: dict[str, NodeRecord] = {}  # those without an address, in join order
+        self._at: list[dict[str, NodeRecord]] = [{} for _ in range(self.rules.stages + 1)]
         self._standbys: set[str] = set()
         self._staffing: Staffing | None = None  # None: to be recounted
         self._neighbour_graph: Neighbours | None = None  # None: to be recomputed
@@ -139,14 +139,14 @@ class Members:
         former, before = self.by_name, "a member before the restart"
         self.clear()
         for member in view.members:
-            node = former.get(member.node) or Node(member, before, now, now)
+            node = former.get(member.node) or NodeRecord(member, before, now, now)
             node.member, node.stages = member, stages_of(member)
             node.reasons = {s: node.reasons.get(s, before) for s in node.stages}
             node.since = {s: node.since.get(s, now) for s in node.stages}
             self.enter(node)
         self.driver = view.driver
 
-    def enter(self, node: Node) -> None:
+    def enter(self, node: NodeRecord) -> None:
         member = node.member
         self.by_name[member.node] = node
         self._by_key.setdefault(member.key, []).append(node)
@@ -160,7 +160,7 @@ class Members:
         self._moved.clear()
         self._seat(node)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: NodeRecord) -> None:
         member = node.member
         del self.by_name[member.node]
         self.by_address.pop(member.address, None)
@@ -189,7 +189,7 @@ class Members:
         node.reasons = {s: node.reasons.get(s, change.why) for s in sorted(stages)}
         node.since = {s: node.since.get(s, now) for s in stages}
 
-    def set_leaving(self, node: Node, leaving: bool) -> None:
+    def set_leaving(self, node: NodeRecord, leaving: bool) -> None:
         member = _copy(node.member)
         member.leaving = leaving
         self._become(node, member)
@@ -203,7 +203,7 @@ class Members:
         if name != self._driver:
             self._driver, self._neighbour_graph = name, None
 
-    def _reseat(self, node: Node, stages: Iterable[int], since: int) -> None:
+    def _reseat(self, node: NodeRecord, stages: Iterable[int], since: int) -> None:
         """Changes a node's seats; new ones are of view `since`, and do not inherit state reported
         for former ones."""
         former = {seat.stage: seat for seat in node.member.seats}
@@ -214,18 +214,18 @@ class Members:
         if node.holds is not None:
             node.holds &= former.keys()
 
-    def _become(self, node: Node, member: pb.Member) -> None:
+    def _become(self, node: NodeRecord, member: pb.Member) -> None:
         self._unseat(node)
         node.member, node.stages = member, stages_of(member)
         self._seat(node)
 
-    def _seat(self, node: Node) -> None:
+    def _seat(self, node: NodeRecord) -> None:
         for stage in node.stages:
             self._at[stage][node.name] = node
         if not node.stages:
             self._standbys.add(node.name)
 
-    def _unseat(self, node: Node) -> None:
+    def _unseat(self, node: NodeRecord) -> None:
         self._staffing = self._neighbour_graph = None
         self._standbys.discard(node.name)
         for stage in node.stages:
@@ -233,16 +233,16 @@ class Members:
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[NodeRecord]:
         return iter(self.by_name.values())
 
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def with_key(self, key: bytes) -> Sequence[Node]:
+    def with_key(self, key: bytes) -> Sequence[NodeRecord]:
         return self._by_key.get(key, ())
 
-    def at(self, stage: int) -> list[Node]:
+    def at(self, stage: int) -> list[NodeRecord]:
         """The stage's nodes, in the order of joining."""
         return sorted(self._at[stage].values(), key=lambda node: node.member.joined)
 
@@ -421,7 +421,7 @@ class Members:
         alive = node.leased(self.rules.lease, now)
         return alive and 0 in node.stages and not (node.doomed or node.leaving)
 
-    def _holders(self, stage: int, now: float) -> Iterable[Node]:
+    def _holders(self, stage: int, now: float) -> Iterable[NodeRecord]:
         """The stage's nodes with its state that are heard."""
         with_state = (node for node in self.at(stage) if node.holds and stage in node.holds)
         return (node for node in with_state if node.heard(self.rules.lease, now))

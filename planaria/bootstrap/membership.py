@@ -25,12 +25,12 @@ from planaria.bootstrap.effects import (
     Refused,
     not_served,
 )
-from planaria.bootstrap.history import DECISION_LENGTH, History
+from planaria.bootstrap.history import DECISION_LENGTH, ViewHistory
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.isolation import Isolation
 from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
-from planaria.bootstrap.members import Members, Node
+from planaria.bootstrap.members import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import assign
@@ -53,13 +53,16 @@ class Membership:
     """The state machine. Carry out the effects in order before the next event."""
 
     def __init__(
-        self, rules: MembershipRules, key: Identity | None = None, history: History | None = None
+        self,
+        rules: MembershipRules,
+        key: Identity | None = None,
+        history: ViewHistory | None = None,
     ) -> None:
         """`key`: the run's, which signs views; None: a new one. `history`: that of the run under
         former rules."""
         self.rules, self.key = rules, key or Identity.generate()
         self.view = pb.View(run=rules.run, reason="no node has joined yet")
-        self.history = history or History()
+        self.history = history or ViewHistory()
         self._issued = -math.inf  # time of the newest view
         self._banned: list[str] = []  # instances, in order
         numbers = itertools.count(1)  # of dials
@@ -99,7 +102,7 @@ class Membership:
         """
         results = [self._let_in(attempt, now) for attempt in attempts]
         effects = self._finish(now)
-        return [self.reply_to(r.name) if isinstance(r, Node) else r for r in results], effects
+        return [self.reply_to(r.name) if isinstance(r, NodeRecord) else r for r in results], effects
 
     def wait(self, names: Iterable[str], now: float) -> None:
         """Extends the leases of joined nodes that wait for their reply, and can't renew yet."""
@@ -142,7 +145,7 @@ class Membership:
             self._leases.answered(node)
         return effects
 
-    def _reported(self, node: Node, report: pb.Report, now: float) -> list[Effect]:
+    def _reported(self, node: NodeRecord, report: pb.Report, now: float) -> list[Effect]:
         name = node.name
         committed = max((seat.committed for seat in report.seats), default=0)
         if problem := self._watermark.impossible(committed):
@@ -366,7 +369,7 @@ class Membership:
 
     # -- decisions -------------------------------------------------------------------------------
 
-    def _let_in(self, attempt: JoinAttempt, now: float) -> Node | pb.JoinReply | Refused:
+    def _let_in(self, attempt: JoinAttempt, now: float) -> NodeRecord | pb.JoinReply | Refused:
         if self._orders.order == pb.STOPPED:
             return Refused("FAILED_PRECONDITION", stopped_at(self.view.committed))
         try:
@@ -413,7 +416,7 @@ class Membership:
             if not evicted:
                 return
 
-    def _evict(self, node: Node, reason: str, now: float) -> None:
+    def _evict(self, node: NodeRecord, reason: str, now: float) -> None:
         self._remove(node, reason)
         if not reason.startswith("left: "):
             self.history.evicted(node.member, reason, now)
@@ -422,7 +425,7 @@ class Membership:
             self._quarantine.add(instance, node.name, node.cause, reason, now)
         self._changes.append(f"{node.name} ({place_of(node.member)}) is gone: {reason}")
 
-    def _remove(self, node: Node, reason: str) -> None:
+    def _remove(self, node: NodeRecord, reason: str) -> None:
         self.members.remove(node)
         self.history.gone(node.name, reason)
         self._cuts.gone(node.name)
@@ -448,7 +451,7 @@ class Membership:
             verb = "takes" if isinstance(change, SeatAssigned) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
-    def _announce(self, node: Node, now: float) -> None:
+    def _announce(self, node: NodeRecord, now: float) -> None:
         """Publishes that a node will leave soon, or stays after all."""
         self.members.set_leaving(node, node.report.leaving)
         self._collecting_until = min(self._collecting_until, now + LEAVES_COLLECTED)

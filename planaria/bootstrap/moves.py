@@ -42,7 +42,7 @@ class Cost(NamedTuple):
     crossings: int  # counts where nothing is known of links
 
 
-class Block(NamedTuple):
+class MovableStages(NamedTuple):
     """Consecutive body stages that one node alone serves, and a node that could."""
 
     giver: str
@@ -119,10 +119,10 @@ def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
 
 def reach(
     nodes: Nodes, seats: Seats, outlook: Outlook, stays: int | None = None
-) -> tuple[Cost, Block | None]:
+) -> tuple[Cost, MovableStages | None]:
     """The best placement that is at most one block away, and the block; each move counts as
     `MOVE` of a step more. None: `seats` itself. `stays`: a stage that stays where it is."""
-    best: tuple[Cost, Block | None] = (_cost(seats, outlook), None)
+    best: tuple[Cost, MovableStages | None] = (_cost(seats, outlook), None)
     for block in _blocks(nodes, seats, outlook):
         if stays not in block.stages:
             seconds, crossed = _cost(block.moved(seats), outlook)
@@ -136,7 +136,7 @@ def is_complete(served: Collection[int], outlook: Outlook) -> bool:
     return len(served) > len(outlook.load.layers)
 
 
-def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> Block | None:
+def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> MovableStages | None:
     """A move of one seat that makes no step longer, now or later, so that a loss takes fewer
     stages."""
     blocks = [
@@ -155,7 +155,7 @@ def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> Block | None:
     return None if longer or later.seconds > now.seconds else block
 
 
-def _blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[Block]:
+def _blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[MovableStages]:
     measured = {name for pair in outlook.links for name in pair}
     at: dict[int, list[str]] = {}
     for name, stages in seats.items():
@@ -173,7 +173,7 @@ def _blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[Block]:
                 able = has_room and node.stays and node.fits.issuperset(block)
                 free = name != giver and (seats[name] or not node.waits)
                 if able and free and name in measured:
-                    yield Block(giver, name, block)
+                    yield MovableStages(giver, name, block)
 
 
 def _cost(seats: Seats, outlook: Outlook) -> Cost:

@@ -24,14 +24,14 @@ ROUND_TRIPS: Final = 2
 """Between the driver and the farthest node, in each step: Reduce and Ready, Commit and Begin."""
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """From one node to another."""
 
     delay: float  # seconds, one way
     rate: float  # bytes per second
 
 
-UNKNOWN: Final = Link(0.0, math.inf)
+UNKNOWN: Final = LinkSpeed(0.0, math.inf)
 """Nothing is assumed of a link that nobody has measured."""
 
 Seats = Mapping[str, frozenset[int]]
@@ -55,7 +55,7 @@ class Outlook:
     load: Load
     layer: Mapping[str, float]  # node -> seconds of a microbatch in one layer
     ends: Mapping[str, float]  # node -> seconds of a microbatch at stage 0, where it serves that
-    links: Mapping[tuple[str, str], Link]  # from, to
+    links: Mapping[tuple[str, str], LinkSpeed]  # from, to
     rested: bool = True  # whether seats have stayed for long enough to measure
     resting: frozenset[int] = frozenset()  # stages that moved too lately, or too often
 
@@ -87,7 +87,7 @@ class Outlook:
         )
         return trip + (self.load.microbatches - 1) * max(busy.values()) + ROUND_TRIPS * far
 
-    def link(self, a: str, b: str) -> Link:
+    def link(self, a: str, b: str) -> LinkSpeed:
         """From a to b; if only the other direction was measured, as that one."""
         if a == b:
             return UNKNOWN
@@ -122,7 +122,7 @@ def crossings(seats: Seats, stages: int) -> int:
 def outlook(
     load: Load,
     nodes: Iterable[Candidate],
-    links: Mapping[tuple[str, str], Link],
+    links: Mapping[tuple[str, str], LinkSpeed],
     rested: bool = True,
     resting: frozenset[int] = frozenset(),
 ) -> Outlook | None:

@@ -42,7 +42,7 @@ from planaria.node.transaction.effects import (
     Adopt,
     AllHome,
     Apply,
-    Audit,
+    AuditSum,
     Ballot,
     DropAttempt,
     Effect,
@@ -353,7 +353,7 @@ class Agent:
                 # Posts at once: later work must find it ahead of itself in the thread.
                 self.exchanges.start(self._apply(commit))
                 self.exchanges.start(self.reducing.answer(commit))
-            case Audit():
+            case AuditSum():
                 self.exchanges.start(self.reducing.audit(effect))
             case Note(commit):
                 self.record.committed(commit)

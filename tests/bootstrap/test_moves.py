@@ -13,11 +13,11 @@ import pytest
 from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
 from planaria.bootstrap.moves import GAIN, SLOWER
 from planaria.bootstrap.placement import assign
-from planaria.bootstrap.step_time import Link, Load, Outlook, crossings, outlook
+from planaria.bootstrap.step_time import LinkSpeed, Load, Outlook, crossings, outlook
 
 MBPS = 1e6 / 8
-FREE = Link(0.0, math.inf)
-Links = Mapping[tuple[str, str], Link]
+FREE = LinkSpeed(0.0, math.inf)
+Links = Mapping[tuple[str, str], LinkSpeed]
 
 
 def load(layers: tuple[int, ...] = (1, 1, 1, 1), microbatches: int = 8, size: int = 0) -> Load:
@@ -38,7 +38,7 @@ def joiner(name: str, stage: int, **known: Any) -> Candidate:
     return node(name, stage, since={stage: 0.5}, joined=frozenset([stage]), **known)
 
 
-def links(nodes: list[Candidate], link: Link) -> Links:
+def links(nodes: list[Candidate], link: LinkSpeed) -> Links:
     return {(a.node, b.node): link for a in nodes for b in nodes if a is not b}
 
 
@@ -100,9 +100,9 @@ def test_links_delay_each_trip_and_carry_a_microbatch_after_the_other() -> None:
     both = [node("a", 0), node("b", 1)]
     seats = {one.node: one.stages for one in both}
     work = load((1,), microbatches=5, size=1000)
-    delayed = outlook_of(both, work, links(both, Link(0.25, 1e9))).step_seconds(seats)
+    delayed = outlook_of(both, work, links(both, LinkSpeed(0.25, 1e9))).step_seconds(seats)
     assert delayed == pytest.approx(2 + 4 * 0.25 + 4 + 2 * 0.5), "four hops and two round trips"
-    narrow = outlook_of(both, work, links(both, Link(0.0, 100.0))).step_seconds(seats)
+    narrow = outlook_of(both, work, links(both, LinkSpeed(0.0, 100.0))).step_seconds(seats)
     assert narrow == pytest.approx(2 + 4 * 10 + 4 * 20), "two tensors in each direction"
 
 
@@ -178,29 +178,29 @@ def test_no_more_seats_than_there_is_room_for_and_only_what_fits() -> None:
 
 def test_neighbouring_stages_come_together_where_links_are_slow() -> None:
     there = [node("a", 0, 2, 4), node("b", 1, 3)]
-    after = settled(there, load(microbatches=4), links(there, Link(0.6, 1e9)))
+    after = settled(there, load(microbatches=4), links(there, LinkSpeed(0.6, 1e9)))
     assert crossings({one.node: one.stages for one in after}, 4) == 2
-    assert settled(there, load(microbatches=4), links(there, Link(0.001, 1e9))) == there
+    assert settled(there, load(microbatches=4), links(there, LinkSpeed(0.001, 1e9))) == there
 
 
 def test_a_newcomer_whose_link_would_hold_all_up_becomes_a_standby() -> None:
     there = [node("a", *range(5)), joiner("b", 1)]
     work = load(size=1_000_000)
-    known = outlook_of(there, work, links(there, Link(0.02, 0.5 * MBPS)))
+    known = outlook_of(there, work, links(there, LinkSpeed(0.02, 0.5 * MBPS)))
     (change,) = assign(there, 4, outlook=known)
     assert isinstance(change, SeatReleased)
     assert (change.node, change.stage) == ("b", 1)
     assert change.why.startswith("standby: without it at stage 1 a step is expected to take 40 s")
     after = settled(there, work, known.links)
     assert seats(after) == {"a": [0, 1, 2, 3, 4], "b": []}
-    fast = outlook_of(there, work, links(there, Link(0.02, 100 * MBPS)))
+    fast = outlook_of(there, work, links(there, LinkSpeed(0.02, 100 * MBPS)))
     (change,) = assign(there, 4, outlook=fast)
     assert (change.node, change.stage) == ("a", 1)
 
 
 def test_a_newcomer_that_pays_only_with_several_stages_stays_and_gets_them() -> None:
     there = [node("a", *range(5)), joiner("b", 1)]
-    delays = links(there, Link(1.5, 1e9))
+    delays = links(there, LinkSpeed(1.5, 1e9))
     alone = outlook_of(there, load(), delays)
     with_one = alone.step_seconds({"a": frozenset([0, 2, 3, 4]), "b": frozenset([1])})
     assert with_one > alone.step_seconds({"a": frozenset(range(5))}), "with one it does not"
@@ -209,7 +209,7 @@ def test_a_newcomer_that_pays_only_with_several_stages_stays_and_gets_them() -> 
 
 def test_a_seat_comes_back_when_the_link_has_become_slow() -> None:
     there = [node("a", 0, 3, 4), node("b", 1, 2)]
-    slow = links(there, Link(5.0, 1e9))
+    slow = links(there, LinkSpeed(5.0, 1e9))
     (move,) = assign(there, 4, outlook=outlook_of(there, load(), slow))
     assert isinstance(move, SeatAssigned)
     assert (move.node, "(of stages 1 to 2)" in move.why) == ("a", True)
@@ -229,13 +229,13 @@ def swarm(chance: random.Random, equal: bool) -> tuple[list[Candidate], Load, Li
         nodes.append(node(name, *mine, layer=layer, room=room))
     sizes = tuple(1 if equal else chance.randint(1, 3) for _ in range(stages))
     work = load(sizes, chance.randint(1, 16), chance.choice([0, 10**6]))
-    known: dict[tuple[str, str], Link] = {}
+    known: dict[tuple[str, str], LinkSpeed] = {}
     if not equal:
         for a in names:
             for b in names:
                 if a != b and chance.random() < 0.8:
                     rate = chance.choice([1e5, 1e6, 1e8])
-                    known[a, b] = Link(chance.choice([0.0, 0.1, 2.0]), rate)
+                    known[a, b] = LinkSpeed(chance.choice([0.0, 0.1, 2.0]), rate)
     return nodes, work, known
 
 

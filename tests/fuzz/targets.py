@@ -61,10 +61,10 @@ from planaria.node.wire.frames import (
 from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.session import (
     Begun,
+    DialRefused,
     Forgotten,
     Hello,
     Outdated,
-    Refused,
     Session,
     SessionBounds,
 )
@@ -214,7 +214,7 @@ def hellos(data: bytes) -> None:
         for hello in (line, f"{line} {xxh3_64_hexdigest(line.encode())}"):
             with suppress(WireError, Outdated, Begun, Forgotten):
                 session.resume(Hello.parse(hello))
-        with suppress(Refused):
+        with suppress(DialRefused):
             Greetings("r", "n", IDENTITY).verify(DIAL, "m", IDENTITY.public, line)
 
 

@@ -32,7 +32,7 @@ from planaria.node.transaction.effects import (
     Adopt,
     AllHome,
     Apply,
-    Audit,
+    AuditSum,
     Ballot,
     DropAttempt,
     Fetch,
@@ -431,7 +431,7 @@ EXCHANGES = "averaging auditor states crossings relearning holdings"
         (DropAttempt(ATTEMPT), f"{FORGET} holdings.dropped attempt.drop"),
         (AllHome(ATTEMPT), "attempt.hurry reducing.hurry"),
         (Apply(pb.Commit(step=1)), "feed.gradients.forget reducing.answer holdings.committing"),
-        (Audit(ATTEMPT, 1, (), {}), "reducing.audit"),
+        (AuditSum(ATTEMPT, 1, (), {}), "reducing.audit"),
         (Adopt(ATTEMPT), "feed.adopt"),
         (Fetch(NEXT, COPIED), "feed.gradients.forget gaps.end fetching.cancel"),
         (

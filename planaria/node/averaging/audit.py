@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64_intdigest
 
-from planaria.node.averaging.coding import Coding, Layout
-from planaria.node.averaging.evidence import Block, Signing, drawn
+from planaria.node.averaging.coding import Coding, PieceLayout
+from planaria.node.averaging.evidence import PieceBlock, Signing, drawn
 from planaria.node.averaging.outliers import SILENT, compare
-from planaria.node.transaction.effects import Audit, Ballot
+from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import BLOCK, Codec, Descriptor, WireError
 
@@ -40,7 +40,7 @@ class AuditResult(NamedTuple):
 
 
 def examine(
-    audit: Audit,
+    audit: AuditSum,
     answers: Mapping[str, bytes],
     silent: Collection[str],
     coding: Coding,
@@ -71,7 +71,7 @@ class _Examination:
 
     def __init__(
         self,
-        audit: Audit,
+        audit: AuditSum,
         tokens: Mapping[str, int],
         coding: Coding,
         size: int,
@@ -82,7 +82,7 @@ class _Examination:
         self.codec: Codec = coding.codec
         self._ballot, self._tokens, self._wrong = audit.ballot, tokens, wrong
         self._coding, self._signing = coding, signing
-        layout = Layout(sorted(tokens), size, coding)
+        layout = PieceLayout(sorted(tokens), size, coding)
         self.rows, self._blocks = layout.rows, drawn(audit.numbers, layout)
         self.most_signed = 2 * len(tokens)  # pieces that a replica has for a block: two phases
         self._examined: list[_Examined] = []
@@ -122,7 +122,7 @@ class _Examination:
         """Whether signatures of the node can be verified: it was a member when the audit began."""
         return self._signing.key(node) != b""
 
-    def is_valid(self, signed: pb.SignedBlocks, block: Block) -> bool:
+    def is_valid(self, signed: pb.SignedBlocks, block: PieceBlock) -> bool:
         piece = block.piece
         return (
             signed.node in self._tokens
@@ -131,7 +131,7 @@ class _Examination:
             and self._signing.is_signed(signed)
         )
 
-    def decode(self, data: bytes, block: Block, codec: Codec) -> Tensor:
+    def decode(self, data: bytes, block: PieceBlock, codec: Codec) -> Tensor:
         """Raises WireError."""
         checksum = xxh3_64_intdigest(data)
         descriptor = Descriptor.parse(["float32", [block.values], codec, checksum, len(data)])
@@ -143,7 +143,7 @@ class _BlockExamination:
     """One block of a stage."""
 
     def __init__(
-        self, stage: _Examination, block: Block, shown: Mapping[str, pb.AuditedBlock]
+        self, stage: _Examination, block: PieceBlock, shown: Mapping[str, pb.AuditedBlock]
     ) -> None:
         self._stage, self._block, self._shown = stage, block, shown
         self._adders = [row[block.place] for row in stage.rows]  # one a row

@@ -12,7 +12,7 @@ from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.evidence import Evidence, Signing, is_audited
 from planaria.node.averaging.reduction import Outgoing, Reduction
-from planaria.node.transaction.effects import Audit, Ballot
+from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Hearing, Lost, PeerLostError
 from planaria.node.wire.frames import Frame, buffers_of
 
@@ -133,7 +133,7 @@ class Auditor(Hearing):
         self._coding, self._size = coding, size
         self._signing, self._patience = signing, patience
 
-    async def run(self, audit: Audit) -> AuditResult:
+    async def run(self, audit: AuditSum) -> AuditResult:
         """Waits for the answers of all replicas, and examines those that have come. Who has lost
         its link owes none."""
         awaited = {node for replicas in audit.stages.values() for node in replicas}

@@ -128,7 +128,7 @@ class GradientPiece(NamedTuple):
         return row[self.start : self.stop]
 
 
-class Layout:
+class PieceLayout:
     """The rows of the replicas, and the pieces of the gradient that each of them adds up."""
 
     def __init__(self, replicas: Sequence[str], size: int, coding: Coding) -> None:

@@ -21,7 +21,13 @@ from google.protobuf.message import DecodeError
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity, is_message_signed
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
-from planaria.node.averaging.coding import Averaged, Coding, GradientPiece, Layout, ReductionRound
+from planaria.node.averaging.coding import (
+    Averaged,
+    Coding,
+    GradientPiece,
+    PieceLayout,
+    ReductionRound,
+)
 from planaria.node.run_file import AUDITED
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -60,7 +66,7 @@ class Signing:
         return is_message_signed(self.key(blocks.node), blocks, self.view.run)
 
 
-class Block(NamedTuple):
+class PieceBlock(NamedTuple):
     """A block of a piece."""
 
     piece: GradientPiece
@@ -80,7 +86,7 @@ class Block(NamedTuple):
         return b"".join(_bytes_of_block(payload, self.number, _count(self.piece), codec))
 
 
-def drawn(numbers: Sequence[int], layout: Layout) -> list[Block]:
+def drawn(numbers: Sequence[int], layout: PieceLayout) -> list[PieceBlock]:
     """The blocks that these numbers mean: each modulo the number of blocks of the gradient."""
     pieces = [(piece, at) for at in range(layout.places) for piece in layout.owned(0, at)]
     counts = [-(-_count(piece) // VALUES) for piece, _ in pieces]
@@ -89,7 +95,7 @@ def drawn(numbers: Sequence[int], layout: Layout) -> list[Block]:
         left = number % sum(counts)
         for (piece, place), count in zip(pieces, counts, strict=True):
             if left < count:
-                blocks.append(Block(piece, place, left))
+                blocks.append(PieceBlock(piece, place, left))
                 break
             left -= count
     return blocks
@@ -156,11 +162,11 @@ class Evidence:
 
     def answer(self, numbers: Sequence[int]) -> Frame:
         """The answer to the audit of the blocks that these numbers mean."""
-        layout = Layout(self._replicas, self._size, self._coding)
+        layout = PieceLayout(self._replicas, self._size, self._coding)
         answer = pb.AuditAnswer(blocks=[self._show(block) for block in drawn(numbers, layout)])
         return Frame("audit", self.ballot, {}, [], answer.SerializeToString())
 
-    def _show(self, block: Block) -> pb.AuditedBlock:
+    def _show(self, block: PieceBlock) -> pb.AuditedBlock:
         start = block.piece.start
         shown = pb.AuditedBlock(signed=self._signed.get(start, ()))
         if start in self._own:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from planaria.bootstrap.neighbours import row_of
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS
-from planaria.node.averaging.coding import Coding, GradientPiece, Layout, ReductionRound
+from planaria.node.averaging.coding import Coding, GradientPiece, PieceLayout, ReductionRound
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.evidence import Evidence
 from planaria.node.wire.exchange import ComplaintError
@@ -116,7 +116,7 @@ class Reduction:
 
     def _lay_out(self) -> None:
         """Computes the owners of the parts that concern this node."""
-        layout = Layout(self.nodes, self.gradient.numel(), self.coding)
+        layout = PieceLayout(self.nodes, self.gradient.numel(), self.coding)
         self.rows, parts = layout.rows, layout.places
         self.row = row_of(self.node, self.rows)  # includes this node, as does `column`
         self.home = self.rows.index(self.row)

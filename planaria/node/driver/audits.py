@@ -15,7 +15,7 @@ from planaria.node.averaging.audit import AuditResult
 from planaria.node.averaging.evidence import REPLICAS
 from planaria.node.averaging.outliers import Suspicions
 from planaria.node.driver.attempt_state import AttemptState
-from planaria.node.transaction.effects import Audit, Ballot
+from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
@@ -37,7 +37,7 @@ class Audits:
         self._suspicions.restore(last.suspicions)
         self._audited = 0
 
-    def draw(self, attempt: AttemptState, commit: pb.Commit) -> list[Audit]:
+    def draw(self, attempt: AttemptState, commit: pb.Commit) -> list[AuditSum]:
         """Names the blocks of an audit in the commit, unless there is nothing to audit or an audit
         is under way; the scores so far, too."""
         commit.suspicions.extend(self._suspicions.listed())
@@ -49,7 +49,7 @@ class Audits:
             return []
         self._audited = sum(map(len, stages.values()))
         commit.audited.extend(self._chance.getrandbits(32) for _ in range(BLOCKS))
-        return [Audit(Ballot.of(commit.ballot), commit.step, [*commit.audited], stages)]
+        return [AuditSum(Ballot.of(commit.ballot), commit.step, [*commit.audited], stages)]
 
     def examined(self, result: AuditResult, members: Collection[str]) -> dict[str, str]:
         """Takes in an audit's result; returns the members that fail now, and why."""

@@ -29,7 +29,7 @@ from planaria.node.driver.divergence import DivergenceRepair
 from planaria.node.driver.fault_policy import FaultPolicy
 from planaria.node.driver.gathering import Gathering
 from planaria.node.driver.hangs import HangDetector, slow_and_alone
-from planaria.node.driver.joining import Joining
+from planaria.node.driver.joining import Joiners
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
 from planaria.node.driver.rebuilds import Rebuilds
 from planaria.node.driver.records import record_holders, to_replicate
@@ -70,7 +70,7 @@ class Driver:
         self.standing = Standing()
         self.knows = False  # whether it has the run's standing since it began to drive
         self.faults = FaultPolicy(node)
-        self.joining = Joining(rules.relearn_seconds, self.faults.idle.has_no_part)
+        self.joining = Joiners(rules.relearn_seconds, self.faults.idle.has_no_part)
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.trains_since: float | None = None  # since the last loss of a whole stage
         self.seconds: dict[str, float] = {}  # per microbatch, by node

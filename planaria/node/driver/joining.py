@@ -51,7 +51,7 @@ class FollowingTry:
         return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
 
-class Joining:
+class Joiners:
     """The members that don't train yet, and how often each failed to follow. `patience`: maximum
     seconds that one waits until its stage has relearned; `stays_out`: whether a member should go on
     following instead of entering."""

@@ -59,7 +59,7 @@ class DialledBack(NamedTuple):
     reached: bool | None  # None: no answer
 
 
-class Link(NamedTuple):
+class LinkFacts(NamedTuple):
     """Link between this machine and the registry's."""
 
     rtt: float  # seconds
@@ -105,7 +105,7 @@ class Facts:
     port: str | UnknownFact  # where this machine listens; empty: a node would dial out only
     advertise: tuple[str, tuple[str, ...]] | None  # HOST:PORT, and the host's addresses
     back: DialledBack | UnknownFact
-    link: Link | UnknownFact
+    link: LinkFacts | UnknownFact
     saves: DiskFacts | UnknownFact
     data: Data | UnknownFact
     stage: int | None  # requested one

@@ -40,7 +40,7 @@ from planaria.node.launch.diagnosis import (
     DiskFacts,
     Facts,
     Grade,
-    Link,
+    LinkFacts,
     UnknownFact,
 )
 from planaria.node.launch.errors import NodeError
@@ -114,7 +114,7 @@ async def examine(examined: Examined, version: str, elapsed: float = 0.0) -> Fac
                 no_registry = UnknownFact("no registry answers")
                 back: DialledBack | UnknownFact = no_registry
                 clock: Clock | UnknownFact = no_registry
-                link: Link | UnknownFact = no_registry
+                link: LinkFacts | UnknownFact = no_registry
             else:
                 back, (clock, link) = await asyncio.gather(
                     _dial_back(client, examined, port), _measure(client)
@@ -248,9 +248,9 @@ async def _dial_back(
     return DialledBack(reply.host, number, reached)
 
 
-async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, Link | UnknownFact]:
+async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, LinkFacts | UnknownFact]:
     clock: Clock | UnknownFact = UnknownFact("the registry has not answered in time")
-    link: Link | UnknownFact = UnknownFact(
+    link: LinkFacts | UnknownFact = UnknownFact(
         f"{FIRST_LOAD} bytes took more than {MEASURE:g} s: too slow"
     )
     try:
@@ -258,7 +258,7 @@ async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, Link | 
             clock = min([await _ask_time(client) for _ in range(QUESTIONS)], key=lambda c: c.rtt)
             up = await _speed(client, clock.rtt, lambda size: ExamineRequest(load=bytes(size)))
             down = await _speed(client, clock.rtt, lambda size: ExamineRequest(wanted=size))
-            link = Link(clock.rtt, up, down)
+            link = LinkFacts(clock.rtt, up, down)
     except TimeoutError:
         pass
     except (JoinRefused, RegistryUnreachable) as error:

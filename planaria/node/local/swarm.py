@@ -227,8 +227,8 @@ async def up(
     losses = losses or choose_losses(run)
     check_gpu(plan.device, gpus_of_this_machine)
     if not plan.options.oversubscribe:
-        check_processes(plan, Machine.this())
-    for sentence in outlook(plan, Machine.this(), speed_of_a_core):
+        check_processes(plan, MachineSize.this())
+    for sentence in outlook(plan, MachineSize.this(), speed_of_a_core):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if resumed is not None:
         plan, sentences = resume_from(plan, resumed, losses.first())
@@ -254,19 +254,19 @@ async def up(
     return wrap_up(swarm.run, out, console, ending)
 
 
-class Machine(NamedTuple):
+class MachineSize(NamedTuple):
     """Resources that all processes of a swarm share."""
 
     memory: int  # bytes
     cores: int
 
     @classmethod
-    def this(cls) -> Machine:
+    def this(cls) -> MachineSize:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(memory, available_cores())
 
 
-class Load(NamedTuple):
+class SwarmNeeds(NamedTuple):
     """Minimum resources that a swarm takes."""
 
     nodes: int
@@ -274,7 +274,7 @@ class Load(NamedTuple):
     operations: float  # floating-point, per step, on processors; 0: on GPUs
 
     @classmethod
-    def of(cls, plan: SwarmPlan) -> Load:
+    def of(cls, plan: SwarmPlan) -> SwarmNeeds:
         """Minimum load of a swarm. A step multiplies and adds each parameter once a token forward,
         and twice backward if it is trained; embeddings are lookups."""
         run, config = plan.run, plan.run.config
@@ -298,10 +298,14 @@ class Load(NamedTuple):
         return self.nodes * NODE_BYTES + COMPUTED * self.states
 
 
-def check_processes(plan: SwarmPlan, machine: Machine) -> None:
+def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
     """Check that the machine has cores and memory for all nodes, with weights, gradients and
     moments where they compute on its processors. Raises SwarmError."""
-    stages, replicas, load = plan.run.config.stages + 1, plan.run.swarm.replicas, Load.of(plan)
+    stages, replicas, load = (
+        plan.run.config.stages + 1,
+        plan.run.swarm.replicas,
+        SwarmNeeds.of(plan),
+    )
     size = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
     remedy = "choose fewer --stages or --replicas, or skip this check with --oversubscribe"
     if load.nodes > NODES_A_CORE * machine.cores:
@@ -317,10 +321,10 @@ def check_processes(plan: SwarmPlan, machine: Machine) -> None:
         )
 
 
-def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> Iterator[str]:
+def outlook(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) -> Iterator[str]:
     """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
     operations per second of a core, called where cores compute."""
-    run, config, load = plan.run, plan.run.config, Load.of(plan)
+    run, config, load = plan.run, plan.run.config, SwarmNeeds.of(plan)
     yield (
         f"{config.values:,} parameters at {load.nodes} nodes, which take about "
         f"{_gib(load.memory)} of this machine's {_gib(machine.memory)} of memory"

@@ -32,7 +32,7 @@ HEADERS = {
 """Headers of each answer."""
 
 
-class Connection(H11Protocol):
+class PageConnection(H11Protocol):
     """A connection that may have to make room for others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class Connection(H11Protocol):
     def _close_one(self) -> None:
         """Close a connection, maybe this one. Of the address with the most, an idle one goes before
         one with an answer in progress, and then the oldest."""
-        connections = cast("set[Connection]", self.connections)
+        connections = cast("set[PageConnection]", self.connections)
         count = Counter(connection.address for connection in connections)
         chosen = min(connections, key=lambda c: (-count[c.address], c.is_answering, c.since))
         chosen.transport.abort()
@@ -90,7 +90,7 @@ async def listening(
 def _config(app: ASGIApp, keys: Keys | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=PageConnection,
         ws="none",
         lifespan="off",
         log_config=None,

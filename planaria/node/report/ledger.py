@@ -480,7 +480,7 @@ def check(merged: Merged) -> Audit:
 
 def _audit(
     header: LedgerHeader,
-    examined: Sequence[_Examined],
+    examined: Sequence[_ExaminedStep],
     superseded: int,
     last: int,
     cut: tuple[str, ...],
@@ -524,7 +524,7 @@ def _half_line(path: Path) -> str:
     return "" if whole else f"the last line of {path} is cut off: it is not counted"
 
 
-class _Examined(NamedTuple):
+class _ExaminedStep(NamedTuple):
     """A step's numbers of duplicate, missing and unplanned samples, and its link of the chain."""
 
     duplicates: int
@@ -536,7 +536,7 @@ class _Examined(NamedTuple):
     previous: str
 
 
-def _chain(examined: Iterable[_Examined]) -> tuple[int, list[str]]:
+def _chain(examined: Iterable[_ExaminedStep]) -> tuple[int, list[str]]:
     """Number of commits that name the preceding one, and sentences on those that name another. A
     lineage's first commit has no predecessor; gaps are not checked."""
     chained = 0
@@ -556,13 +556,13 @@ def _chain(examined: Iterable[_Examined]) -> tuple[int, list[str]]:
     return chained, broken
 
 
-def _examining(header: LedgerHeader) -> Callable[[Line], _Examined]:
+def _examining(header: LedgerHeader) -> Callable[[Line], _ExaminedStep]:
     """Function that examines a line. Raises LedgerError for a header without windows."""
     from planaria.node.data.windows import microbatch_ids, samples_hash  # with numpy
 
     windows = windows_in(header)
 
-    def examine(line: Line) -> _Examined:
+    def examine(line: Line) -> _ExaminedStep:
         step = line["step"]
         ids, size = windows.ids(step), windows.batches.of(step).microbatch
         parts = [microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))]
@@ -610,7 +610,7 @@ def windows_in(header: LedgerHeader) -> Windows:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
 
 
-def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> _Examined:
+def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> _ExaminedStep:
     """One step against its planned microbatches: (samples, hash)."""
     expected = dict(enumerate(planned))
     seen: set[int] = set()
@@ -625,4 +625,4 @@ def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> _Examined:
     missing = sum(count for number, (count, _) in expected.items() if number not in seen)
     step, lineage = line["step"], line.get("lineage", 0)
     hash, previous = line.get("hash", ""), line.get("previous", "")
-    return _Examined(duplicates, missing, extra, step, lineage, hash, previous)
+    return _ExaminedStep(duplicates, missing, extra, step, lineage, hash, previous)

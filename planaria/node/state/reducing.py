@@ -11,7 +11,7 @@ from planaria.node.averaging.averaging import Auditor, Averaging
 from planaria.node.averaging.coding import Coding, ReductionRound
 from planaria.node.averaging.evidence import Signing
 from planaria.node.model.shape import trained_shapes
-from planaria.node.transaction.effects import NEVER, Audit, Ballot
+from planaria.node.transaction.effects import NEVER, AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
@@ -81,7 +81,7 @@ class Reducing:
         seat.carry_out(seat.member.reduced(ballot, ready))
         seat.exchanges.start(seat.feed.feed(ballot, attempt.begin))
 
-    async def audit(self, audit: Audit) -> None:
+    async def audit(self, audit: AuditSum) -> None:
         result = await self._seat.auditor.run(audit)
         self._seat.carry_out(self._seat.driver.audited(result))
 

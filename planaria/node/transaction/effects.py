@@ -98,7 +98,7 @@ class Apply:
 
 
 @dataclass(frozen=True)
-class Audit:
+class AuditSum:
     """Collect and examine what replicas show of a sum; `Driver.audited` gets the result."""
 
     ballot: Ballot
@@ -161,7 +161,7 @@ Effect = (
     | DropAttempt
     | AllHome
     | Apply
-    | Audit
+    | AuditSum
     | Note
     | Adopt
     | Fetch

@@ -15,7 +15,7 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from planaria.bootstrap.identity import Identity, is_signed
-from planaria.node.wire.session import Refused
+from planaria.node.wire.session import DialRefused
 
 PROTOCOL: Final = 1
 DIAL, ANSWER, ADD = "planaria link dial", "planaria link answer", "planaria link stream"
@@ -35,18 +35,18 @@ def metadata(run: str, node: str, peer: str) -> dict[str, str]:
 
 
 def check_metadata(run: str, node: str, received: Mapping[str, str]) -> None:
-    """Check that the dialler wants this node. Raises Refused."""
+    """Check that the dialler wants this node. Raises DialRefused."""
     protocol = received.get("planaria-protocol", "")
     if protocol != str(PROTOCOL):
-        raise Refused(
+        raise DialRefused(
             "FAILED_PRECONDITION",
             f"{node} speaks protocol {PROTOCOL}, the dialler {protocol or 'none'}; "
             "install the same version of planaria on both",
         )
     if (theirs := unquote(received.get("planaria-run", ""))) != run:
-        raise Refused("PERMISSION_DENIED", f"{node} is in run {run}, not {theirs!r}")
+        raise DialRefused("PERMISSION_DENIED", f"{node} is in run {run}, not {theirs!r}")
     if (peer := received.get("planaria-peer", "")) != node:
-        raise Refused("NOT_FOUND", f"this is node {node}, not {peer!r}")
+        raise DialRefused("NOT_FOUND", f"this is node {node}, not {peer!r}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Greetings:
         return f"{hello} {self.identity.sign(purpose, *parts).hex()}"
 
     def verify(self, purpose: str, peer: str, key: bytes, text: str, *earlier: str) -> str:
-        """The hello of a text that `peer` has signed. Raises Refused."""
+        """The hello of a text that `peer` has signed. Raises DialRefused."""
         hello, _, signature = text[:LONGEST].rpartition(" ")
         try:
             parts = _parts(self.run, peer, self.node, hello, *earlier)
@@ -71,7 +71,7 @@ class Greetings:
         except ValueError:
             genuine = False
         if not genuine:
-            raise Refused(
+            raise DialRefused(
                 "UNAUTHENTICATED",
                 f"a hello in the name of {peer} is not signed by the key that the view names for "
                 f"{peer}: a node speaks for itself alone",

@@ -45,7 +45,7 @@ from planaria.node.wire.link_table import FIRST_PAUSE, LONGEST_PAUSE, LinkTable,
 from planaria.node.wire.link_table import HEAD_START as HEAD_START
 from planaria.node.wire.observers import Observers
 from planaria.node.wire.relays import Call, Relay, Relays
-from planaria.node.wire.session import Hello, Refused, Session, SessionBounds
+from planaria.node.wire.session import DialRefused, Hello, Session, SessionBounds
 from planaria.node.wire.streams import MOST as MOST_STREAMS
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ class Links(LinkTable):
                 try:
                     await (self._call_by_relay(node) if by_relay else self._dial_if_worth(node))
                     pause = FIRST_PAUSE
-                except (Refused, WireError) as error:
+                except (DialRefused, WireError) as error:
                     why = str(error)
                 if why and why != logged and due(node):
                     by = f" by {self.via(node)}" if by_relay else ""
@@ -297,7 +297,7 @@ class Links(LinkTable):
 
     async def _dial(self, peer: Peer) -> None:
         """Returns when the connection has been up and is over, or at once when the other side has
-        dialled. Raises Refused or WireError."""
+        dialled. Raises DialRefused or WireError."""
         patience = self.settings.handshake
         channel: Channel | None = None
         try:
@@ -305,7 +305,7 @@ class Links(LinkTable):
                 if not self.is_to_dial(peer.node):
                     return
                 if why := await self._transport.not_to_dial(peer.address):
-                    raise Refused("INVALID_ARGUMENT", why)
+                    raise DialRefused("INVALID_ARGUMENT", why)
                 link = self.by_peer.get(peer.node)
                 if link is not None and link.connection is not None:
                     self._returning.add(peer.node)
@@ -343,8 +343,8 @@ class Links(LinkTable):
         return _Dial(node, session, hello, self._greetings.sign(DIAL, node, hello.pack()))
 
     async def _resume_by(self, dial: _Dial, answer: Awaitable[str], patience: float) -> str:
-        """Resume the session by the peer's signed answer, which this returns. Raises Refused, and
-        WireError."""
+        """Resume the session by the peer's signed answer, which this returns. Raises DialRefused,
+        and WireError."""
         try:
             async with asyncio.timeout(patience):
                 text = await answer
@@ -352,8 +352,8 @@ class Links(LinkTable):
             hello = self._greetings.verify(ANSWER, dial.node, key, text, dial.signed)
             self.answered(dial.node, dial.session, dial.hello, Hello.parse(hello))
         except TimeoutError:
-            raise Refused("DEADLINE_EXCEEDED", f"no answer in {patience} s") from None
-        except Refused as refused:
+            raise DialRefused("DEADLINE_EXCEEDED", f"no answer in {patience} s") from None
+        except DialRefused as refused:
             self.dialled_in_vain(dial.node, dial.session, refused)
             raise
         return text
@@ -404,7 +404,7 @@ class Links(LinkTable):
                 calls.remove(call)
                 connection.added()
             await connection.add(number, call, ours=True).over.wait()
-        except (Refused, TimeoutError) as error:
+        except (DialRefused, TimeoutError) as error:
             why = f"no stream {number} on the link to {peer.node}: {str(error) or 'no answer'}"
             log.info("%s", why)
             connection.not_added(why)
@@ -452,9 +452,9 @@ class Links(LinkTable):
         try:
             hello = self._heard(call.peer, signed)
             if call.peer in self._returning:
-                raise Refused("ALREADY_EXISTS", f"{self.node} dials {call.peer} directly")
+                raise DialRefused("ALREADY_EXISTS", f"{self.node} dials {call.peer} directly")
             session = self._resume(call.peer, hello)
-        except Refused as refused:
+        except DialRefused as refused:
             self.relays.refuse(call, refused.code, str(refused))
             self.relays.hang_up(call)
             return
@@ -473,7 +473,7 @@ class Links(LinkTable):
         assert self._observers is not None
         try:
             check_metadata(self.run, self.node, stream.metadata)
-        except Refused as refused:
+        except DialRefused as refused:
             log.info("refused an observer at %s: %s", stream.peer, refused)
             raise Broken(refused.code, str(refused)) from None
         await self._observers.serve(stream)
@@ -487,7 +487,7 @@ class Links(LinkTable):
             else:
                 connection = await self._shake_hands(stream)
                 over = connection.over
-        except Refused as refused:
+        except DialRefused as refused:
             level = logging.WARNING if refused.code == "UNAUTHENTICATED" else logging.INFO
             log.log(level, "refused a %s stream of %s: %s", name, stream.peer, refused)
             raise Broken(refused.code, str(refused)) from None
@@ -503,7 +503,7 @@ class Links(LinkTable):
                 connection.end("the connection broke")
 
     async def _shake_hands(self, stream: AcceptedStream) -> Connection:
-        """Accept a dialled connection. Raises Refused."""
+        """Accept a dialled connection. Raises DialRefused."""
         dialler, signed = await self._hello_of(stream)
         hello = self._heard(dialler, signed)
         async with self._after_own_dial(dialler):
@@ -513,13 +513,15 @@ class Links(LinkTable):
             text = self._greetings.sign(ANSWER, dialler, answer.pack(), signed)
             await stream.accept(self._answering(text))
             if session is not self.session(dialler) or not session.is_newest(answer):
-                raise Refused("ALREADY_EXISTS", "another connection has come up")
+                raise DialRefused("ALREADY_EXISTS", "another connection has come up")
             return self._adopt(dialler, session, [stream], hellos=(signed, text))
 
     async def _hello_of(self, stream: AcceptedStream) -> tuple[str, str]:
-        """A dialler that may have a link, and its signed hello. Raises Refused."""
+        """A dialler that may have a link, and its signed hello. Raises DialRefused."""
         if self._handshakes > HANDSHAKE_LIMIT:
-            raise Refused("RESOURCE_EXHAUSTED", f"{self.node} is in {HANDSHAKE_LIMIT} handshakes")
+            raise DialRefused(
+                "RESOURCE_EXHAUSTED", f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
+            )
         check_metadata(self.run, self.node, stream.metadata)
         dialler = stream.metadata.get("planaria-node", "")
         try:
@@ -527,7 +529,7 @@ class Links(LinkTable):
                 while dialler not in self.members and not self.stopping:
                     await self._view_changed.wait()
         except TimeoutError:
-            raise Refused(
+            raise DialRefused(
                 "PERMISSION_DENIED",
                 f"{dialler!r} is no member of view {self.view}, the newest that {self.node} "
                 f"knows; waited {self.settings.view_wait} s for a newer one",
@@ -535,40 +537,40 @@ class Links(LinkTable):
         return dialler, stream.metadata.get("planaria-link", "")
 
     def _member(self, node: str) -> Peer:
-        """Raises Refused if it is none, or this node stops."""
+        """Raises DialRefused if it is none, or this node stops."""
         if self.stopping:
-            raise Refused("ABORTED", f"{self.node} stops")
+            raise DialRefused("ABORTED", f"{self.node} stops")
         if node not in self.members:
-            raise Refused("PERMISSION_DENIED", f"{node} is no member of view {self.view}")
+            raise DialRefused("PERMISSION_DENIED", f"{node} is no member of view {self.view}")
         return self.members[node]
 
     def _heard(self, dialler: str, signed: str) -> str:
-        """The verified hello of a member that dials. Raises Refused."""
+        """The verified hello of a member that dials. Raises DialRefused."""
         hello = self._greetings.verify(DIAL, dialler, self._member(dialler).key, signed)
         if (link := self.by_peer.get(dialler)) is not None:
             link.heard()
         return hello
 
     def _resume(self, dialler: str, hello: str) -> Session:
-        """Resume the session that the dialler names in its hello, or begin one. Raises Refused."""
+        """Resume the session that the dialler names, or begin one. Raises DialRefused."""
         try:
             return self.resume(dialler, Hello.parse(hello))
         except WireError as error:
-            raise Refused("INVALID_ARGUMENT", str(error)) from None
+            raise DialRefused("INVALID_ARGUMENT", str(error)) from None
 
     async def _take_bulk(self, stream: AcceptedStream) -> tuple[Connection, Bulk]:
-        """Accept a stream that the dialler adds to the connection. Raises Refused."""
+        """Accept a stream that the dialler adds to the connection. Raises DialRefused."""
         dialler, text = await self._hello_of(stream)
         peer, link = self._member(dialler), self.by_peer.get(dialler)
         connection = link.connection if link is not None else None
         if connection is None or connection.dialled or connection.via:
             why = f"{self.node} has no connection that {dialler} has dialled"
-            raise Refused("FAILED_PRECONDITION", why)
+            raise DialRefused("FAILED_PRECONDITION", why)
         word = self._greetings.verify(ADD, dialler, peer.key, text, *connection.hellos)
         number = int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
         if not connection.may_add(number):
             why = f"stream {word[:80]} was there before, or is one more than {MOST_STREAMS}"
-            raise Refused("RESOURCE_EXHAUSTED", why)
+            raise DialRefused("RESOURCE_EXHAUSTED", why)
         answer = self._greetings.sign(ANSWER, dialler, "taken", text)
         try:
             await stream.accept(self._answering(answer))
@@ -636,12 +638,12 @@ def teach_malloc() -> None:
 
 
 async def _accepted(call: DialledStream, node: str) -> str:
-    """The signed hello of `node`, which has accepted this stream. Raises Refused."""
+    """The signed hello of `node`, which has accepted this stream. Raises DialRefused."""
     try:
         received = await call.accepted()
         if received.get("planaria-node") != node:
             await call.read()  # raises the status that the stream ended with
-            raise Refused("NOT_FOUND", f"no node {node} at the other end")
+            raise DialRefused("NOT_FOUND", f"no node {node} at the other end")
     except Broken as broken:
-        raise Refused(broken.code, str(broken)) from None
+        raise DialRefused(broken.code, str(broken)) from None
     return received.get("planaria-link", "")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from planaria.node.wire.budget import PEERS
 from planaria.node.wire.frames import WireError
-from planaria.node.wire.session import Begun, Forgotten, Hello, Outdated, Refused, Session
+from planaria.node.wire.session import Begun, DialRefused, Forgotten, Hello, Outdated, Session
 
 if TYPE_CHECKING:
     from planaria.node.wire.connection import Link
@@ -193,22 +193,22 @@ class LinkTable:
         return self._begun[node]
 
     def resume(self, dialler: str, hello: Hello) -> Session:
-        """Resume, or begin, a session by a dialler's hello. Raises Refused, and WireError."""
+        """Resume, or begin, a session by a dialler's hello. Raises DialRefused, and WireError."""
         session, link = self.session(dialler), self.by_peer.get(dialler)
         try:
             session.check(hello)
         except Outdated as why:
             newer = f"{self.node} has a newer connection: {why}"
-            raise Refused("ALREADY_EXISTS", newer) from None
+            raise DialRefused("ALREADY_EXISTS", newer) from None
         except Forgotten as why:
-            raise Refused("DATA_LOSS", f"{self.node} has no such link: {why}") from None
+            raise DialRefused("DATA_LOSS", f"{self.node} has no such link: {why}") from None
         except Begun:
             if link is not None:
                 link.end(f"{dialler} has lost the link, and dialled anew")
             else:
                 del self._begun[dialler]
             if hello.other:  # of a session now over, known from an old hello
-                raise Refused("DATA_LOSS", f"{self.node} has no such link any more") from None
+                raise DialRefused("DATA_LOSS", f"{self.node} has no such link any more") from None
             session, link = self.session(dialler), None
         if link is not None:
             link.detach(f"{dialler} dialled anew")
@@ -221,18 +221,18 @@ class LinkTable:
         return session
 
     def answered(self, node: str, session: Session, own_hello: Hello, answer: Hello) -> None:
-        """Resume a session by the answer to this node's hello. Raises Refused; WireError for an
+        """Resume a session by the answer to this node's hello. Raises DialRefused; WireError for an
         impossible answer."""
         if session is not self.session(node):
-            raise Refused("CANCELLED", "another link has come up")
+            raise DialRefused("CANCELLED", "another link has come up")
         try:
             session.resume(answer, own_hello)
         except Outdated as why:
-            raise Refused("CANCELLED", str(why)) from None
+            raise DialRefused("CANCELLED", str(why)) from None
         except (Begun, Forgotten) as why:
             raise WireError(f"{node} answers for another link: {why}") from None
 
-    def dialled_in_vain(self, node: str, session: Session, refused: Refused) -> None:
+    def dialled_in_vain(self, node: str, session: Session, refused: DialRefused) -> None:
         """Record a failed dial; the link ends if the peer answers that it has none."""
         link = self.by_peer.get(node)
         if link is None or link.session is not session:

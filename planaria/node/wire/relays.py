@@ -23,7 +23,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from planaria.node.wire.frames import Frame, Payload, buffers_of
-from planaria.node.wire.session import Refused
+from planaria.node.wire.session import DialRefused
 
 LIMIT: Final = 48 << 20
 CALL_LIMIT: Final = 16 << 20
@@ -71,7 +71,7 @@ class Call:
             for stream in self.streams.values():
                 stream.put(None)
             if not self.answer.done():
-                self.answer.set_exception(Refused("UNAVAILABLE", why))
+                self.answer.set_exception(DialRefused("UNAVAILABLE", why))
                 self.answer.exception()  # marked as retrieved: perhaps never awaited
 
 
@@ -117,11 +117,11 @@ class Relays:
     # --- at the ends
 
     def call(self, peer: str, hello: str) -> Call:
-        """Send a hello to the peer; `answer` will have its reply. Raises Refused."""
+        """Send a hello to the peer; `answer` will have its reply. Raises DialRefused."""
         call = self._begin(peer, f"{self.node} {hello}")
         if not self._say(call, "hello", hello.encode()):
             self.hang_up(call)
-            raise Refused("UNAVAILABLE", f"there is no link to {self.via(peer)} either")
+            raise DialRefused("UNAVAILABLE", f"there is no link to {self.via(peer)} either")
         return call
 
     def answer(self, call: Call, hello: str) -> None:
@@ -174,7 +174,7 @@ class Relays:
             call.answer.set_result(_text(frame.payload))
         elif say == "refused" and not call.answer.done():
             code, _, sentence = _text(frame.payload).partition(" ")
-            call.answer.set_exception(Refused(code, sentence))
+            call.answer.set_exception(DialRefused(code, sentence))
         elif say == "item":
             stream = call.streams["Control" if frame.kind == "call" else "Bulk"]
             stream.put(b"".join(buffers_of(frame.payload)))

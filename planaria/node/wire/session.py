@@ -35,7 +35,7 @@ _HELLO: Final = re.compile(
 )
 
 
-class Refused(Exception):  # noqa: N818 (not an error of this node)
+class DialRefused(Exception):  # noqa: N818 (not an error of this node)
     """A dial is refused, or has failed. `code`: the name of a gRPC status."""
 
     def __init__(self, code: str, sentence: str) -> None:

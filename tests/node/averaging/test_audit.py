@@ -16,7 +16,7 @@ from planaria.node.averaging.coding import Averaged, Coding, GradientPiece, Redu
 from planaria.node.averaging.evidence import Evidence, drawn
 from planaria.node.averaging.outliers import SILENT
 from planaria.node.run_file import AUDITED
-from planaria.node.transaction.effects import Audit, Ballot
+from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
@@ -81,8 +81,8 @@ def answers_in(network: Network) -> dict[str, bytes]:
     return {name: bytes(one.answer(ALL).payload) for name, one in kept.items() if one}
 
 
-def audit_of(nodes: list[str]) -> Audit:
-    return Audit(BALLOT, 7, ALL, {1: dict.fromkeys(nodes, 100)})
+def audit_of(nodes: list[str]) -> AuditSum:
+    return AuditSum(BALLOT, 7, ALL, {1: dict.fromkeys(nodes, 100)})
 
 
 def standing_out(result: AuditResult) -> dict[str, list[str]]:
@@ -104,7 +104,7 @@ def test_honest_replicas_pass(codec: Averaged, count: int) -> None:
 
 
 def test_numbers_draw_every_block_and_no_other() -> None:
-    layout = coding.Layout(nodes_of(4), SIZE, Coding(tensors))
+    layout = coding.PieceLayout(nodes_of(4), SIZE, Coding(tensors))
     blocks = drawn(ALL, layout)
     spans = [(b.piece.start + BLOCK * b.number, b.values) for b in blocks]
     covered = sorted({*spans})
@@ -346,6 +346,6 @@ def test_a_block_in_evidence_has_its_own_scales() -> None:
     payload = Coding(tensors, "int8").encode(piece.of(row), 0)[1]
     kept.sign("contribution", piece, payload)
     for number, values in enumerate([256, 256, 188]):
-        data = evidence.Block(piece, 0, number).of(payload, "int8")
+        data = evidence.PieceBlock(piece, 0, number).of(payload, "int8")
         alone = tensors.encode([row[256 * number : 256 * number + values]], "int8")[1]
         assert data == bytes(alone[0])

@@ -57,7 +57,7 @@ from planaria.node.report.events import (
     Waiting,
     WeightsChanged,
 )
-from planaria.node.transaction.effects import NEVER, Audit, Ballot, Effect, Rejoin, Send, Suspect
+from planaria.node.transaction.effects import NEVER, AuditSum, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.plan_encoding import PlanDecoder
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import SLOWEST, TransactionRules
@@ -2363,12 +2363,12 @@ AUDITED = replace(RULES, audits=True, exclude=True)
 THREES = {**SWARM, "b2": 1, "b3": 1, "c2": 2, "z": 0, "y": 0}
 
 
-def audits(told: Told) -> tuple[list[Audit], pb.Commit]:
+def audits(told: Told) -> tuple[list[AuditSum], pb.Commit]:
     """Audits that follow from the commit of the attempt, and the commit."""
     told.comes_home()
     effects = told.votes()
     commit = sent(effects, "step")["a"].step.commit
-    return [effect for effect in effects if isinstance(effect, Audit)], commit
+    return [effect for effect in effects if isinstance(effect, AuditSum)], commit
 
 
 def test_a_step_with_a_gradient_far_too_long_is_skipped_and_audited_by_the_next_driver_too() -> (

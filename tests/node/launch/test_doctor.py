@@ -16,7 +16,14 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.node.cli import app
 from planaria.node.launch import doctor
-from planaria.node.launch.diagnosis import DialledBack, Grade, Link, UnknownFact, findings, worst
+from planaria.node.launch.diagnosis import (
+    DialledBack,
+    Grade,
+    LinkFacts,
+    UnknownFact,
+    findings,
+    worst,
+)
 from planaria.node.launch.doctor import Examined, examine
 from planaria.node.launch.node_options import Addresses, DoctorOptions
 from tests.bootstrap.conftest import serving
@@ -52,7 +59,7 @@ async def test_a_machine_that_could_join(tmp_path: Path) -> None:
         facts = await examine(asked(place.address, tmp_path), "1")
     assert isinstance(facts.back, DialledBack)
     assert (facts.back.host, facts.back.reached) == ("127.0.0.1", True)
-    assert isinstance(facts.link, Link) and facts.link.up > 0 and facts.link.down > 0
+    assert isinstance(facts.link, LinkFacts) and facts.link.up > 0 and facts.link.down > 0
     assert not isinstance(facts.clock, UnknownFact) and abs(facts.clock.ahead) <= facts.clock.rtt
     assert not isinstance(facts.saves, UnknownFact) and facts.saves.free > 0
     assert not (tmp_path / "deep").exists(), "nothing is made"

@@ -23,7 +23,7 @@ from planaria.node.launch.resolve import registry_rules, resolve, run_id, text_t
 from planaria.node.local.swarm import (
     Ending,
     Kill,
-    Machine,
+    MachineSize,
     SwarmError,
     SwarmPlan,
     check_gpu,
@@ -92,22 +92,22 @@ def test_a_model_larger_than_this_machine_is_refused(tmp_path):
     run = loads("[model]\npreset = 'large'\nvocabulary = 65000")
     says = r"7 stages with .* need 22.\d GiB, 22.\d GiB .* this machine has 16.0 GiB: .*--oversub"
     with pytest.raises(SwarmError, match=says):
-        check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(16 * 2**30, 2))
-    check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(23 * 2**30, 2))
-    check_processes(SwarmPlan(run, tmp_path, None, "cuda:0"), Machine(2**30, 2))
+        check_processes(SwarmPlan(run, tmp_path, None, "cpu"), MachineSize(16 * 2**30, 2))
+    check_processes(SwarmPlan(run, tmp_path, None, "cpu"), MachineSize(23 * 2**30, 2))
+    check_processes(SwarmPlan(run, tmp_path, None, "cuda:0"), MachineSize(2**30, 2))
 
 
 def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     run = loads("steps = 9\n[model]\npreset = 'large'\nvocabulary = 2048")
     plan = SwarmPlan(run, tmp_path, None, "cpu")
-    size, warning, time = outlook(plan, Machine(24 * 2**30, 2), lambda: 1e11)
+    size, warning, time = outlook(plan, MachineSize(24 * 2**30, 2), lambda: 1e11)
     parameters = 1_619_101_696
     assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 28.0 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
     minutes = 6 * parameters * 65536 / 2e11 / 60
     assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
-    assert len(list(outlook(plan, Machine(30 * 2**30, 2), lambda: 1e11))) == 2
-    on_gpu = list(outlook(plan._replace(device="cuda:0"), Machine(2**33, 2), lambda: 1 / 0))
+    assert len(list(outlook(plan, MachineSize(30 * 2**30, 2), lambda: 1e11))) == 2
+    on_gpu = list(outlook(plan._replace(device="cuda:0"), MachineSize(2**33, 2), lambda: 1 / 0))
     assert on_gpu == [
         f"{parameters:,} parameters at 7 nodes, which take about 0.8 GiB of this "
         "machine's 8.0 GiB of memory"
@@ -119,10 +119,10 @@ def test_more_nodes_than_a_machine_can_have_are_refused(tmp_path):
     run = loads("[model]\nstages = 100\nlayers = 100\nvocabulary = 512")
     plan = SwarmPlan(run, tmp_path, None, "cpu")
     with pytest.raises(SwarmError, match=r"are 101 nodes, .* 2 cores .* only 32 .*--oversubscribe"):
-        check_processes(plan, Machine(2**40, 2))
+        check_processes(plan, MachineSize(2**40, 2))
     with pytest.raises(SwarmError, match=r"101 nodes, which need 1\d.\d GiB, .* has 8.0 GiB"):
-        check_processes(plan, Machine(2**33, 8))
-    check_processes(plan, Machine(2**34, 8))
+        check_processes(plan, MachineSize(2**33, 8))
+    check_processes(plan, MachineSize(2**34, 8))
 
 
 @pytest.mark.parametrize(("gpus", "says"), [(0, "none"), (1, "cuda:0,"), (7, "cuda:0 to cuda:6")])
@@ -313,7 +313,7 @@ def test_up_refuses_nonsense_before_it_starts_anything(
     data, tmp_path, monkeypatch, arguments, says
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Machine, "this", lambda: Machine(2**36, 2))
+    monkeypatch.setattr(MachineSize, "this", lambda: MachineSize(2**36, 2))
     result = CliRunner().invoke(app, ["up", *arguments, "--out", "out"])
     assert result.exit_code == 1
     assert says in result.output

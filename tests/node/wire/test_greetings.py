@@ -6,7 +6,7 @@ import pytest
 
 from planaria.bootstrap.identity import Identity
 from planaria.node.wire.greetings import ANSWER, DIAL, Greetings
-from planaria.node.wire.session import Refused
+from planaria.node.wire.session import DialRefused
 
 A, B = Identity.generate(), Identity.generate()
 HELLO = "1 0 1 0 0 0123456789abcdef"
@@ -37,19 +37,19 @@ def test_both_ends_prove_who_they_are() -> None:
     ],
 )
 def test_a_hello_is_of_one_node_to_another_in_a_run(said: str) -> None:
-    with pytest.raises(Refused, match="in the name of a is not signed by the key that"):
+    with pytest.raises(DialRefused, match="in the name of a is not signed by the key that"):
         Greetings("run", "b", B).verify(DIAL, "a", A.public, said)
 
 
 def test_an_answer_is_to_what_was_said() -> None:
     a, b = Greetings("run", "a", A), Greetings("run", "b", B)
     answer = b.sign(ANSWER, "a", HELLO, a.sign(DIAL, "b", "another hello"))
-    with pytest.raises(Refused, match="in the name of b"):
+    with pytest.raises(DialRefused, match="in the name of b"):
         a.verify(ANSWER, "b", B.public, answer, a.sign(DIAL, "b", HELLO))
 
 
 def test_a_member_without_a_key_proves_nothing() -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(DialRefused):
         Greetings("run", "b", B).verify(
             DIAL, "a", b"", Greetings("run", "a", A).sign(DIAL, "b", HELLO)
         )

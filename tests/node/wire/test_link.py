@@ -25,7 +25,7 @@ from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.greetings import ADD, DIAL, PROTOCOL, Greetings
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
-from planaria.node.wire.session import Hello, Refused, Silence
+from planaria.node.wire.session import DialRefused, Hello, Silence
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
 from tests.bootstrap.conftest import identity
@@ -385,7 +385,7 @@ async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
     async with started(a, b, listen="ac"):
         a.links.set_peers(1, [a.peer(), peer_at("c", b.address)], ["c"])
         b.links.set_peers(1, [a.peer(), b.peer()], ["a"])
-        with pytest.raises(Refused, match="in the name of c is not signed by the key"):
+        with pytest.raises(DialRefused, match="in the name of c is not signed by the key"):
             await a.links._dial(peer_at("c", b.address))
         assert a.links.peers == []
 
@@ -446,7 +446,7 @@ async def test_a_peer_that_takes_no_stream_for_frames_is_dialled_anew() -> None:
 
     async def refused(_: Any) -> None:
         dials.set()
-        raise Refused("UNAVAILABLE", "one is enough")
+        raise DialRefused("UNAVAILABLE", "one is enough")
 
     a, b = Node("a"), Node("b")
     b.links._take_bulk = refused  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import pytest
 
 from planaria.node.wire.budget import ITEM, PEERS
 from planaria.node.wire.link_table import HEAD_START, LinkTable, Peer
-from planaria.node.wire.session import Refused, Session, SessionBounds
+from planaria.node.wire.session import DialRefused, Session, SessionBounds
 
 HELD = 1 << 20
 BOUNDS = SessionBounds(chunk=10, window=99, payload=99, messages=100 + 2 * ITEM, held=HELD)
@@ -132,5 +132,5 @@ def test_who_has_forgotten_the_link_ends_it_with_its_answer() -> None:
     table = Table()
     link = table.up("c")
     for code, ended in (("UNAVAILABLE", ""), ("ALREADY_EXISTS", ""), ("DATA_LOSS", "it is over")):
-        table.dialled_in_vain("c", link.session, Refused(code, "it is over"))
+        table.dialled_in_vain("c", link.session, DialRefused(code, "it is over"))
         assert link.ended == ended

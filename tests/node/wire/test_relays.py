@@ -14,7 +14,7 @@ from planaria.node.wire import relays
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.relays import Call, Relay, Relays
-from planaria.node.wire.session import Hello, Refused
+from planaria.node.wire.session import DialRefused, Hello
 from tests.bootstrap.conftest import identity
 from tests.harness.at_rest import check_at_rest
 from tests.node.wire.test_link import (
@@ -99,7 +99,7 @@ async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> No
         await exchange(a, b)
         said = Greetings("run", "a", identity("c")).sign(DIAL, "b", Hello(9, 0, 1, 0, 0).pack())
         fields = {"from": "a", "call": "a forged", "say": "hello"}
-        with pytest.raises(Refused, match="in the name of a is not signed"):
+        with pytest.raises(DialRefused, match="in the name of a is not signed"):
             await forged_call(c, b, Frame("call", (0, 0), fields, [], said.encode()))
 
 
@@ -115,7 +115,7 @@ async def forged_call(c: Node, b: Node, hello: Frame) -> None:
     c.links._send_relayed("b", hello, None)
     async with asyncio.timeout(DEADLINE):
         code, _, sentence = (await answer).partition(" ")
-    raise Refused(code, sentence)
+    raise DialRefused(code, sentence)
 
 
 # What a relay holds
@@ -183,7 +183,7 @@ async def test_a_call_ends_when_another_relay_is_to_carry_it() -> None:
     wire = Wire("a")
     call = wire.relays.call("b", "1 0 1 0 0")
     wire.relays.set([Relay("a", "b", "d")])
-    with pytest.raises(Refused, match="c carries for a and b no more"):
+    with pytest.raises(DialRefused, match="c carries for a and b no more"):
         await call.answer
     assert await call.streams["Control"].read() is None
 
@@ -206,7 +206,7 @@ async def test_who_is_called_before_it_has_the_view_says_so() -> None:
     ((to, refusal),) = ends["b"].sent
     assert (to, refusal.fields["to"]) == ("c", "a")
     ends["a"].relays.on_frame("c", replace(refusal, fields={**refusal.fields, "from": "b"}))
-    with pytest.raises(Refused, match="b knows of no relay c"):
+    with pytest.raises(DialRefused, match="b knows of no relay c"):
         await call.answer
 
 
