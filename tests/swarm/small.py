@@ -13,6 +13,7 @@ preset = "tiny"
 dim = 32
 context = 32
 [training]
+optimizer = "adamw"  # Muon rounds to steps of 2^-11, so that a last digit may count
 batch = 4
 microbatch = 1
 warmup = 5

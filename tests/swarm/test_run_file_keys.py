@@ -67,7 +67,7 @@ CHANGED = {
     "data.content": "0" * 64,
     "data.corpora": [{"path": "elsewhere"}],
     "training.precision": "bf16",
-    "training.optimizer": "adamw",
+    "training.optimizer": "muon",
     "training.lr": 0.5,
     "training.lr_floor": 0.5,
     "training.sampling.top_p": 0.5,
@@ -131,6 +131,7 @@ USED = {
 }
 
 
+MUON = {"training__optimizer": "muon"}
 OF_THE_REGISTRY = {"notify.command"}
 """What no node gets (tests/node/page/test_notifying.py)."""
 
@@ -140,7 +141,7 @@ def changed(key: str, value: Any) -> RunFile:
         other = CHANGED[key]
     else:
         other = not value if isinstance(value, bool) else 2 * value or 2
-    together = {"data.corpora": {"data__path": ""}}.get(key, {})
+    together = {"data.corpora": {"data__path": ""}, "training.muon_lr": MUON}.get(key, {})
     return override(BASE, **together, **{key.replace(".", "__"): other})
 
 
