@@ -49,7 +49,7 @@ from tests.node.report.lines import whole
 
 DEADLINE = 600.0  # seconds; only what hangs gets there
 SETTING = Setting(
-    loads("steps = 12\n[model]\nstages = 2"), all_alike(["registry", "0.0"], 5, 100), ("1@9",)
+    loads("steps = 16\n[model]\nstages = 2"), all_alike(["registry", "0.0"], 5, 100), ("1@12",)
 )
 
 
@@ -151,7 +151,7 @@ def test_a_measurement_goes_on_where_it_was(tmp_path):
 def test_a_measurement_of_something_else_is_refused(tmp_path):
     path = tmp_path / "samples.jsonl"
     open_samples(path, SETTING)
-    other = Setting(SETTING.run, SETTING.network, ("2@9",))
+    other = Setting(SETTING.run, SETTING.network, ("2@12",))
     with pytest.raises(LiveError, match=r"other settings \(kills\)"):
         open_samples(path, other)
 
@@ -198,7 +198,7 @@ def test_neighbouring_stages_are_at_different_sites():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--policy", "hope", "--kill", "1@8"], "--policy hope: unknown"),
+        (["--policy", "hope", "--kill", "1@12"], "--policy hope: unknown"),
         (["--kill", f"1@{FIRST}"], "to the first kill, so that must be later"),
         (["--kill", "9@9"], "there is no stage 9"),
         (["--site", "Atlantis", "--site", "Iowa"], "no link between Atlantis and Iowa"),
