@@ -30,12 +30,12 @@ from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
-from planaria.node.stage.arithmetic import guess_stage, layout_of
+from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.work import in_precision, passes_of, put_together, taken_apart
-from planaria.node.state.copies import snapshot_section
+from planaria.node.state.copies import layout_of, snapshot_section
 from planaria.node.state.stage_state import TENSORS
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode

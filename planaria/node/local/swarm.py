@@ -301,11 +301,8 @@ class SwarmNeeds(NamedTuple):
 def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
     """Check that the machine has cores and memory for all nodes, with weights, gradients and
     moments where they compute on its processors. Raises SwarmError."""
-    stages, replicas, load = (
-        plan.run.config.stages + 1,
-        plan.run.swarm.replicas,
-        SwarmNeeds.of(plan),
-    )
+    stages, replicas = plan.run.config.stages + 1, plan.run.swarm.replicas
+    load = SwarmNeeds.of(plan)
     size = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
     remedy = "choose fewer --stages or --replicas, or skip this check with --oversubscribe"
     if load.nodes > NODES_A_CORE * machine.cores:

@@ -27,7 +27,6 @@ from planaria.node.model.modules import (
     with_weights,
 )
 from planaria.node.model.quantized import slots, words_of
-from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
@@ -45,7 +44,6 @@ from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.recovery import checkfree
 from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
-from planaria.recovery.snapshot import Layout
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
@@ -304,8 +302,3 @@ def make_twin(
         send=seat.send,
         tensors=tensors,
     )
-
-
-def layout_of(config: ModelConfig, stage: int) -> Layout:
-    """Positions of the stage's tensors in its flat ones. Raises ValueError if none is trained."""
-    return Layout(trained_shapes(config, stage).values(), config.tensors_in(stage))

@@ -87,15 +87,19 @@ def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
     return snapshot.model_copy(update={"fraction": fraction})
 
 
+def layout_of(config: ModelConfig, stage: int) -> Layout:
+    """Positions of the stage's tensors in its flat ones. Raises ValueError if none is trained."""
+    return Layout(trained_shapes(config, stage).values(), config.tensors_in(stage))
+
+
 @cache
 def _bytes_of_all_stages(config: ModelConfig, codec: snapshot.Codec, moments: bool) -> int:
     """Bytes of a whole snapshot of each stage, for each of its holders."""
     total = 0
     for stage in range(config.stages + 1):
         if config.trained_in(stage):
-            tensors = config.tensors_in(stage)
-            layout = Layout(trained_shapes(config, stage).values(), tensors)
-            size = snapshot.bytes_of_all(layout, tensors if moments else 1, codec)
+            layout = layout_of(config, stage)
+            size = snapshot.bytes_of_all(layout, layout.tensors if moments else 1, codec)
             total += holder_count(stage, config.stages) * size
     return total
 

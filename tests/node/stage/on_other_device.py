@@ -31,10 +31,11 @@ from planaria.node.model.quantized import QuantizedLinear, pack
 from planaria.node.model.shape import Base
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
 from planaria.node.serve import pick_device
-from planaria.node.stage.arithmetic import TorchStage, layout_of
+from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.room import DeviceRoom
 from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.copies import layout_of
 from planaria.node.state.relearn import PairSlice
 from planaria.node.state.saves import Contents, Saves, Writer
 from planaria.node.state.stage_state import StageState, StateId

@@ -8,9 +8,9 @@ import torch
 from planaria.node.model.modules import Stage, build_stage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import loads
-from planaria.node.stage.arithmetic import layout_of
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.state.copies import layout_of
 from planaria.recovery import checkfree
 from planaria.recovery.snapshot import HeldSnapshot, SentSnapshot, decode
 from tests.node.stage.shapes import LLAMA3, QWEN2, QWEN3
