@@ -21,15 +21,15 @@ from planaria.node.model.shape import (
     VALUE,
     ModelConfig,
     named_shapes,
-    trained_shapes,
 )
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
-from planaria.node.state.copies import snapshot_section
+from planaria.node.state.copies import layout_of, snapshot_section
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes
-from planaria.recovery.snapshot import Layout, holder_count
+from planaria.recovery.pace import MOST
+from planaria.recovery.snapshot import holder_count
 from planaria_lab.simulator.swarm import (
     base_bytes,
     held_at,
@@ -221,8 +221,9 @@ def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
         return Bytes()
     holders = holder_count(stage, config.stages)
     snapshot, weights = snapshot_section(run, config), VALUE * parameters(config, stage)
-    restored = snapshot.fraction * weights * (1 if snapshot.codec == "none" else 2)
-    update = snapshot.fraction * snapshot_bytes(run, config, stage)
+    largest = max(snapshot.fraction, MOST)  # share of the first updates
+    restored = largest * weights * (1 if snapshot.codec == "none" else 2)
+    update = largest * snapshot_bytes(run, config, stage)
     kept = holders * (weights + TAKEN * _rows(config, stage))
     return Bytes(kept + restored, update)
 
@@ -234,15 +235,16 @@ def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
     marks = TAKEN * _rows(config, stage)
     snapshot = snapshot_section(run, config)
     whole = config.state_bytes(stage) if snapshot.moments else VALUE * parameters(config, stage)
-    values = 0 if snapshot.codec == "none" else snapshot.fraction * whole
-    arriving = snapshot.fraction * snapshot_bytes(run, config, stage)
+    largest = max(snapshot.fraction, MOST)  # share of the first updates
+    values = 0 if snapshot.codec == "none" else largest * whole
+    arriving = largest * snapshot_bytes(run, config, stage)
     return Bytes(host=whole + marks + arriving + values)
 
 
 @cache
 def _rows(config: ModelConfig, stage: int) -> int:
     """Blocks of a snapshot."""
-    return Layout(trained_shapes(config, stage).values()).blocks
+    return layout_of(config, stage).blocks
 
 
 def _writes(run: RunFile, config: ModelConfig, stage: int) -> int:
