@@ -345,7 +345,7 @@ def ratios_table(narrow: Runs, wide: Runs) -> str:
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a table for each meter, with a line for each method of `rows`."""
-    found = {(row["method"], row["meter"], row["schedule"]): row for row in rows}
+    by_method = {(row["method"], row["meter"], row["schedule"]): row for row in rows}
     texts = []
     for meter, title in (("contest", "By the contest's meter"), ("duplex", "By links as they are")):
         lines = [
@@ -356,7 +356,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| --- |{' ---: |' * 10}",
         ]
         for method in dict.fromkeys(row["method"] for row in rows):
-            flush, late = (found[method, meter, schedule] for schedule in SCHEDULES)
+            flush, late = (by_method[method, meter, schedule] for schedule in SCHEDULES)
             mean = (flush["activations"] + flush["gradients"]) / 2
             ratio = "-" if flush["ratio"] is None else f"{flush['ratio']:.2f}"
             cells = [method, f"{mean:,.0f}", *_cells(flush), *_cells(late), ratio]

@@ -89,7 +89,7 @@ class RegistryClient:
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
-        self._transport = transport or GrpcTransport(credentials, OPTIONS, holder=Role.REGISTRY)
+        self._transport = transport or GrpcTransport(credentials, OPTIONS)
         self._at = 0  # index of the address in use
         self._heard = False  # whether the registry has ever answered
         self._channels: dict[str, Channel] = {}
@@ -341,7 +341,7 @@ class RegistryClient:
 
     def _channel(self, address: str) -> Channel:
         if address not in self._channels:
-            self._channels[address] = self._transport.channel(address)
+            self._channels[address] = self._transport.channel(address, Role.REGISTRY)
         return self._channels[address]
 
     async def _call(

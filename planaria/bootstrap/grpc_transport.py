@@ -144,13 +144,12 @@ class GrpcTransport:
         serving: Options = (),
         reach: Reach = EVERYWHERE,
         insecure: bool = False,
-        holder: str = Role.NODE,
         at_once: int | None = None,
         reflected: Collection[str] = (),
     ) -> None:
-        """`holder`: what a server's certificate must name by default. `at_once`: the most streams
-        accepted at a time. `reflected`: services that gRPC reflection describes."""
-        self._credentials, self._reach, self._holder = credentials, reach, holder
+        """`at_once`: the most streams accepted at a time. `reflected`: services that gRPC
+        reflection describes."""
+        self._credentials, self._reach = credentials, reach
         self._dialling, self._serving, self._insecure = dialling, serving, insecure
         self._at_once, self._reflected = at_once, reflected
         self._server: grpc.aio.Server | None = None
@@ -159,9 +158,9 @@ class GrpcTransport:
     async def not_to_dial(self, address: str) -> str:
         return await resolved_not_to_dial(address, self._reach)
 
-    def channel(self, address: str, holder: str = "") -> GrpcChannel:
+    def channel(self, address: str, holder: str = Role.NODE) -> GrpcChannel:
         options = (*self._dialling, _DIRECT)
-        opened = channel(address, self._credentials, options, holder or self._holder)
+        opened = channel(address, self._credentials, options, holder)
         return GrpcChannel(opened, self._credentials.metadata)
 
     async def is_alive(

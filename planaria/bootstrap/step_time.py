@@ -70,10 +70,10 @@ class Outlook:
                 seconds = part * self._seconds(node, stage)
                 busy["computes", node] += seconds
                 trip += seconds
-        for here, there in pairwise([*shares, shares[0]]):
-            for a, b in product(here, there):
+        for here, after in pairwise([*shares, shares[0]]):
+            for a, b in product(here, after):
                 if a != b:
-                    part, onward, back = here[a] * there[b], self.link(a, b), self.link(b, a)
+                    part, onward, back = here[a] * after[b], self.link(a, b), self.link(b, a)
                     forth = part * self.load.activation / onward.rate
                     returned = part * self.load.gradient / back.rate
                     busy["sends", a] += forth

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from planaria.bootstrap.address import Reach
-from planaria.bootstrap.authority import Who
+from planaria.bootstrap.authority import Role, Who
 
 M = TypeVar("M", bound=Message)
 
@@ -104,7 +104,7 @@ class Transport(Protocol):
     async def not_to_dial(self, address: str) -> str:
         """Why HOST:PORT must not be dialled; "": it may be."""
 
-    def channel(self, address: str, holder: str = "") -> Channel:
+    def channel(self, address: str, holder: str = Role.NODE) -> Channel:
         """`holder`: the role or instance that the server's certificate must name."""
 
     async def is_alive(

@@ -239,10 +239,10 @@ class Node(Generic[M]):
                 silence=self.run.swarm.silence,
                 payload=frame_bytes(self.run, self.config),
                 held=held_bytes(self.run, self.config),
+                credentials=place.credentials,
                 insecure=place.insecure,
                 reach=place.reach,
             ),
-            credentials=place.credentials,
             observers=self.observers,
         )
         self.ordered: dict[str, bool] = {}  # by seat: whether its newest rebuild is exact

@@ -24,8 +24,8 @@ def is_exact(device: torch.device) -> bool:
     a, b, small = drawn[0], drawn[1] + 0.1, drawn[2] * 1e-20
     given = a, b, small, (drawn[3] * 2**52).double() * 2**10
     try:
-        there = [of.to(device) for of in given]
-        return all(map(torch.equal, _results(*given), (of.cpu() for of in _results(*there))))
+        on_device = [of.to(device) for of in given]
+        return all(map(torch.equal, _results(*given), (of.cpu() for of in _results(*on_device))))
     except (RuntimeError, TypeError):
         return False
 
@@ -44,9 +44,9 @@ def exact(tensor: Tensor) -> Tensor:
 @contextmanager
 def exactly(*tensors: Tensor) -> Iterator[list[Tensor]]:
     """The tensors to change in this block, as `exact`; their copies are copied back."""
-    there = [exact(tensor) for tensor in tensors]
-    yield there
-    for tensor, changed in zip(tensors, there, strict=True):
+    copies = [exact(tensor) for tensor in tensors]
+    yield copies
+    for tensor, changed in zip(tensors, copies, strict=True):
         if changed is not tensor:
             tensor.copy_(changed)
 

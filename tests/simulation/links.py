@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from planaria.bootstrap.credentials import Credentials
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.background import Background
 from planaria.node.wire.frames import Frame
@@ -45,7 +44,6 @@ class NodeLinks(Links):
         *arguments: Any,
         events: Node,
         settings: LinkSettings,
-        credentials: Credentials,
         observers: Observers,
     ) -> None:
         self.owner, self.cluster, self.process = events, cluster, process

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from planaria.bootstrap.address import Reach
-from planaria.bootstrap.authority import Who
+from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.transport import Broken, Handler
 from planaria.node.wire.link import SERVICE
 from simulation.network import SILENCE, Connection, Network
@@ -285,7 +285,7 @@ class MemoryTransport:
     async def not_to_dial(self, address: str) -> str:
         return ""
 
-    def channel(self, address: str, holder: str = "") -> MemoryChannel:
+    def channel(self, address: str, holder: str = Role.NODE) -> MemoryChannel:
         return MemoryChannel(self, address)
 
     async def is_alive(

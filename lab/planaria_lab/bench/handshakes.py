@@ -45,8 +45,8 @@ class _End:
     """One of two nodes between which a link comes up, again and again."""
 
     def __init__(self, node: str, credentials: Credentials) -> None:
-        settings = LinkSettings(insecure=True)
-        self.links = Links("bench", node, KEYS[node], self, settings, credentials)
+        settings = LinkSettings(insecure=True, credentials=credentials)
+        self.links = Links("bench", node, KEYS[node], self, settings)
         self.up: asyncio.Queue[None] = asyncio.Queue()
 
     def on_message(self, *_: object) -> None: ...

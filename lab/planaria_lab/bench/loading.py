@@ -83,9 +83,9 @@ def write(figures: dict[str, Any], kind: str, folder: Path) -> None:
 
 def status(figure: str) -> int:
     """Bytes of this process by /proc/self/status."""
-    found = re.search(rf"^{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(rf"^{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def begin() -> int:
@@ -168,10 +168,10 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def from_peer(small: str, large: str) -> int:
-    here, there = FORK.Pipe()
-    process = FORK.Process(target=give, args=(small, large, there))
+    here, other_end = FORK.Pipe()
+    process = FORK.Process(target=give, args=(small, large, other_end))
     process.start()
-    there.close()
+    other_end.close()
     try:
         rise: int = apart(take, small, large, here.recv(), here)
         return rise

@@ -130,12 +130,12 @@ def plain_step(
     (blocks,) = passes_of(module, run)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, LR, fused=device.type == "cuda")
-    there, gradient = x.to(device), gradient.to(device)
+    on_device, gradient = x.to(device), gradient.to(device)
 
     def make() -> None:
         for _ in range(run.training.microbatches):
             with in_precision(run, device):
-                y: Tensor = blocks(there.detach().requires_grad_())
+                y: Tensor = blocks(on_device.detach().requires_grad_())
             y.backward(gradient)  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(trained, run.training.clip)
         optimizer.step()

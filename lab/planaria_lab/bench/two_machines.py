@@ -85,7 +85,7 @@ def measure(run: RunFile, out: Path) -> Measured:
         SECOND: [SECOND, str(go), *node, "--stage", "1"],  # without data it would get that one
     }
     links = all_alike(["registry", *CORES], ROUND_TRIP / 2, MBPS)
-    with emulate(links) as there, swarm(run, run_pinned, out, nodes, homes=there.homes) as look:
+    with emulate(links) as network, swarm(run, run_pinned, out, nodes, homes=network.homes) as look:
         watched = Watched(look, out / "logs")
         watched.train(2)
         alone = rate(watched, ALONE)

@@ -89,13 +89,13 @@ class Machine:
             return f"needs {_gb(need.host)} of {_gb(self.host)} host memory"
         return ""
 
-    def layers(self, one: Bytes, two: Bytes) -> int:
+    def layers(self, of_one: Bytes, of_two: Bytes) -> int:
         """The number of layers that it has memory for, by what one and two of them need."""
         if self.shared:
-            one, two = Bytes(one.both), Bytes(two.both)
+            of_one, of_two = Bytes(of_one.both), Bytes(of_two.both)
         pairs = (
-            (one.device, two.device, (1 - RESERVE) * self.memory),
-            (one.host, two.host, self.host),
+            (of_one.device, of_two.device, (1 - RESERVE) * self.memory),
+            (of_one.host, of_two.host, self.host),
         )
         rooms = ((room - first) / max(second - first, 1.0) for first, second, room in pairs)
         return 1 + math.floor(min(*rooms, MOST_LAYERS))
@@ -374,13 +374,13 @@ class _Shape:
         stages = len(self.speeds)
         if 2 * stages > self.layers:
             return [self.layers] * stages
-        one, two = (
+        of_one, of_two = (
             [self._needs(run, config, stage).values() for stage in range(1, stages + 1)]
             for config in (self._config(_with_sizes(run, (size,) * stages)) for size in (1, 2))
         )
         return [
             min(machine.layers(*pair) for machine in machines for pair in zip(a, b, strict=True))
-            for machines, a, b in zip(self.nodes[1:], one, two, strict=True)
+            for machines, a, b in zip(self.nodes[1:], of_one, of_two, strict=True)
         ]
 
     def _settings(self, run: RunFile) -> Iterator[Candidate]:

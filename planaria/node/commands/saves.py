@@ -126,7 +126,7 @@ def _prune(steps: Mapping[str, dict[int, list[SaveFile]]], keep: int) -> None:
         run: whole_steps(chain.from_iterable(of.values()), _last_stage(of))
         for run, of in steps.items()
     }
-    if without := [run for run, found in whole.items() if not found]:
+    if without := [run for run, last_steps in whole.items() if not last_steps]:
         end(
             f"nothing is removed: {', '.join(without)} has no step that each stage has saved in "
             "these folders; name those of all stages"

@@ -32,10 +32,10 @@ def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
     """The values of keys in which two run files differ; None: there is none."""
     ours, theirs = _flat_of(run), _flat_of(other)
     pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted(ours | theirs)}
-    found = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    if STAGES in found:  # from which these digests follow
-        found.pop("model.content", None)
-    return found
+    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if STAGES in differing:  # from which these digests follow
+        differing.pop("model.content", None)
+    return differing
 
 
 def _flat_of(run: RunFile) -> dict[str, Any]:

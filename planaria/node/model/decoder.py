@@ -221,8 +221,8 @@ class Decoder:
         UnsupportedModelError."""
         number, tensors = rf"(?:^|\.){self.list_name.rpartition('.')[2]}\.(\d+)\.", {}
         for name, place in tensors_in(folder).items():
-            found = re.search(number, name)
-            if int(found[1]) in layers if found else not layers:
+            match = re.search(number, name)
+            if int(match[1]) in layers if match else not layers:
                 tensors[name] = torch.from_numpy(values_of(place)).view(place.shape)
         return tensors
 

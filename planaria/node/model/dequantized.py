@@ -70,12 +70,12 @@ class Quantized:
     def check(self, fits: bool, **sizes: int) -> None:
         """Raises UnsupportedModelError unless all parts are there, in these sizes."""
         places = {"codes": self.codes, **self.parts}
-        found = {name: place.size for name, place in places.items()}
+        actual = {name: place.size for name, place in places.items()}
         kinds = [place.kind for place in places.values()]
-        if not fits or found != sizes or not {*kinds} <= KINDS.keys():
+        if not fits or actual != sizes or not {*kinds} <= KINDS.keys():
             raise UnsupportedModelError(
                 f"{self.file}: a quantized matrix of {list(self.shape)} values has parts of "
-                f"{found} values ({', '.join(kinds)}), not {sizes}: quantize the model anew"
+                f"{actual} values ({', '.join(kinds)}), not {sizes}: quantize the model anew"
             )
 
 

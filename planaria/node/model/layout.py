@@ -42,15 +42,15 @@ def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weig
     the other one; None: it has another shape there, or is missing."""
     own, layers = config.layers_of(stage), config.layers_of(other)
     list_name = "model.layers" if config.own is None else config.own.layers
-    there = {weight.name: weight for weight in _laid(other, trained_shapes(config, other))}
+    of_other = {weight.name: weight for weight in _laid(other, trained_shapes(config, other))}
 
     def counterpart(weight: Weight) -> Weight | None:
         start, _, rest = weight.name.partition(f"{list_name}.")
         number, _, name = rest.partition(".")
         middle = 2 * own.index(int(number)) + 1  # of the layer, in half layers
         layer = layers[middle * len(layers) // (2 * len(own))]
-        found = there.get(f"{start}{list_name}.{layer}.{name}")
-        return found if found and found.shape == weight.shape else None
+        match = of_other.get(f"{start}{list_name}.{layer}.{name}")
+        return match if match and match.shape == weight.shape else None
 
     laid = _laid(stage, trained_shapes(config, stage))
     return [(weight, counterpart(weight)) for weight in laid]

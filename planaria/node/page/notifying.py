@@ -62,10 +62,10 @@ async def tell(command: str, notification: Notification) -> None:
     except OSError as error:
         log.warning("can't start the command of [notify]: %s", error.strerror)
         return
-    said, ended = b"", False
+    errors, ended = b"", False
     try:
         async with asyncio.timeout(LONGEST):
-            _, said = await process.communicate(notification.as_json())
+            _, errors = await process.communicate(notification.as_json())
         ended = True
     except TimeoutError:
         kill(process)
@@ -74,7 +74,7 @@ async def tell(command: str, notification: Notification) -> None:
         kill(process)
         raise
     if not ended or process.returncode:
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         why = describe_status(process.returncode or 0) if ended else f"was killed after {LONGEST} s"
         log.warning(
             "the command of [notify] %s (event: %s): %s", why, notification.kind, readable(last)

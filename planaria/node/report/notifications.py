@@ -63,7 +63,7 @@ class Notifier:
         self, state: RunState, history: History, run: RunFile, now: float
     ) -> list[Notification]:
         """What is to be told now, in Unix seconds; `run` is resolved."""
-        told, conditions = [], list(self._conditions(state, history, run, now))
+        notifications, conditions = [], list(self._conditions(state, history, run, now))
         for kind, severity, sentence, about in conditions:
             if about <= self._known.get(kind, frozenset()):
                 continue
@@ -76,9 +76,9 @@ class Notifier:
             sentence += f" ({more} more since the last notification of this kind)" if more else ""
             word, run_id = severity.name.lower(), state.description.run
             step = state.driving.committed if state.driving else state.description.view.committed
-            told.append(Notification(run_id, kind, word, sentence, step, now))
+            notifications.append(Notification(run_id, kind, word, sentence, step, now))
         self._known = {condition.kind: condition.about for condition in conditions}
-        return told
+        return notifications
 
     def _conditions(
         self, state: RunState, history: History, run: RunFile, now: float

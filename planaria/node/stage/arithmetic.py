@@ -254,13 +254,13 @@ def guess_stage(
     config, placed, lacking = beginning.config, [], dict[str, Weight]()
     for source in sources:
         rows = counterparts(config, stage, source.stage)
-        lacking |= {own.name: own for own, found in rows if found is None}
+        lacking |= {own.name: own for own, match in rows if match is None}
         weights = source.weights[: sum(own.size for own, _ in rows)]
-        if any(found is None or found.first != own.first for own, found in rows):
+        if any(match is None or match.first != own.first for own, match in rows):
             parts = [weights.new_zeros(own.size) for own, _ in rows]
-            for part, (_, found) in zip(parts, rows, strict=True):
-                if found is not None:
-                    part.copy_(source.weights[found.first :][: found.size])
+            for part, (_, match) in zip(parts, rows, strict=True):
+                if match is not None:
+                    part.copy_(source.weights[match.first :][: match.size])
             weights = torch.cat(parts)
         share = len(config.layers_of(stage)) / len(config.layers_of(source.stage))
         placed.append(source._replace(weights=weights, omega=source.omega * share))

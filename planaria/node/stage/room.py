@@ -87,5 +87,5 @@ class DeviceRoom:
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """PyTorch has an exception class for GPUs, and only messages for the CPU and MPS."""
-    said = re.search("DefaultCPUAllocator|MPS backend out of memory", str(error))
-    return isinstance(error, torch.OutOfMemoryError) or said is not None
+    match = re.search("DefaultCPUAllocator|MPS backend out of memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError) or match is not None

@@ -105,7 +105,7 @@ def as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
     if config.own is not None and config.own.others:
         return _as_it_is(saves, config)
     first, layer = config.trained[0], config.trained_in(1) // config.cut[0]
-    found, stages, sizes = set[tuple[int, int]](), 0, tuple[int, ...]()
+    lengths, stages, sizes = set[tuple[int, int]](), 0, tuple[int, ...]()
     for save in saves:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
         if (values != first) if stage == 0 else (not values or values % layer):
@@ -115,13 +115,13 @@ def as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
                 "Only model.stages may differ from the run file of the saves in [model] and [data]"
             )
         if stage:
-            found.add((stage, values // layer))
+            lengths.add((stage, values // layer))
         stages, sizes = save.stages, save.sizes
-    counts = sorted({layers for _, layers in found})
+    counts = sorted({layers for _, layers in lengths})
     with suppress(ValueError):
         stages = stages or (config.layers // counts[0] if counts else 0)  # unknown in old saves
         before = replace(config, stages=stages, sizes=sizes)
-        if found <= {*enumerate(before.cut, start=1)}:
+        if lengths <= {*enumerate(before.cut, start=1)}:
             return before
     raise SaveError(
         f"these saves are of stages with {' and '.join(map(str, counts)) or 'no'} layers, and the "

@@ -76,6 +76,7 @@ class LinkSettings(SessionBounds):
     view_wait: float = 2.0  # for the view that makes an unknown dialler a member
     handshake: float = 5.0
     background: Callable[[], Background] = Background  # for each connection
+    credentials: Credentials = PLAIN
     insecure: bool = False  # plain text is accepted beyond this machine
     reach: Reach = EVERYWHERE  # addresses at which other nodes may be dialled
 
@@ -129,16 +130,15 @@ class Links(LinkTable):
         identity: Identity,
         events: LinkEvents,
         settings: LinkSettings | None = None,
-        credentials: Credentials = PLAIN,
         observers: Observers | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """`transport`: gRPC, with these credentials, unless given."""
+        """`transport`: gRPC unless given."""
         self.run, self.events = run, events
         self.settings = settings = settings or LinkSettings()
         super().__init__(node, lambda number: Session(number, settings, settings.background))
         self._greetings = Greetings(run, node, identity)
-        self._transport = transport or over_grpc(settings, credentials)
+        self._transport = transport or _over_grpc(settings)
         self._observers = observers  # None: only members are answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._view_changed = asyncio.Event()
@@ -597,9 +597,9 @@ class Links(LinkTable):
                 lock.release()
 
 
-def over_grpc(settings: LinkSettings, credentials: Credentials) -> GrpcTransport:
+def _over_grpc(settings: LinkSettings) -> GrpcTransport:
     options = _options(settings.silence), _options(settings.silence, server=True)
-    return GrpcTransport(credentials, *options, settings.reach, settings.insecure)
+    return GrpcTransport(settings.credentials, *options, settings.reach, settings.insecure)
 
 
 def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:

@@ -290,7 +290,7 @@ async def farewell(call: Any) -> str:
 async def test_strangers_are_refused_with_a_sentence(
     changes: dict[str, str], code: str, sentence: str
 ) -> None:
-    b = Node("b", credentials=Credentials(token="good"))
+    b = Node("b", settings=replace(QUICK, credentials=Credentials(token="good")))
     async with started(b):
         b.links.set_peers(7, [peer_at("a", ""), b.peer()], [])
         with pytest.raises(grpc.aio.AioRpcError, match=sentence) as error:
@@ -498,7 +498,7 @@ async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
         issued = authority.issue(request.request, who, time.time())
         return Credentials.of(Certified(CertifiedKey(request.key, issued, authority.certificate)))
 
-    a, b = (Node(name, credentials=certified(name)) for name in "ab")
+    a, b = (Node(name, settings=replace(QUICK, credentials=certified(name))) for name in "ab")
     async with started(a, b), Wire(b.address) as wire:
         b.address = wire.address
         view(1, a, b)

@@ -18,7 +18,7 @@ from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import observers
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links
+from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.observer_client import NoAnswerError, ObserverClient, over_streams
 from planaria.node.wire.observers import FRAME_LIMIT, Observers
 
@@ -53,7 +53,7 @@ async def node(
         "node",
         Identity.generate(),
         events,
-        credentials=credentials or Credentials(token=token),
+        LinkSettings(credentials=credentials or Credentials(token=token)),
         observers=here,
     )
     port = await links.start("127.0.0.1:0")
