@@ -3,12 +3,12 @@
 import math
 from functools import lru_cache
 
-from planaria.bootstrap.cuts import Cuts
 from planaria.bootstrap.effects import Effect, Refused
+from planaria.bootstrap.escaping import first_misspelt
 from planaria.bootstrap.failure_domains import block_of
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.joining import JoinAttempt
-from planaria.bootstrap.members import Members
+from planaria.bootstrap.member_table import Members
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.operator_orders import MOST_CHANGES
@@ -16,7 +16,7 @@ from planaria.bootstrap.placement import Staffing
 from planaria.bootstrap.quarantine import MOST_KEPT
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
 from planaria.bootstrap.rules import MembershipRules, problem_with
-from planaria.bootstrap.spelling import first_misspelt
+from planaria.bootstrap.unreachable_pairs import UnreachablePairs
 
 
 def join(
@@ -43,14 +43,14 @@ def validate_state(machine: Membership) -> None:
     accusations = machine._accusations
     remembered = {*accusations._accused, *accusations._alone, *accusations._newest}
     assert remembered <= members.by_name.keys(), "accusations by or of former members"
-    assert list(view.relays) == machine._cuts.relays(), "the view lags the relays"
+    assert list(view.relays) == machine._unreachable.relays(), "the view lags the relays"
     assert (view.lineage, view.committed) <= machine._watermark.newest
     if view.number:
         _validate_view(view.SerializeToString(), rules)
     if machine._driving.started and not view.driver:
         assert not members.count(0), "a stage-0 member, but no driver"
     _validate_indexes(members)
-    _validate_cuts(machine._cuts)
+    _validate_pairs(machine._unreachable)
     for node in nodes:
         assert node.due <= machine._leases._deadline(node), "a deadline would be missed"
         assert (node.due, node.name) in machine._leases._deadlines
@@ -105,10 +105,10 @@ def _validate_indexes(members: Members) -> None:
     assert members.staffing() == staffing, "newcomers were added otherwise"
 
 
-def _validate_cuts(cuts: Cuts) -> None:
-    for key, pair in cuts._pairs.items():
+def _validate_pairs(pairs: UnreachablePairs) -> None:
+    for key, pair in pairs._pairs.items():
         assert key[0] < key[1] and pair.via not in key
-        assert all(key in cuts._of[node] for node in key)
+        assert all(key in pairs._of[node] for node in key)
         assert pair.complaints.keys() <= set(key)
         assert bool(pair.complaints) == (pair.clear_since == math.inf)
-    assert sum(map(len, cuts._of.values())) == 2 * len(cuts._pairs)
+    assert sum(map(len, pairs._of.values())) == 2 * len(pairs._pairs)

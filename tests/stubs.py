@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
+from planaria.bootstrap.authorization import OPERATOR_CALLS, REGISTRY_CALLS
 
 
 def stub_of(channel: grpc.aio.Channel, service: ServiceDescriptor) -> Any:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from planaria.bootstrap.members import Members
+from planaria.bootstrap.escaping import readable
+from planaria.bootstrap.member_table import Members
 from planaria.bootstrap.registry_pb2 import HANG, SILENT, Cause, Suspicion
-from planaria.bootstrap.spelling import readable
 
 WHY_LENGTH = 300  # characters of an accusation's reason
 STANDS = 1800.0  # seconds that an accusation counts unless its accuser sends another one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from planaria.bootstrap.members import NodeRecord
+from planaria.bootstrap.member_table import NodeRecord
 from planaria.bootstrap.registry_pb2 import AwaitedSave
 
 

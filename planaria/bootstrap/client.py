@@ -16,12 +16,12 @@ from google.protobuf.message_factory import GetMessageClass
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
+from planaria.bootstrap.authorization import OPERATOR_CALLS, REGISTRY_CALLS
 from planaria.bootstrap.credentials import PLAIN, Credentials, about_time
 from planaria.bootstrap.errors import UserError
-from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
+from planaria.bootstrap.escaping import first_misspelt
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.spelling import first_misspelt
 from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, parse
 from planaria.bootstrap.truncation import fitting, shorten_all
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in

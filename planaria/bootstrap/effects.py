@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.registry_pb2 import View
-from planaria.bootstrap.spelling import readable
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a fault

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 from planaria.bootstrap import enrolment_pb2 as pb
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
+from planaria.bootstrap.authorization import ENROL, host_of
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.gate import ENROL, host_of
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.transport import AcceptedStream, Broken, parse
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class EnrolmentServer:
 
 
 class OperatorServer:
-    """The operator service; gate.py admits only operators."""
+    """The operator service; authorization.py admits only operators."""
 
     def __init__(self, admission: Admission, registry: RegistryServer) -> None:
         self._admission, self._registry = admission, registry

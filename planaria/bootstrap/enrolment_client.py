@@ -25,11 +25,11 @@ from planaria.bootstrap.authority import (
     to_pem,
     who_in,
 )
+from planaria.bootstrap.authorization import ENROL
 from planaria.bootstrap.credentials import Certified, Credentials, about_time
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
 from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import write_secret
-from planaria.bootstrap.gate import ENROL
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted

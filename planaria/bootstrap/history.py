@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from planaria.bootstrap.accusations import WHY_LENGTH
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.registry_pb2 import Description, Eviction, Member, Rebuild
-from planaria.bootstrap.spelling import readable
 
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason

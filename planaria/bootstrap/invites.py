@@ -27,8 +27,8 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import Role, Who, to_der, to_pem
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.errors import UserError
+from planaria.bootstrap.escaping import misspelt
 from planaria.bootstrap.identity import INSTANCE_LETTERS
-from planaria.bootstrap.spelling import misspelt
 
 MARK: Final = "planaria1."
 LONGEST: Final = 16_384

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from planaria.bootstrap.effects import Dial, Refused
 from planaria.bootstrap.history import ViewHistory
 from planaria.bootstrap.leases import Leases
-from planaria.bootstrap.members import Members, NodeRecord
+from planaria.bootstrap.member_table import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Member
 

@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from planaria.bootstrap.driving import Driving
 from planaria.bootstrap.effects import Dial, Refused
+from planaria.bootstrap.escaping import misspelt_member
 from planaria.bootstrap.failure_domains import FailureDomain
 from planaria.bootstrap.history import ViewHistory
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.isolation import Isolation
-from planaria.bootstrap.members import Claim, Members, NodeRecord
+from planaria.bootstrap.member_table import Claim, Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of, stages_of
+from planaria.bootstrap.next_driver import Driving
 from planaria.bootstrap.placement import choose_among
 from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Member, Seat
 from planaria.bootstrap.rules import PROTOCOL
-from planaria.bootstrap.spelling import misspelt_member
 
 PROPERTIES = ("key", "address", "data", "speed", "host", "device")  # of a member, by its request
 
@@ -89,7 +89,7 @@ class Joining:
                 f"instance {instance} to the file of --allow, and to restart the registry",
             )
         if wait := self._quarantine.left(instance, now):
-            reason = self._quarantine.sentence(instance, now)
+            reason = self._quarantine.why_excluded(instance, now)
             if wait == math.inf:
                 raise Refused("PERMISSION_DENIED", reason)
             return Asked(JoinReply(run=self._rules.run, reason=reason, quarantine=wait))

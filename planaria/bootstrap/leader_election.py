@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.authorization import OPERATOR_CALLS, REGISTRY_CALLS
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.etcd import EtcdAway
 from planaria.bootstrap.files import replace_file
-from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
 from planaria.bootstrap.service import RegistryServer, stopped_by_signals
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import LEASE, RENEWALS, NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 

@@ -10,21 +10,25 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from planaria.bootstrap.cuts import LOOKS, Cuts
 from planaria.bootstrap.effects import Dial, Effect, Probe
 from planaria.bootstrap.history import ViewHistory
-from planaria.bootstrap.members import Members, NodeRecord
+from planaria.bootstrap.member_table import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
+from planaria.bootstrap.unreachable_pairs import LOOKS, UnreachablePairs
 
 ACCUSERS_NAMED = 3
 
 
 class Leases:
     def __init__(
-        self, members: Members, cuts: Cuts, history: ViewHistory, numbers: Iterator[int]
+        self,
+        members: Members,
+        unreachable: UnreachablePairs,
+        history: ViewHistory,
+        numbers: Iterator[int],
     ) -> None:
         """`numbers`: of dials."""
-        self._members, self._cuts, self._history = members, cuts, history
+        self._members, self._unreachable, self._history = members, unreachable, history
         self._rules, self._numbers, self._probes = members.rules, numbers, itertools.count(1)
         self._deadlines: list[tuple[float, str]] = []
 
@@ -43,7 +47,7 @@ class Leases:
             self._history.note(f"{node.name} ({place_of(node.member)}) is heard again")
 
     def answered(self, node: NodeRecord) -> None:
-        """Ends suspicions of a node that answered. For its reachability, see cuts.py."""
+        """Ends suspicions of a node that answered. unreachable_pairs.py has its reachability."""
         node.accusers, node.probe = {}, 0
         self._history.note(f"{node.name} answers the registry")
 
@@ -148,8 +152,8 @@ class Leases:
     def _spare(self, node: NodeRecord, now: float) -> bool:
         """Spares a silent node that is the last holder of a stage while another member reaches it;
         the check is repeated soon."""
-        former_helper, spared = node.reached_by, self._members.spared(node.name, now)
-        node.reached_by = self._cuts.reached_by(node.name, now) if spared else ""
+        former_helper, spared = node.reached_by, self._members.last_working(node.name, now)
+        node.reached_by = self._unreachable.reached_by(node.name, now) if spared else ""
         if not node.reached_by:
             return False
         if not former_helper:

@@ -16,8 +16,6 @@ from planaria.bootstrap.accusations import Accusations, Convicted, evidence
 from planaria.bootstrap.awaited_saves import AwaitedSaves, in_words
 from planaria.bootstrap.candidates import SeatAssigned
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
-from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
-from planaria.bootstrap.driving import Driving
 from planaria.bootstrap.effects import (
     Effect,
     Evict,
@@ -25,19 +23,21 @@ from planaria.bootstrap.effects import (
     Refused,
     not_served,
 )
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.history import DECISION_LENGTH, ViewHistory
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.isolation import Isolation
 from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
-from planaria.bootstrap.members import Members, NodeRecord
+from planaria.bootstrap.member_table import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
+from planaria.bootstrap.next_driver import Driving
 from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import assign
 from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, problem_with
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.truncation import fit
+from planaria.bootstrap.unreachable_pairs import LOOKS, Goes, UnreachablePairs
 from planaria.bootstrap.views import is_genuine, sign
 
 CONTRADICTED_EVERY = 60.0  # seconds between two decisions about refused reports of a node
@@ -68,11 +68,11 @@ class Membership:
         numbers = itertools.count(1)  # of dials
         self.members = Members(rules)
         self._watermark = CommitWatermark(rules.steps)
-        self._cuts = Cuts(self.members)
+        self._unreachable = UnreachablePairs(self.members)
         self._quarantine = Quarantine()
         self._accusations = Accusations(self.members)
         self._driving = Driving(self.members, self._accusations)
-        self._leases = Leases(self.members, self._cuts, self.history, numbers)
+        self._leases = Leases(self.members, self._unreachable, self.history, numbers)
         self.isolation = Isolation(self.members, self._leases, self.history, numbers)
         self._joining = Joining(
             self.members, self._driving, self.isolation, self._quarantine, self.history, numbers
@@ -127,12 +127,12 @@ class Membership:
         self._check_shown(renewal)
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
-        effects = self.renewed(renewal, now)
+        effects = self.lease_renewed(renewal, now)
         node = self.members.by_name.get(renewal.node)
         opened = [] if node is None else self._leases.stream_opened(node)
         return [*self._take_effects(), *opened, *effects]
 
-    def renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
+    def lease_renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
         node = self.members.by_name.get(renewal.node)
         if node is None:
@@ -160,9 +160,9 @@ class Membership:
             node.note_speeds(self.rules.load)
         node.holds = {seat.stage for seat in report.seats if self._watermark.has_state(seat)}
         complaints, unlisted = report.complaints, report.unlisted
-        if complaints or unlisted or self._cuts.any:
+        if complaints or unlisted or self._unreachable.any:
             of_members = (c for c in complaints if c.peer in self.members.by_name)
-            self._cuts.report(name, of_members, now, unlisted)
+            self._unreachable.set_complaints(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self.history.rebuilt(rebuild)
         if self._orders.awaits_saves and self._is_saved():
@@ -267,7 +267,7 @@ class Membership:
             self._evict(node, reason, now)
             if node.cause == pb.SILENT and not reason.startswith("left: "):
                 self._awaited.lost(node, self.members.vacant(), now)
-        self._review_cuts(now)
+        self._review_unreachable(now)
         self._review_accusations(now)
         if over := ", ".join(map(str, self._awaited.ended(now))):
             self._changes.append(f"no save of stage {over} is awaited any longer")
@@ -305,7 +305,7 @@ class Membership:
         self._orders.restore(view)
         self._driving.restore(view, now)
         self._watermark.reach((view.lineage, view.committed))
-        self._cuts.restore(view.relays, now)
+        self._unreachable.restore(view.relays, now)
         self._quarantine.restore(view.quarantined, now)
         self._awaited.restore(view.awaited, now)
         self._unsettled = True
@@ -323,7 +323,7 @@ class Membership:
         self.history.note(
             f"the registry was suspended for {seconds:.1f} s: it extends all leases by that time"
         )
-        self._cuts.paused(seconds, now)
+        self._unreachable.paused(seconds, now)
         self._accusations.paused(seconds)
         self._leases.paused(seconds, now)
         self.isolation.paused(seconds, now)
@@ -346,7 +346,7 @@ class Membership:
             view=self.view,
             members=self.members.described(now),
             protocol=PROTOCOL,
-            cuts=self._cuts.listed(now),
+            cuts=self._unreachable.listed(now),
             quarantined=self._quarantine.listed(now),
         )
         self.history.describe(description, now)
@@ -403,11 +403,11 @@ class Membership:
             else:
                 self.history.note(decision.finding)
 
-    def _review_cuts(self, now: float) -> None:
+    def _review_unreachable(self, now: float) -> None:
         """Assigns relays to members that can't reach each other, or evicts one of them."""
-        while self._cuts.any:
+        while self._unreachable.any:
             evicted = False
-            for decision in self._cuts.review(now):
+            for decision in self._unreachable.review(now):
                 if isinstance(decision, Goes):
                     self._evict(self.members.by_name[decision.node], decision.why, now)
                     evicted = True
@@ -428,7 +428,7 @@ class Membership:
     def _remove(self, node: NodeRecord, reason: str) -> None:
         self.members.remove(node)
         self.history.gone(node.name, reason)
-        self._cuts.gone(node.name)
+        self._unreachable.gone(node.name)
         self._accusations.gone(node.name)
         self._effects.append(Evict(node.name, reason))
 
@@ -493,7 +493,7 @@ class Membership:
             reason=reason,
             lineage=self._watermark.newest[0],
             committed=self._watermark.newest[1],
-            relays=self._cuts.relays(),
+            relays=self._unreachable.relays(),
             quarantined=self._quarantine.listed(now),
             banned=self._banned,
             order=self._orders.order,

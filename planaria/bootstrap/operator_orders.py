@@ -7,7 +7,7 @@ from typing import Final
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.effects import Refused
-from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.escaping import readable
 
 BY_WORD: Final = {"pause": pb.PAUSE, "go": pb.TRAIN, "stop": pb.STOP, "end": pb.STOPPED}
 CHANGE: Final = "change"

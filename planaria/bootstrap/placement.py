@@ -8,8 +8,8 @@ surplus replica beside it at one of them. A node returns a seat when a node with
 stage's state too. A standby joins a stage whose nodes are all in one failure domain if it is in
 another one: many nodes do not give their operator a whole stage (failure_domains.py). A node moves
 only to a stage that is vacant, in one failure domain, or served alone by a node of several stages.
-So none oscillates. While all is well, seats move so that steps become shorter (moves.py). Pure:
-maps node descriptions to changes, each with its reason.
+So none oscillates. While all is well, seats move so that steps become shorter (rebalancing.py).
+Pure: maps node descriptions to changes, each with its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planaria.bootstrap import moves
+from planaria.bootstrap import rebalancing
 from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
 from planaria.bootstrap.failure_domains import Census, FailureDomain
 from planaria.bootstrap.step_time import Outlook
@@ -100,10 +100,10 @@ def assign(
         nodes[node.node] = replace(node, stages=stages_after, holds=holds, waits=waits)
         changes.append(change)
 
-    pairs = moves.pairs(nodes, outlook) if outlook else {}
+    pairs = rebalancing.unfinished_moves(nodes, outlook) if outlook else {}
     for returned in _returned(nodes.values(), pairs):
         make(returned)
-    if outlook and not changes and (ended := moves.returned(pairs, nodes, outlook)):
+    if outlook and not changes and (ended := rebalancing.returned(pairs, nodes, outlook)):
         make(ended)
     served = {stage for node in candidates for stage in node.stages}
     staffed = {stage for node in candidates if not node.leaving for stage in node.stages}
@@ -123,7 +123,7 @@ def assign(
     if begun:
         for assigned in _from_elsewhere(nodes.values(), stages, useful):
             make(assigned)
-    if begun and outlook and not changes and (move := moves.next_move(nodes, outlook)):
+    if begun and outlook and not changes and (move := rebalancing.next_move(nodes, outlook)):
         make(move)
     return changes
 
@@ -258,7 +258,7 @@ def _surplus(node: Candidate, holders: Counter[int]) -> int | None:
 
 def _returned(candidates: Iterable[Candidate], weighed: Container[int]) -> Iterator[SeatReleased]:
     """Seats to return: one per node, from the node with the most seats on; a later call sees the
-    changed placement. `weighed`: stages that moves.py decides about."""
+    changed placement. `weighed`: stages that rebalancing.py decides about."""
     nodes = list(candidates)
     several = [node for node in nodes if len(node.stages) > 1]
     for node in sorted(several, key=lambda node: -len(node.stages)):

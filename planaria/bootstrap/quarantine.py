@@ -55,7 +55,7 @@ class Quarantine:
         entry = self._entries.get(instance)
         return 0.0 if entry is None else max(0.0, entry.until - now)
 
-    def sentence(self, instance: str, now: float) -> str:
+    def why_excluded(self, instance: str, now: float) -> str:
         """Why the instance may not join now, as text."""
         record, seconds = self._entries[instance].record, self.left(instance, now)
         if seconds == math.inf:

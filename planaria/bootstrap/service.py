@@ -19,6 +19,14 @@ from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
+from planaria.bootstrap.authorization import (
+    OPERATOR_CALLS,
+    REGISTRY_CALLS,
+    Gate,
+    check_join,
+    check_signed,
+    host_of,
+)
 from planaria.bootstrap.broadcast import Broadcast, Waker
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors
 from planaria.bootstrap.credentials import PLAIN, Credentials
@@ -32,16 +40,9 @@ from planaria.bootstrap.effects import (
     not_served,
 )
 from planaria.bootstrap.enrolment import OperatorServer
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.failure_domains import block_of
 from planaria.bootstrap.files import replace_file
-from planaria.bootstrap.gate import (
-    OPERATOR_CALLS,
-    REGISTRY_CALLS,
-    Gate,
-    check_join,
-    check_signed,
-    host_of,
-)
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.joining import JoinAttempt
@@ -50,7 +51,6 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.operator_orders import BACK, CHANGE, changes_in_force
 from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
@@ -254,7 +254,7 @@ class RegistryServer:
         plain = self._credentials.channel is None  # without certificates all are the owner's
         owner = plain or stream.caller.role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
-        reply = await self._decided(attempt)
+        reply = await self._await_decision(attempt)
         if isinstance(reply, pb.JoinReply) and reply.HasField("view"):
             await self._turn(request.node, stream)
             reply = self.machine.reply_to(request.node)  # uses the newest view
@@ -292,7 +292,7 @@ class RegistryServer:
             if not turn.done():
                 turn.set_result(None)
 
-    async def _decided(self, attempt: JoinAttempt) -> pb.JoinReply | Refused:
+    async def _await_decision(self, attempt: JoinAttempt) -> pb.JoinReply | Refused:
         """Returns the join decision, made at once or for a batch of joins."""
         decided = self._loop.create_future()
         self._joining.append((attempt, decided))
@@ -466,7 +466,7 @@ class RegistryServer:
             self._tell(first.node)
             async for renewal in renewals:
                 _check_renewal(renewal, member.node)
-                effects = self.machine.renewed(renewal, self._loop.time())
+                effects = self.machine.lease_renewed(renewal, self._loop.time())
                 if effects:
                     self._carry_out(effects)
                 if renewal.happened:

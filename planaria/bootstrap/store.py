@@ -21,6 +21,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.errors import UserError
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.etcd import (
     Body,
     Etcd,
@@ -37,7 +38,6 @@ from planaria.bootstrap.etcd import (
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import Record
 from planaria.bootstrap.registry_pb2 import View
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.views import is_genuine
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from planaria.bootstrap.escaping import make_readable
 from planaria.bootstrap.registry_pb2 import Description, Report
-from planaria.bootstrap.spelling import make_readable
 
 REPORTS_BYTES: Final = 4 * 2**20
 """Limit of all reports in a description."""

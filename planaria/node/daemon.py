@@ -19,7 +19,7 @@ from planaria.node.agent import Agent
 from planaria.node.data.windows import Windows
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.machine.device import memory_of
-from planaria.node.machine.watch import COMPILING, FLOOR, Watch
+from planaria.node.machine.hang_watch import COMPILING, FLOOR, Watch
 from planaria.node.node import Node, SeatRecord
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.event_log import EventLog
@@ -31,15 +31,15 @@ from planaria.node.report.wall_clock import WallClock
 from planaria.node.seats import SeatCompute, SeatNet
 from planaria.node.stage.arithmetic import TorchStage, make_twin
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.room import DeviceRoom
+from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.state.copies import layout_of
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.chain import has_records
+from planaria.node.wire.commit_chain import has_records
 from planaria.node.wire.exchange import Exchanges
-from planaria.node.wire.naming import seat_id
+from planaria.node.wire.seat_names import seat_id
 
 log = logging.getLogger("planaria")
 

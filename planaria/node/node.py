@@ -24,11 +24,11 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import EVERYWHERE, Address, Reach
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.neighbours import to_link
 from planaria.bootstrap.operator_orders import changes_in_force
 from planaria.bootstrap.rules import PROTOCOL
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.step_time import MOST_WEIGHED
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.mixture import Data
@@ -37,7 +37,7 @@ from planaria.node.hugging_face.samples import sampler_of
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.notices import FAREWELL
 from planaria.node.machine.cores import available_cores
-from planaria.node.machine.watch import Hang, Watch
+from planaria.node.machine.hang_watch import Hang, Watch
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.shape import ModelConfig
@@ -75,16 +75,16 @@ from planaria.node.state.holdings import CLOSE
 from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import has_records
+from planaria.node.wire.commit_chain import has_records
 from planaria.node.wire.exchange import ClosedError, ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_speed import measure_all, seen
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.missing_links import MissingLinks
-from planaria.node.wire.naming import node_of, seat_id
 from planaria.node.wire.observers import Observers
 from planaria.node.wire.relays import Relay
+from planaria.node.wire.seat_names import node_of, seat_id
 from planaria.recovery.facts import COPIED, OWN
 
 log = logging.getLogger("planaria")

@@ -21,10 +21,10 @@ from pydantic import (
     model_validator,
 )
 
+from planaria.bootstrap.escaping import shortened
 from planaria.bootstrap.files import read_small
-from planaria.bootstrap.spelling import shortened
 from planaria.node.data.batches import Batches
-from planaria.node.data.turns import turns_of
+from planaria.node.data.mixture_cycle import turns_of
 from planaria.node.model.learning_rate import WARMUP, Schedule, peak_of, warmup_of
 from planaria.node.model.shape import (
     ADAM_BYTES,
@@ -662,7 +662,7 @@ class RunFile(Section):
 
     @property
     def batches(self) -> Batches:
-        """The batch of each step."""
+        """The batch of each step, by [training] and the changes since."""
         sizes = [(self.training.batch, self.training.microbatch)]
         for change in reversed(self.changes):
             was, (batch, microbatch) = parse_settings(change.was), sizes[-1]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from planaria.bootstrap.address import Address, reach_by
+from planaria.bootstrap.address_probe import way_out
 from planaria.bootstrap.client import (
     InQuarantine,
     JoinRefused,
@@ -27,7 +28,6 @@ from planaria.bootstrap.client import (
     RegistryUnreachable,
 )
 from planaria.bootstrap.operator_orders import changes_in_force, in_words
-from planaria.bootstrap.reachability import way_out
 from planaria.bootstrap.registry_pb2 import STOPPED, Description
 from planaria.node.daemon import DaemonMachine, DaemonNode
 from planaria.node.data.corpus import CorpusError
@@ -64,11 +64,11 @@ from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps, loads
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
 from planaria.node.state.saves import saved_stages
-from planaria.node.wire.naming import new_identity
+from planaria.node.wire.seat_names import new_identity
 
 if TYPE_CHECKING:
     from planaria.node.launch.node_options import Addresses, NodeOptions
-    from planaria.node.page.place import PageAddress
+    from planaria.node.page.http_address import PageAddress
     from planaria.node.report.experiment import ExperimentPipe
 
 log = logging.getLogger("planaria")

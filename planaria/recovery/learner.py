@@ -10,8 +10,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from planaria.recovery.exact import exact
-from planaria.recovery.orthogonal import orthogonalized
+from planaria.recovery.identical_arithmetic import exact
+from planaria.recovery.newton_schulz import orthogonalized
 from planaria.recovery.relearning import ratio
 
 MOMENTUM: Final = 0.8

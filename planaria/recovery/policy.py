@@ -53,7 +53,8 @@ class Policy:
 
     @property
     def adapts(self) -> bool:
-        """Whether links decide what is sent of a snapshot (pace.py): a guess can replace it."""
+        """Whether links decide what is sent of a snapshot (snapshot_pace.py), for which a guess
+        can stand in."""
         return self.snapshots and self.guesses
 
     @property

@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-from planaria.recovery.exact import exact
+from planaria.recovery.identical_arithmetic import exact
 from planaria.recovery.policy import holder_stage
 
 Codec = Literal["none", "int8"]

@@ -128,7 +128,7 @@ class Swarm:
 
     def renew(self, node: str, **fields: object) -> list[Effect]:
         renewal = Renewal(node=node, **fields)  # type: ignore[arg-type]
-        return self.after(self.machine.renewed(renewal, self.now))
+        return self.after(self.machine.lease_renewed(renewal, self.now))
 
     def tell(self, *nodes: str, **seat: object) -> None:
         """Each of these, or of all, reports this of its seat."""

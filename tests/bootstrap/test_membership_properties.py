@@ -158,7 +158,7 @@ class Registry(RuleBasedStateMachine):
         seats = [SeatReport(committed=step)]
         report = Report(seats=seats, complaints=complaints, leaving=leaving)
         renewal = Renewal(node=self.node(pick), probe=probe, report=report)
-        event = self.machine.renewed
+        event = self.machine.lease_renewed
         if first:
             self.broken.discard(renewal.node)
             renewal.run = "r"

@@ -51,7 +51,7 @@ class Run:
 
     def report(self, node: str, *seats: SeatReport) -> Sequence[Effect]:
         renewal = Renewal(node=node, report=Report(seats=seats))
-        return self.machine.renewed(renewal, self.now)
+        return self.machine.lease_renewed(renewal, self.now)
 
     def both(self, *steps: int, **more: bool) -> None:
         """Both nodes report these saves."""

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from planaria.bootstrap import broadcast, service
 from planaria.bootstrap import client as client_module
 from planaria.bootstrap.authority import Authority
+from planaria.bootstrap.authorization import host_of
 from planaria.bootstrap.client import (
     InQuarantine,
     JoinRefused,
@@ -33,7 +34,6 @@ from planaria.bootstrap.client import (
 )
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.effects import Effect, Evict
-from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal

@@ -93,7 +93,7 @@ class Machine:
         for effect in effects:
             match effect:
                 case Probe(name, number) if name in HONEST:
-                    self.do(self.machine.renewed(Renewal(node=name, probe=number), self.now))
+                    self.do(self.machine.lease_renewed(Renewal(node=name, probe=number), self.now))
                 case Dial(question=question, node=name):
                     self.machine.dialled(question, name, name in HONEST)
 
@@ -102,7 +102,7 @@ class Machine:
         for stage, name in enumerate(HONEST):
             seat = SeatReport(stage=stage, committed=1 + int(self.now), phase="running")
             renewal = Renewal(node=name, report=Report(seats=[seat]))
-            self.do(self.machine.renewed(renewal, self.now))
+            self.do(self.machine.lease_renewed(renewal, self.now))
         self.do(self.machine.tick(self.now))
 
     def say(self, drawing: Lying) -> None:
@@ -116,7 +116,7 @@ class Machine:
             case 2:
                 self.do(machine.stream_opened(a_renewal(drawing, liar), self.now))
             case 3:
-                self.do(machine.renewed(a_renewal(drawing, liar), self.now))
+                self.do(machine.lease_renewed(a_renewal(drawing, liar), self.now))
             case 4:
                 self.do(machine.suspect(a_suspicion(drawing, liar), self.now))
             case _:

@@ -69,7 +69,7 @@ def test_what_a_registry_says_fits_however_much_its_nodes_say(word: str) -> None
     for number in range(NODES):
         seat = SeatReport(committed=number, message=word * 5000)
         report = Report(seats=[seat], trouble="mine" if number % 2 else word * 5000)
-        machine.renewed(Renewal(node=f"n{number}", report=report), 0.0)
+        machine.lease_renewed(Renewal(node=f"n{number}", report=report), 0.0)
     described = machine.describe(1.0)
     assert sum(one.report.ByteSize() for one in described.members) <= REPORTS_BYTES
     assert described.ByteSize() <= DESCRIPTION_BYTES

@@ -40,7 +40,7 @@ from planaria.node.transaction.effects import (
     StartAttempt,
 )
 from planaria.node.transaction.member import MemberPhase
-from planaria.node.wire import chain, tensors
+from planaria.node.wire import commit_chain, tensors
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link_speed import LARGEST
@@ -412,7 +412,7 @@ def test_a_skipped_step_leaves_the_error_feedback_of_the_step_before(skipped: bo
         skipped=skipped,
         clip_scale=scales,
         lr_scale=scales,
-        previous=chain.head(pb.Commit(), 0),
+        previous=commit_chain.head(pb.Commit(), 0),
     )
     seat.hears("a", NEXT, step=pb.Step(commit=commit))
     assert seat.agent.member.committed == 1

@@ -22,7 +22,7 @@ from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.naming import node_of, seat_id, seated
+from planaria.node.wire.seat_names import node_of, seat_id, seated
 from tests.harness.network import AtOnce, Nodes, VirtualNet
 
 

@@ -15,7 +15,7 @@ from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from simulation.node import Node
 from simulation.sickness import Sick
 

@@ -10,7 +10,7 @@ from planaria.node.driver.phases import Turn
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import seal
+from planaria.node.wire.commit_chain import seal
 from simulation.byzantine import Lying
 from simulation.cluster import Host, Trap
 from simulation.node import Node

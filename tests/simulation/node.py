@@ -28,9 +28,9 @@ from planaria.node.transaction.effects import Ballot, Effect, GoOn
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.chain import has_records
+from planaria.node.wire.commit_chain import has_records
 from planaria.node.wire.exchange import Exchanges
-from planaria.node.wire.naming import seat_id
+from planaria.node.wire.seat_names import seat_id
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
 from simulation.links import NodeLinks

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planaria.node.machine.compute import kind_of
-from planaria.node.machine.watch import Hang, Watch
+from planaria.node.machine.hang_watch import Hang, Watch
 from planaria.node.ports import Priority
 from planaria.node.report.line_file import LineFile
 from planaria.node.state.saves import newest_stages

@@ -20,7 +20,7 @@ from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.policy import POLICIES
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.keys import SIGNED, PublicKey

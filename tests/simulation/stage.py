@@ -25,7 +25,7 @@ from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of
+from planaria.node.wire.commit_chain import hash_of
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import (
     DamagedError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planaria.node.transaction.leaving import APPOINTMENT
-from planaria.node.wire.naming import node_of, was_added
+from planaria.node.wire.seat_names import node_of, was_added
 from simulation.node import Node, Seat
 from simulation.scenario import Result, run
 from simulation.test_seats import BETWEEN, Shrinking

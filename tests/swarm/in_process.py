@@ -27,7 +27,7 @@ from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
-from planaria.node.wire.naming import new_identity
+from planaria.node.wire.seat_names import new_identity
 from tests.membership import join
 from tests.swarm.lines import Lines
 
@@ -48,7 +48,7 @@ class LocalRegistry:
             for name, client in self.nodes.items():
                 if client.heard:
                     self.carry_out(
-                        self.membership.renewed(
+                        self.membership.lease_renewed(
                             registry.Renewal(node=name, report=client.reported), self.now()
                         )
                     )
@@ -63,7 +63,7 @@ class LocalRegistry:
                             client.on_view(view)
                 case Probe(node, number) if self.nodes[node].heard:
                     renewal = registry.Renewal(node=node, probe=number)
-                    self.carry_out(self.membership.renewed(renewal, self.now()))
+                    self.carry_out(self.membership.lease_renewed(renewal, self.now()))
                 case Evict(node, reason):
                     self.nodes.pop(node).on_evicted(reason)
                 case Dial(question, node):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.begin_from_model import take_in_here
 from planaria.node.hugging_face.export import ModelParts, export
-from planaria.node.hugging_face.taking_in import take_in_here
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint

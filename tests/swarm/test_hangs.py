@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from planaria.node.machine.watch import FLOOR
+from planaria.node.machine.hang_watch import FLOOR
 from planaria.node.report.ledger import audit
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from tests.swarm.deaths import Swarm
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small

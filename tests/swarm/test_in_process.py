@@ -22,11 +22,11 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
+from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
 from planaria.node.hugging_face.living_run import from_outside
-from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.errors import NodeError
@@ -52,7 +52,7 @@ from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import QWEN3
 from tests.reference import Reference, train

@@ -9,7 +9,7 @@ import pytest
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import check, merge
-from planaria.node.wire.naming import was_added
+from planaria.node.wire.seat_names import was_added
 from tests.reference import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small

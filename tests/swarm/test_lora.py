@@ -14,10 +14,10 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.progress import untracked
 from planaria.node.hugging_face.adapters import way_out
+from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.hugging_face.export import ModelParts
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.living_run import from_outside
-from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from tests.reference import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small

@@ -99,7 +99,7 @@ USED = {
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
-    "node/hugging_face/taking_in.py": ["model.config"],
+    "node/hugging_face/begin_from_model.py": ["model.config"],
     "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
     "node/launch/resolve.py": ["data.corpora"],
     "node/node.py": ["swarm.silence"],

@@ -20,7 +20,7 @@ from planaria.node.launch.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from tests.forked import Forked
 from tests.metadata_service import metadata_service
 from tests.swarm.lines import Lines

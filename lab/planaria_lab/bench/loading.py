@@ -27,7 +27,7 @@ from typing import Any, Final, get_args
 import torch
 import uvloop
 
-from planaria.node.hugging_face.taking_in import take_in_here
+from planaria.node.hugging_face.begin_from_model import take_in_here
 from planaria.node.model.checkpoint import Checkpoint, Place
 from planaria.node.model.dequantized import KINDS, Quantized
 from planaria.node.model.modules import empty_stage

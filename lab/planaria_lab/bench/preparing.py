@@ -86,9 +86,9 @@ def _timed(prepare_by: Any, folder: Path, processors: list[int], answers: Any) -
 
 
 def _planaria(folder: Path, out: Path, jobs: int) -> int:
+    from planaria.node.data.executors import spreading
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
-    from planaria.node.data.spread import spreading
 
     recipe = Recipe([str(folder / "texts")], tokenizer=folder / "prepared" / "tokenizer.json")
     with spreading(jobs, None) as spread:

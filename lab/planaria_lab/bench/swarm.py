@@ -15,7 +15,7 @@ from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.swarm import ProcessHome
 from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 PATIENCE = 600.0  # seconds that a swarm that isn't held up may take for its next step
 LOOK = 0.05  # seconds between two at the ledgers

@@ -22,7 +22,7 @@ from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Lines, Watched, swarm
 from planaria_lab.emulation.emulation import emulate

@@ -38,7 +38,7 @@ from planaria.node.report.events import (
     entries,
 )
 from planaria.node.report.ledger import LedgerError, audit
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import INEXACT
 from planaria_lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
 from planaria_lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken

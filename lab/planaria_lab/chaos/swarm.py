@@ -44,7 +44,7 @@ from planaria.node.report.events import (
 from planaria.node.report.live_view import Story
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.transaction.plan_encoding import active
-from planaria.node.wire.naming import node_of, seated
+from planaria.node.wire.seat_names import node_of, seated
 from planaria_lab.chaos.proxy import Proxy, Way
 from planaria_lab.chaos.schedule import BLINKS, LOSSES, REGISTRY, STAGES, Fault, Shape
 from planaria_lab.chaos.sick_node import KINDS as SICK

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from planaria.node.data.executors import over_dask
 from planaria.node.data.mixture import open_data
-from planaria.node.data.spread import over_dask
 from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import override
 from planaria_lab.convergence.partial import PartialRun, Progress

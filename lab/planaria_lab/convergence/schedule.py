@@ -13,7 +13,7 @@ from typing import Literal
 import xxhash
 from pydantic import Field, model_validator
 
-from planaria.node.local.losses import TraceError, TraceRow, read_trace
+from planaria.node.local.loss_schedule import TraceError, TraceRow, read_trace
 from planaria.node.run_file import Section
 
 Schedule = Mapping[int, tuple[int, ...]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from planaria.node.hugging_face.taking_in import check_adapted, find, with_shape
+from planaria.node.hugging_face.begin_from_model import check_adapted, find, with_shape
 from planaria.node.launch.resolve import check_lora
 from planaria.node.model.config import (
     CONFIG,

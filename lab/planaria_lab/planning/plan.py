@@ -13,7 +13,7 @@ from planaria.node.commands.terminal import console, errors
 from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
-    from planaria.node.local.losses import TraceRow
+    from planaria.node.local.loss_schedule import TraceRow
     from planaria_lab.planning.planner import Answer, Candidate, Machine, Question
     from planaria_lab.simulator.run import RunOutcome
 
@@ -161,7 +161,7 @@ def plan(options: PlanOptions) -> None:
     """Choose stages, replicas and policy for these nodes; estimate time, memory and cost."""
     import math
 
-    from planaria.node.local.losses import read_trace
+    from planaria.node.local.loss_schedule import read_trace
     from planaria.node.run_file import dumps
     from planaria_lab.planning.asked import asked, policies
     from planaria_lab.planning.machines import Hardware, alike, parse_kinds, probed

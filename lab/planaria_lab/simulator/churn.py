@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.node.local.losses import TraceRow
+from planaria.node.local.loss_schedule import TraceRow
 from planaria_lab.convergence.schedule import Losses, schedule
 from planaria_lab.simulator.swarm import SwarmFiguresError
 

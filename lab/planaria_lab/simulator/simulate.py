@@ -94,7 +94,7 @@ def simulate(options: SimulateOptions) -> None:
     """Print what a step takes on these nodes and links, and how the run goes with these losses."""
     from dataclasses import replace
 
-    from planaria.node.local.losses import read_trace
+    from planaria.node.local.loss_schedule import read_trace
     from planaria.node.model.shape import model_config
     from planaria.node.run_file import load
     from planaria_lab.emulation.links import WAN_LINKS, read_links

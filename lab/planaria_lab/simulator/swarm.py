@@ -22,7 +22,7 @@ from planaria.node.model.shape import (
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, encoded_size
-from planaria.recovery.orthogonal import ROUNDS
+from planaria.recovery.newton_schulz import ROUNDS
 from planaria.recovery.relearning import at_a_time
 from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import planaria.node.data.spread
+import planaria.node.data.executors
 from planaria.node.cli import app
 from planaria.node.data.corpus import CorpusError
 from planaria_lab.convergence import runner
@@ -70,7 +70,7 @@ def test_a_dask_cluster_has_the_same_results(data: Path, tmp_path: Path) -> None
 def test_a_cluster_that_is_not_there_is_named(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planaria.node.data.spread, "WORKERS_COME", 0.5)
+    monkeypatch.setattr(planaria.node.data.executors, "WORKERS_COME", 0.5)
     nowhere = "tcp://127.0.0.1:9"
     with pytest.raises(CorpusError, match=f"no Dask scheduler answers at {nowhere}"):
         run_all_over_dask(todo(data), tmp_path / "runs.jsonl", "cpu", nowhere, lambda *done: None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from planaria.node.local.losses import TraceRow
+from planaria.node.local.loss_schedule import TraceRow
 from planaria_lab.convergence.schedule import Losses, ScheduleError, from_trace, schedule
 
 

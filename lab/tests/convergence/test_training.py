@@ -23,7 +23,7 @@ from torch import nn
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.mixture import inputs_and_targets, windows
-from planaria.node.hugging_face.taking_in import take_in
+from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.run_file import RunFile, from_fields, loads, override
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.recovery.checkfree import Trained, average, weights_of

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from planaria.node import cli
 from planaria.node.launch.resolve import registry_rules
-from planaria.node.local.losses import TraceRow
+from planaria.node.local.loss_schedule import TraceRow
 from planaria.node.local.swarm import parse_kill
 from planaria.node.run_file import dumps, load, loads
 from planaria.recovery.policy import POLICIES

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.node.local.losses import TraceRow
+from planaria.node.local.loss_schedule import TraceRow
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads, override
 from planaria.node.wire.frames import BLOCK

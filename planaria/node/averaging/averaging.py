@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from planaria.node.averaging.audit import AuditResult, examine
 from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.evidence import Evidence, Signing, is_audited
+from planaria.node.averaging.examination import AuditResult, examine
 from planaria.node.averaging.reduction import Outgoing, Reduction
 from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Hearing, Lost, PeerLostError

@@ -153,7 +153,7 @@ class Reduction:
         return max(len(self.pieces_of.get(node, [])) for node in self.row) if self.sums else 0
 
     def awaited(self) -> AwaitedReplicas | None:
-        """What is missing, and from which nodes; None: the gradient is the sum.
+        """What the sum lacks, and from which nodes; None: it is complete.
 
         A node without all contributions can't send sums, so contributions are reported first."""
         hops: Sequence[tuple[Phase, Mapping[str, set[int]]]] = (

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, folder_beside
-from planaria.bootstrap.admitting import advertised, beside, enrolling
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
 from planaria.bootstrap.journal import Journal, read_view
 from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
+from planaria.bootstrap.registry_enrolment import advertised, beside, enrolling
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer, ViewStore, over_grpc, serve
 from planaria.bootstrap.store import Store
@@ -25,7 +25,7 @@ from planaria.node.commands.registry import run_on_loop
 from planaria.node.commands.terminal import console, say
 from planaria.node.launch.resolve import registry_rules, run_id
 from planaria.node.launch.settings import resettled
-from planaria.node.page.place import PageAddress
+from planaria.node.page.http_address import PageAddress
 from planaria.node.run_file import RunFile, public
 
 if TYPE_CHECKING:

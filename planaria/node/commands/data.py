@@ -49,10 +49,10 @@ def data_prepare(
     """Turn text, or conversations, into tokens that training reads."""
 
     with interruptible("the same command continues from what is done"):
+        from planaria.node.data.executors import spreading
         from planaria.node.data.prepare import prepare
         from planaria.node.data.recipe import Recipe
-        from planaria.node.data.spread import spreading
-        from planaria.node.hugging_face.taking_in import find_tokenizer
+        from planaria.node.hugging_face.begin_from_model import find_tokenizer
 
         tokenizer = options.tokenizer
         file = None if tokenizer is None else find_tokenizer(str(tokenizer))

@@ -27,7 +27,7 @@ from planaria.node.launch.options import (
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.page.place import PageAddress
+    from planaria.node.page.http_address import PageAddress
     from planaria.node.wire.observer_client import Converse
 
 

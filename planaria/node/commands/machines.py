@@ -21,8 +21,8 @@ import typer
 from rich.markup import escape
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.reachability import Reachability
-from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
+from planaria.bootstrap.address_probe import Reachability
+from planaria.node.commands.registry import check_registries, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refusing, warn
 from planaria.node.launch.errors import NodeCrashed
 from planaria.node.launch.node_options import Addresses, DoctorOptions, NodeOptions
@@ -50,7 +50,7 @@ def node_command(options: NodeOptions) -> None:
     from planaria.node.launch.begin import Setup, begin, check_reachable
     from planaria.node.launch.enrolled import invitation_of
     from planaria.node.launch.supervisor import TRY_AGAIN, is_watched, one_each, supervise
-    from planaria.node.wire.naming import name_of_host
+    from planaria.node.wire.seat_names import name_of_host
 
     name = options.name or name_of_host(socket.gethostname())
     check_tracker(options.track)
@@ -61,7 +61,7 @@ def node_command(options: NodeOptions) -> None:
     nodes = one_each(options.device.split(","), listen, advertise, options.saves, metrics)
     watched = is_watched()
     if not watched:
-        check_there(addresses.registries, [Reachability.UNKNOWN], TRY_AGAIN)
+        check_registries(addresses.registries, [Reachability.UNKNOWN], TRY_AGAIN)
     check_reachable(addresses)
     again = options.restart == "always"
     if not watched and (again or len(nodes) > 1):

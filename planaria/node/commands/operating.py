@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 
 from planaria.bootstrap import enrolment_pb2 as pb
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.operator_orders import BACK, CHANGE
-from planaria.bootstrap.spelling import readable
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, end, say, warn
 from planaria.node.launch.options import Join, Security, flattened

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from planaria.bootstrap.reachability import (
+from planaria.bootstrap.address_probe import (
     NO_PROXY,
     NOBODY,
     Reachability,
@@ -57,12 +57,11 @@ def check_registry(join: str) -> None:
     from planaria.node.launch.enrolled import addresses_of
 
     addresses = addresses_of(join)
-    check_there(addresses, [Reachability.UNKNOWN, Reachability.REFUSED], 1)
+    check_registries(addresses, [Reachability.UNKNOWN, Reachability.REFUSED], 1)
 
 
-def check_there(addresses: Sequence[str], final: Sequence[Reachability], status: int) -> None:
-    """End with that status if all addresses have a final answer, else warn of those that don't
-    answer."""
+def check_registries(addresses: Sequence[str], final: Sequence[Reachability], status: int) -> None:
+    """End with that status if all addresses have a final answer; warn if none answers yet."""
     answers = asyncio.run(probe_all(addresses, PROBE))
     proxy = f". {warning}: {NO_PROXY}" if (warning := proxies(os.environ)) else ""
     if why := dead_end(answers, final):

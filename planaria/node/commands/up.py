@@ -38,7 +38,7 @@ def up_command(options: UpOptions) -> None:
             )
         resumed = read_plan(options.resume, options.data or ())
         file, run = options.run_file, resumed.run
-        wanted = changes.of(run if file is None else with_settings_of(load(file), run))
+        wanted = changes.applied_to(run if file is None else with_settings_of(load(file), run))
         plan = resumed._replace(out=options.out or resumed.out, at=options.at)
         run = goes_on_as(resumed.kept._replace(out=plan.out), wanted, options.at is not None)
         plan = plan._replace(run=run.model_copy(update={PRIVATE: wanted.notify}))
@@ -49,7 +49,7 @@ def up_command(options: UpOptions) -> None:
             raise SwarmError("--at: a new run has no saves; give --resume DIR, too")
         resumed = None
         file = options.run_file
-        run = changes.of(RunFile() if file is None else load(file))
+        run = changes.applied_to(RunFile() if file is None else load(file))
         shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
         with shown as progress:
             plan = plan_run(run, options.out, options.save_dir, options.device, say, progress)

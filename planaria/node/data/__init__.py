@@ -3,17 +3,17 @@
 Text to tokens:
 
 - `places.py`: where files are; `documents.py`: their texts and conversations
-- `messages.py`: conversations in one form; `chat.py`: their text, by the model's template, which
-  `rendering.py` runs in a process of its own
+- `messages.py`: conversations in one form, and which messages are scored; `chat.py`: their text, by
+  the model's template, which `rendering.py` runs in a process of its own, and which part is scored
 - `tokenizer.py`: the tokens that begin and end a text
 - `prepare.py`: writes a folder of tokens by a `recipe.py`, which has the fields of `options.py`, in
-  parts (`parts.py`, `shards.py`), in this process or in others (`spread.py`); `progress.py` shows
-  how far it is
+  parts (`parts.py`, with which tokens are scored; `shards.py`), in this process or in others
+  (`executors.py`); `progress.py` shows how far it is
 
 Tokens to samples:
 
 - `corpus.py`: reads that folder; `elsewhere.py`: from another machine, in blocks (`blocks.py`)
 - `mixture.py`: several corpora as one
-- `windows.py`: which samples a step trains on; `turns.py`: from which corpus each is;
+- `windows.py`: which samples a step trains on; `mixture_cycle.py`: from which corpus each is;
   `batches.py`: how many, where a run's batch was changed
 """

@@ -32,7 +32,7 @@ import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
 from planaria.bootstrap.files import read_small
-from planaria.node.data.turns import Share
+from planaria.node.data.mixture_cycle import Share
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, get_args
 
-from planaria.bootstrap.spelling import shortened
+from planaria.bootstrap.escaping import shortened
 from planaria.node.data.chat import THOUGHT, Conversation
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.options import Form

@@ -27,8 +27,8 @@ from planaria.node.data.corpus import (
     Index,
     read_index,
 )
+from planaria.node.data.mixture_cycle import Share
 from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
-from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:
     import numpy as np

@@ -38,6 +38,7 @@ from planaria.node.data.corpus import (
     file_checksum,
     read_index,
 )
+from planaria.node.data.executors import Spread
 from planaria.node.data.parts import (
     FEW,
     Document,
@@ -51,7 +52,6 @@ from planaria.node.data.places import Listing, size, stamp
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import Recipe, in_words
 from planaria.node.data.shards import SplitWriter
-from planaria.node.data.spread import Spread
 from planaria.node.data.tokenizer import context_of, write_tokenizer
 
 log = logging.getLogger("planaria")

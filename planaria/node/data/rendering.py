@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Self
 
-from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.escaping import readable
 from planaria.node.data.chat import ChatTemplate, Conversation, Rendered, Template
 from planaria.node.data.corpus import CorpusError, RowError
 

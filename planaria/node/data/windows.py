@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from planaria.node.data.batches import Batches
-from planaria.node.data.turns import Share
+from planaria.node.data.mixture_cycle import Share
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: spreads the epochs over the keys

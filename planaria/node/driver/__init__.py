@@ -7,7 +7,7 @@ State machines without clock, socket or tensor; docs/protocol.md specifies them.
 - `syncing.py`: waits for state; `rebuilds.py`: who fetches which state from where
 - `attempting.py`: an attempt at a step; `attempt_state.py`: its plan, what is done, the votes;
   `takeover.py`: a stage whose last node is gone; `skipping.py`: steps without an update
-- `joining.py`: members that copy their state meanwhile; `records.py`: who keeps a step's records
+- `joiners.py`: members that copy their state meanwhile; `records.py`: who keeps a step's records
 
 Faults:
 

@@ -10,7 +10,7 @@ from typing import Any
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.transaction.effects import Ballot, Send
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import has_records, hash_of
+from planaria.node.wire.commit_chain import has_records, hash_of
 from planaria.recovery.facts import Held, Left, Source
 
 

@@ -21,8 +21,8 @@ from planaria.node.transaction.plan_encoding import in_order
 from planaria.node.transaction.routing import Pair, paces, plan, share_out
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of_records, head
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.commit_chain import hash_of_records, head
+from planaria.node.wire.seat_names import node_of
 
 UNREACHED = 2.0
 """Seconds within which a node that a member can't reach must turn out to be lost; then the attempt

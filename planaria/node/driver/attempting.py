@@ -16,7 +16,7 @@ from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, SILENT
 from planaria.node.driver.attempt_state import AttemptState, Vote
 from planaria.node.driver.fault_policy import HELD_UP, UNVOTED
 from planaria.node.driver.hangs import is_last
-from planaria.node.driver.joining import FOLLOWED
+from planaria.node.driver.joiners import FOLLOWED
 from planaria.node.driver.phases import DriverPhase, Phase, Turn
 from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.driver.records import unrecorded
@@ -127,7 +127,7 @@ class Attempting(Phase):
             driver.joining.joiners[node].caught_up = None
             self.state.vote.joiners.pop(node, None)
             return self._if_all_ready(now).after([lost])
-        effects = [lost, *driver.holds_up(node, why)]
+        effects = [lost, *driver.charge_holdup(node, why)]
         goes_on = self._lose([node], why, now)
         turn = self.gather(why, now) if goes_on is None else self.stays(goes_on)
         return turn.after(effects)
@@ -143,7 +143,7 @@ class Attempting(Phase):
         by, why = state.unreachable(now)
         if by:
             driver.fails(now)
-            effects += driver.holds_up(by, why)
+            effects += driver.charge_holdup(by, why)
         takeover = state.takeover
         if why := why or (takeover.overdue(now) if takeover is not None else ""):
             return self.gather(why, now).after(effects)
@@ -493,7 +493,7 @@ class Attempting(Phase):
     def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         """Goes on without the guilty, if possible; else the attempt has failed."""
         driver = self.driver
-        guilty = driver.faults.sentence(peer, failed, driver.members)
+        guilty = driver.faults.convicted(peer, failed, driver.members)
         others = driver.faults.successors(driver.training())
         if driver.node in guilty and peer != driver.node and others:
             reason = f"{peer} also says: {failed.reason}; {others[0]} can drive"
@@ -506,7 +506,7 @@ class Attempting(Phase):
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         driver = self.driver
         driver.fails(now)
-        accusations = driver.holds_up(peer, failed.reason)
+        accusations = driver.charge_holdup(peer, failed.reason)
         effects = driver.accuse(peer, failed)
         pair = frozenset({peer, *failed.accused})
         if (
@@ -531,7 +531,7 @@ class Attempting(Phase):
         late = sorted(set(state.awaited) - state.held_up.keys())
         effects: list[Effect] = [Suspect(node, waited) for node in late if node != driver.node]
         for node in late if voting else ():
-            effects += driver.holds_up(node, waited, HELD_UP // UNVOTED)
+            effects += driver.charge_holdup(node, waited, HELD_UP // UNVOTED)
         hanging = state.held_up.keys() - {driver.node, *driver.hanging.why}  # may be copied first
         effects += [Suspect(node, state.held_up[node], HANG) for node in sorted(hanging)]
         effects += driver.lost_between(state.missing(), waited)

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from random import Random
 from typing import Final
 
-from planaria.node.averaging.audit import AuditResult
 from planaria.node.averaging.evidence import REPLICAS
+from planaria.node.averaging.examination import AuditResult
 from planaria.node.averaging.outliers import Suspicions
 from planaria.node.driver.attempt_state import AttemptState
 from planaria.node.transaction.effects import AuditSum, Ballot

@@ -20,7 +20,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.operator_orders import in_words, last_step
 from planaria.bootstrap.registry_pb2 import AUDIT
-from planaria.node.averaging.audit import AuditResult
+from planaria.node.averaging.examination import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing
 from planaria.node.driver.attempt_state import AttemptState, Planning, Vote, planned
 from planaria.node.driver.attempting import Attempting
@@ -29,7 +29,7 @@ from planaria.node.driver.divergence import DivergenceRepair
 from planaria.node.driver.fault_policy import FaultPolicy
 from planaria.node.driver.gathering import Gathering
 from planaria.node.driver.hangs import HangDetector, slow_and_alone
-from planaria.node.driver.joining import Joiners
+from planaria.node.driver.joiners import Joiners
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
 from planaria.node.driver.rebuilds import Rebuilds
 from planaria.node.driver.records import record_holders, to_replicate
@@ -42,7 +42,7 @@ from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send
 from planaria.node.transaction.plan_encoding import PlanEncoder, active
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import has_records, seal, without_records
+from planaria.node.wire.commit_chain import has_records, seal, without_records
 from planaria.recovery.orders import window_orders
 
 DRIVERS = 32
@@ -223,9 +223,9 @@ class Driver:
         """What follows from an accusation, as in `FaultPolicy.accuse`."""
         return self.faults.accuse(by, failed, self.members, harmed)
 
-    def holds_up(self, node: str, why: str, times: int = 1) -> list[Effect]:
+    def charge_holdup(self, node: str, why: str, times: int = 1) -> list[Effect]:
         """What follows from a failure that `node` reports or causes by silence."""
-        return self.faults.holds_up(node, why, self.members, self.training(), times)
+        return self.faults.charge_holdup(node, why, self.members, self.training(), times)
 
     def lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
         """What follows from messages that were lost between the nodes of each pair."""
@@ -362,8 +362,8 @@ class Driver:
         effects += [StepSkipped(step=commit.step, reason=skipped)] if skipped else []
         return [*effects, Committed(step=commit.step, loss=commit.loss)]
 
-    def audited(self, result: AuditResult) -> list[Effect]:
-        """An audit is over: reports who fails it; accuses them if the rules exclude them."""
+    def audit_over(self, result: AuditResult) -> list[Effect]:
+        """Reports who fails an audit; accuses them if the rules exclude them."""
         effects: list[Effect] = []
         for node, why in self.audits.examined(result, self.members).items():
             stage = self.members[node]

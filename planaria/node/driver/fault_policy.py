@@ -14,7 +14,7 @@ from planaria.node.report.events import Accused
 from planaria.node.transaction.effects import Effect, Rejoin, Suspect
 from planaria.node.transaction.routing import Pair
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 NOBODY_ELSE: Final = "nobody else does"
 LONGEST_PAUSE: Final = 5.0
@@ -86,7 +86,7 @@ class FaultPolicy:
                     self.idle.rest(node, members[by] == members[node])
                 if self.charges.in_vain(by):
                     why = f"it has accused others {VAIN} times, {node} the last time, and "
-                    verdict += self._goes(by, why + NOBODY_ELSE, members)
+                    verdict += self._accuse(by, why + NOBODY_ELSE, members)
             accuser = by if by != node else self.node
             verdict.append(
                 Accused(node=node, stage=members[node], by=accuser, reason=failed.reason)
@@ -96,7 +96,7 @@ class FaultPolicy:
     def _suspects(self, node: str, failed: pb.Failed) -> Verdict:
         return [] if self.is_here(node) else [Suspect(node, failed.reason, failed.cause)]
 
-    def _goes(self, node: str, why: str, members: Stages) -> Verdict:
+    def _accuse(self, node: str, why: str, members: Stages) -> Verdict:
         """The driver itself accuses the node: it gets no more work."""
         self.idle.stop([node])
         event = Accused(node=node, stage=members[node], by=self.node, reason=why)
@@ -112,7 +112,7 @@ class FaultPolicy:
             self.failures.proven(node)
         return believed
 
-    def sentence(self, by: str, failed: pb.Failed, members: Stages) -> list[str]:
+    def convicted(self, by: str, failed: pb.Failed, members: Stages) -> list[str]:
         """The accused that are found guilty. A single accuser gets as little as possible to do with
         the others, so that other members can find out."""
         accused = self.failures.guilty(by, failed, members)
@@ -130,16 +130,17 @@ class FaultPolicy:
         why += f"; it waited for {', '.join(waited_for.values())}"
         return why, [Suspect(node, why) for node in waited_for if node != self.node]
 
-    def holds_up(
+    def charge_holdup(
         self, node: str, why: str, members: Stages, training: Stages, times: int = 1
     ) -> Verdict:
-        """A node that alone prevents commits, by its reports, link or silence, whatever it says. If
-        it is the driver, it joins anew, provided that another node can drive."""
+        """Charges a node that alone prevents commits, by its reports, link or silence. After enough
+        charges it is accused. If it is the driver, it joins anew, provided that another node can
+        drive."""
         if not self.failures.alone(node, times):
             return []
         why = f"it holds up the run repeatedly, and {NOBODY_ELSE}: {why}"
         if node != self.node:
-            return self._goes(node, why, members)
+            return self._accuse(node, why, members)
         others = self.successors(training)
         return [Rejoin(f"{why}; {others[0]} can drive")] if others else []
 
@@ -150,7 +151,7 @@ class FaultPolicy:
         one rests: then all goes well, or the other one loses something, too."""
         if guilty := self.failures.between(pairs):
             known = guilty in members
-            return self.holds_up(guilty, why, members, training, HELD_UP) if known else []
+            return self.charge_holdup(guilty, why, members, training, HELD_UP) if known else []
         for pair in sorted(pairs, key=sorted):
             self._let_one_rest(pair, training)
         return []

@@ -12,11 +12,11 @@ from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NUMBERS
 from planaria.node.driver.answers import Answers
 from planaria.node.driver.hangs import is_last
-from planaria.node.driver.joining import FOLLOWS
+from planaria.node.driver.joiners import FOLLOWS
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
 from planaria.node.driver.rebuilds import copy_twins, decide_each, name_checkpoint, rebuild
 from planaria.node.driver.records import unrecorded, unwritten
-from planaria.node.driver.status_validation import examine
+from planaria.node.driver.status_validation import to_reject
 from planaria.node.driver.syncing import Syncing
 from planaria.node.report.events import (
     Paused,
@@ -95,7 +95,7 @@ class Gathering(Phase):
     def _resolve(self, now: float) -> Turn:
         driver, answers, rules = self.driver, self.answers, self.driver.rules
         effects = driver.divergence.settle(answers, rules, driver.standing.committed)
-        verdict = examine(answers.statuses, driver.known_facts(), driver.divergence.distrusted)
+        verdict = to_reject(answers.statuses, driver.known_facts(), driver.divergence.distrusted)
         if verdict.parted:
             halt = pb.Halt(reason=verdict.parted, step=driver.standing.committed)
             return driver.halt(halt, now).after(effects)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from planaria.node.transaction.routing import Route, routes
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 STILL: Final = 5.0
 """Minimum seconds in which a node with work has to compute something; otherwise twice the usual

@@ -119,7 +119,7 @@ class Phase:
 
     def link_lost(self, lost: NodeLost, why: str, now: float) -> Turn:
         """Messages to or from a member may be lost."""
-        wrong = self.driver.holds_up(lost.node, why)
+        wrong = self.driver.charge_holdup(lost.node, why)
         return self.gather(why, now).after([lost, *wrong])
 
     def tick(self, now: float) -> Turn:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.transaction.routing import Route, route
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 WRONG: Final = 2
 """Checks in which a node is wrong before it is accused."""

@@ -21,8 +21,8 @@ from planaria.bootstrap.registry_pb2 import Member
 from planaria.node.driver.answers import age_of
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of, head, is_sealed
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.commit_chain import hash_of, head, is_sealed
+from planaria.node.wire.seat_names import node_of
 
 Age = tuple[int, int]
 """Lineage and committed step."""
@@ -66,10 +66,11 @@ class StatusVerdict:
         return self.unproven | self.lies.keys()
 
 
-def examine(
+def to_reject(
     statuses: Mapping[str, pb.Status], known: KnownFacts, distrusted: Collection[str] = ()
 ) -> StatusVerdict:
-    """The answers to reject. `distrusted`: members that don't count anyway."""
+    """Statuses to reject, since others contradict them. `distrusted`: members that are left out
+    beforehand."""
     verdict = StatusVerdict()
     believed = {node: status for node, status in statuses.items() if node not in distrusted}
     while believed:

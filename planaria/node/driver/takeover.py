@@ -16,7 +16,7 @@ from planaria.node.driver.rebuilds import ordered
 from planaria.node.report.events import RebuildOrdered, SeatTaken
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import Rebuild, Source
 
 VACANT = 3.0

@@ -1,6 +1,6 @@
 """Models as transformers reads and writes them.
 
-Into a run: `taking_in.py`, a run that begins from a model. The files are read in `model/`.
+Into a run: `begin_from_model.py`, a run that begins from a model. The files are read in `model/`.
 
 Out of it:
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from planaria.node.data.progress import Track
+from planaria.node.hugging_face.begin_from_model import HUB_NAME, name_of
 from planaria.node.hugging_face.export import (
     DTYPES,
     ExportError,
@@ -28,7 +29,6 @@ from planaria.node.hugging_face.export import (
     write_tensors,
     write_vocabulary,
 )
-from planaria.node.hugging_face.taking_in import HUB_NAME, name_of
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import ADAPTER_CONFIG, UnsupportedModelError
 from planaria.node.model.layout import adapters, weights

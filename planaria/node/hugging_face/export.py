@@ -103,8 +103,9 @@ def whole_or_not(out: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def shards(in_order: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
-    """Files of at most `most` bytes, in this order; a value has `size` bytes."""
+def weight_files(in_order: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
+    """Divides weights, in this order, into files of at most `most` bytes. A value has `size`
+    bytes."""
     files: list[list[Weight]] = [[]]
     used = 0
     for weight in in_order:
@@ -137,7 +138,7 @@ def _write_weights(
     most: int,
 ) -> None:
     kind = DTYPES[dtype]
-    files = shards(those, kind.itemsize, most)
+    files = weight_files(those, kind.itemsize, most)
     of = {weight.name: number for number, file in enumerate(files) for weight in file}
     names = _file_names(len(files))
     waiting: dict[str, Tensor] = {}

@@ -23,9 +23,9 @@ from planaria.node.run_file import RunFile, loads
 from planaria.node.state.weight_pins import LEASE
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.naming import seat_id, seat_name
 from planaria.node.wire.observer_client import Converse, NoAnswerError, ObserverClient, over_streams
 from planaria.node.wire.observers import Inside, Observers
+from planaria.node.wire.seat_names import seat_id, seat_name
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from planaria.node.hugging_face.begin_from_model import HUB_NAME
 from planaria.node.hugging_face.export import ExportError
-from planaria.node.hugging_face.taking_in import HUB_NAME
 
 
 def check_push(name: str) -> None:

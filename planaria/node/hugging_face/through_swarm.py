@@ -34,9 +34,9 @@ from planaria.node.run_file import RunFile
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError
-from planaria.node.wire.naming import node_of
 from planaria.node.wire.observer_client import NoAnswerError
 from planaria.node.wire.observers import FRAME_LIMIT
+from planaria.node.wire.seat_names import node_of
 from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger("planaria")
@@ -102,7 +102,7 @@ class LivingStages(LivingRun):
         try:
             if not (kept / SHARED[-1]).exists():
                 for name in SHARED:
-                    await self._fetch(name, kept / name)
+                    await self._fetch_tokenizer_file(name, kept / name)
             return of_given(self.run, kept, model)
         except (ExportError, CorpusError) as error:
             if (vocabulary := of_model(model)) is not None:
@@ -111,8 +111,8 @@ class LivingStages(LivingRun):
                 f"stage 0 gives no tokenizer: {error}. Name a prepared folder that has it by --data"
             ) from error
 
-    async def _fetch(self, name: str, to: Path) -> None:
-        """Download one of the files SHARED, if stage 0 has it. Raises ExportError."""
+    async def _fetch_tokenizer_file(self, name: str, to: Path) -> None:
+        """Download one of the tokenizer's files (SHARED), if stage 0 has it. Raises ExportError."""
         content = bytearray()
         while len(content) % PART == 0:
             part = await self._look(0, [], file=name, first=len(content))

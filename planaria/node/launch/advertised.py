@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.address import PORTS, Address
-from planaria.bootstrap.reachability import Endpoints
+from planaria.bootstrap.address_probe import Endpoints
 
 
 class Renter(NamedTuple):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from planaria.node.data.mixture import Data
     from planaria.node.launch.instance import Instance
     from planaria.node.launch.node_options import Addresses, NodeOptions
-    from planaria.node.page.place import PageAddress
+    from planaria.node.page.http_address import PageAddress
     from planaria.node.report.log_stream import LastLines
     from planaria.node.run_file import DataSection, RunFile
 

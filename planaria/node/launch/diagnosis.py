@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.reachability import NO_PROXY
+from planaria.bootstrap.address_probe import NO_PROXY
 from planaria.node.averaging.coding import gradient_bytes
 from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError

@@ -22,10 +22,10 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.address_probe import NOBODY, dead_end, probe_all, proxies
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.grpc_transport import GrpcTransport
-from planaria.bootstrap.reachability import NOBODY, dead_end, probe_all, proxies
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.data.corpus import CorpusError
@@ -63,7 +63,7 @@ QUESTIONS = 4  # the quickest answer gives time and delay
 SEE_DEVICE = """
 import json, sys, torch
 from planaria.node.machine.device import accelerators, find_device, memory_of, why_no_bf16
-from planaria.recovery.exact import is_exact
+from planaria.recovery.identical_arithmetic import is_exact
 
 device, gpus = find_device(sys.argv[1]) or torch.device("cpu"), len(accelerators())
 kinds = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}

@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.page.place import PageAddress
+    from planaria.node.page.http_address import PageAddress
     from planaria.node.report.log_stream import LastLines
 
 
@@ -106,7 +106,7 @@ class Security:
         """Where HTTP is served that `option` asks for; None: nowhere. Raises AddressError,
         CredentialsError, and OSError where that address isn't free."""
         from planaria.bootstrap.address import Address
-        from planaria.node.page.place import Keys, PageAddress
+        from planaria.node.page.http_address import Keys, PageAddress
 
         if http == "none":
             return None
@@ -149,7 +149,7 @@ def parse_devices(text: str) -> str:
 
 def parse_name(text: str) -> str:
     """Raises BadParameter."""
-    from planaria.bootstrap.spelling import misspelt
+    from planaria.bootstrap.escaping import misspelt
 
     if problem := misspelt("name", text):
         raise typer.BadParameter(problem)

@@ -11,7 +11,7 @@ from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.step_time import Load
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
-from planaria.node.hugging_face.taking_in import (
+from planaria.node.hugging_face.begin_from_model import (
     check_adapted,
     check_tokenizer,
     in_other_process,

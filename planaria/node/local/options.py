@@ -68,8 +68,8 @@ class RunChanges:
         ),
     ] = None
 
-    def of(self, run: RunFile) -> RunFile:
-        """Raises RunFileError."""
+    def applied_to(self, run: RunFile) -> RunFile:
+        """The run file with these values. Raises RunFileError."""
         from planaria.node.run_file import override, parse_settings
 
         options = {

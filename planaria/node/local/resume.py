@@ -27,7 +27,7 @@ from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import index_of
 from planaria.node.launch.resolve import resolve, run_id
 from planaria.node.launch.settings import STAGES, changed, check_identity, differences
-from planaria.node.local.losses import stage_of
+from planaria.node.local.loss_schedule import stage_of
 from planaria.node.model.learning_rate import warmup_of
 from planaria.node.run_file import RunFile, dumps, flat, override
 

@@ -28,12 +28,12 @@ from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
 from planaria.node.data.mixture import found_by_content, index_of
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.taking_in import take_in
+from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve, text_to_prepare
 from planaria.node.launch.settings import describe_change, with_changes
 from planaria.node.launch.supervisor import FINAL
-from planaria.node.local.losses import (
+from planaria.node.local.loss_schedule import (
     DrawnLosses,
     Losses,
     TracedLosses,

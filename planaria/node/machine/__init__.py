@@ -5,5 +5,5 @@
 - `cores.py`: how many processors this process may use
 - `extras.py`: libraries that may be missing, and how to get them
 - `device.py`: the torch device: its memory and its speed
-- `compute.py`: the one thread that computes; `watch.py` says when it hangs
+- `compute.py`: the one thread that computes; `hang_watch.py` says when it hangs
 """

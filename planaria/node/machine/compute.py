@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from planaria.node.machine.watch import Hang, Watch
+from planaria.node.machine.hang_watch import Hang, Watch
 from planaria.node.ports import Priority
 
 T = TypeVar("T")

@@ -71,7 +71,7 @@ class TensorPlace(NamedTuple):
         return math.prod(self.shape)
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """The values, concatenated, CHUNK at a time. Raises OSError."""
+        """The tensor's values as float32, CHUNK at a time. Raises OSError."""
         import numpy as np
 
         kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[self.kind]
@@ -188,7 +188,7 @@ class Checkpoint:
         return words.numpy(), kept.flatten().numpy()
 
     def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
-        """The values that `read` returns, concatenated. Raises OSError."""
+        """The values of the tensor that `read` returns, in pieces. Raises OSError."""
         return self.places[name].pieces()
 
     def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from planaria.node.page.place import Keys
+from planaria.node.page.http_address import Keys
 
 MOST_CONNECTIONS = 64
 """Limit of connections; beyond it, one of the address with the most connections is closed."""

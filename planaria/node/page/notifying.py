@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.escaping import readable
 from planaria.node.machine.processes import describe_status
 from planaria.node.page.serving import Living
 from planaria.node.report.notifications import Notification, Notifier

@@ -14,7 +14,7 @@ from planaria.node.report.event_log import Tail
 from planaria.node.report.history import History
 from planaria.node.report.ledger import MERGED, Line, merge
 from planaria.node.run_file import RunFile, load
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 RUN_FILE = "run.toml"
 

@@ -18,9 +18,9 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page.app import REFRESH, Figures, Parts, as_json, joined, make_app, metrics_app
+from planaria.node.page.http_address import PageAddress
 from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
-from planaria.node.page.place import PageAddress
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.history import History

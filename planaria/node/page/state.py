@@ -208,7 +208,7 @@ def _cuts(state: RunState) -> list[dict[str, Any]]:
 
 
 def _quarantine(state: RunState, now: float) -> list[dict[str, Any]]:
-    """Instances evicted for cause and still excluded, and until when; null: permanently."""
+    """For the page: quarantined instances, and until when; null: permanently."""
     return [
         {
             "node": instance.node,

@@ -20,7 +20,7 @@ from annotated_types import Interval
 from pydantic import BeforeValidator, Field, TypeAdapter
 from rich.filesize import decimal
 
-from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.escaping import readable
 from planaria.recovery.facts import ARRIVED, OWN
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from planaria.node.report import events
 from planaria.node.report.ledger import Line
 from planaria.node.report.live_view import Story
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import COPIED
 
 OF_THE_DRIVER = (

@@ -43,11 +43,11 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from planaria.node.data.batches import Batch, Batches
-from planaria.node.data.turns import Share
+from planaria.node.data.mixture_cycle import Share
 from planaria.node.report.line_file import LineFile
 from planaria.node.run_file import RunFile
 from planaria.node.wire import stage_pb2
-from planaria.node.wire.chain import hash_of, hash_of_records
+from planaria.node.wire.commit_chain import hash_of, hash_of_records
 
 if TYPE_CHECKING:
     from planaria.node.data.windows import Windows

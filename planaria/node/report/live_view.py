@@ -20,7 +20,7 @@ from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.report import events
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.report.summary import noticed_at, stall_seconds
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import COPIED, ORIGIN
 
 NEWS_SHOWN = 12

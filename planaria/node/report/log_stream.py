@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from planaria.bootstrap.spelling import readable, readable_lines
+from planaria.bootstrap.escaping import readable, readable_lines
 from planaria.node.report.line_file import BackgroundLineFile
 
 MOST_LOGGED: Final = 2**20

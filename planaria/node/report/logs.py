@@ -11,14 +11,14 @@ from typing import Final, NamedTuple
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.errors import UserError
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member
-from planaria.bootstrap.spelling import readable
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.naming import seat_id
 from planaria.node.wire.observer_client import PATIENCE, Converse, ObserverClient
+from planaria.node.wire.seat_names import seat_id
 
 LOOK: Final = 1.0
 """Seconds between two requests for new lines."""

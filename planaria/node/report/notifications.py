@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.operator_orders import in_words
 from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, SeatReport
-from planaria.bootstrap.spelling import readable
 from planaria.node.report.events import Severity
 from planaria.node.report.history import LONGEST_SENTENCE, History
 from planaria.node.report.run_state import RunState

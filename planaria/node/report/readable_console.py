@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.style import Style
 
-from planaria.bootstrap.spelling import readable_lines
+from planaria.bootstrap.escaping import readable_lines
 
 
 class ReadableConsole(Console):

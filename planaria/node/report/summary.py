@@ -20,7 +20,7 @@ from planaria.node.report import events
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
-from planaria.node.wire.naming import node_of, was_added
+from planaria.node.wire.seat_names import node_of, was_added
 from planaria.recovery.facts import COPIED, ORIGIN, OWN
 
 NOTICED_LATE = 1.0

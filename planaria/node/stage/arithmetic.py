@@ -30,8 +30,8 @@ from planaria.node.model.quantized import slots, words_of
 from planaria.node.ports import Learned
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
+from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.room import DeviceRoom
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
 from planaria.node.state.stage_state import TENSORS, StageState, StateId

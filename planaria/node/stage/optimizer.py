@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from planaria.node.model.learning_rate import peak_of
 from planaria.node.model.modules import BodyStage
 from planaria.node.model.shape import BETAS
-from planaria.recovery.exact import BLOCK, exact, exactly, squared_norm
-from planaria.recovery.orthogonal import orthogonalized
+from planaria.recovery.identical_arithmetic import BLOCK, exact, exactly, squared_norm
+from planaria.recovery.newton_schulz import orthogonalized
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile

@@ -26,8 +26,8 @@ from planaria.node.model.modules import BodyStage, EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
+from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.room import DeviceRoom
 from planaria.node.transaction.attempt import Done, NoRoomError, Visit
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot

@@ -43,7 +43,6 @@ from planaria.node.wire.frames import (
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.decide import RECENT
-from planaria.recovery.pace import MOST, Pace, share_of_rows
 from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
@@ -55,6 +54,7 @@ from planaria.recovery.snapshot import (
     holder_count,
     steps_between,
 )
+from planaria.recovery.snapshot_pace import MOST, Pace, share_of_rows
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.decide import FRESH, RECENT
 from planaria.recovery.facts import Kind
-from planaria.recovery.pace import Pace
 from planaria.recovery.snapshot import Layout, route
+from planaria.recovery.snapshot_pace import Pace
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent

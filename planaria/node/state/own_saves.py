@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from planaria.node.report.events import Saved, SaveFailed
 from planaria.node.state.stage_state import Age
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import Kind
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from planaria.node.averaging.evidence import Signing
 from planaria.node.model.shape import trained_shapes
 from planaria.node.transaction.effects import NEVER, AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of
+from planaria.node.wire.commit_chain import hash_of
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Reducing:
 
     async def audit(self, audit: AuditSum) -> None:
         result = await self._seat.auditor.run(audit)
-        self._seat.carry_out(self._seat.driver.audited(result))
+        self._seat.carry_out(self._seat.driver.audit_over(result))
 
     async def _is_noted(self) -> None:
         """Waits until the previous step is in this member's ledger, or can't be written. Votes come

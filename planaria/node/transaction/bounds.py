@@ -14,7 +14,7 @@ from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.transaction.commits import has_for
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of_records
+from planaria.node.wire.commit_chain import hash_of_records
 
 MOST_STEPS: Final = 1 << 53
 """Limit of steps, lineages, attempts and bytes: integers that a double represents exactly."""

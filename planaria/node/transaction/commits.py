@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import head
+from planaria.node.wire.commit_chain import head
 
 
 def collapsed(by_stage: Sequence[float]) -> Sequence[float]:

@@ -99,7 +99,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class AuditSum:
-    """Collect and examine what replicas show of a sum; `Driver.audited` gets the result."""
+    """Collect and examine what replicas show of a sum; `Driver.audit_over` gets the result."""
 
     ballot: Ballot
     step: int

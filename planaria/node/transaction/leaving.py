@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import stages_of
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 APPOINTMENT = 2.0
 """Seconds that a leaving node waits for the registry to find a successor for its seat."""

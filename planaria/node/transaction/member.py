@@ -35,8 +35,14 @@ from planaria.node.transaction.effects import (
 from planaria.node.transaction.following import FollowingJoiner
 from planaria.node.transaction.plan_encoding import PlanDecoder, active
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import has_records, hash_of, hash_of_records, is_sealed, with_records
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.commit_chain import (
+    has_records,
+    hash_of,
+    hash_of_records,
+    is_sealed,
+    with_records,
+)
+from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import COPIED
 
 
@@ -82,10 +88,11 @@ class Reports:
         return new
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
-        """Accuses a node to the registry, once in a step, for what this member saw itself: one
-        accusation isn't enough there, and a report by way of the driver would be the driver's. The
-        driver alone finds out whether the model causes non-finite values, and which of two replicas
-        differs."""
+        """Accuses a node to the registry, once in a step, for what this member saw itself.
+
+        The registry doesn't act on one member's accusation, and counts what the driver passes on as
+        the driver's. Only the driver can tell whether the model causes non-finite values, and which
+        of two replicas differs: for these causes nobody is accused here."""
         own = node_of(node) == node_of(self._node)
         if own or cause in (SILENT, NONFINITE, DIVERGENCE) or node in self.accused:
             return []

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from planaria.bootstrap.neighbours import ALL, scattered
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of
+from planaria.node.wire.seat_names import node_of
 
 ROUNDING: Final = 1e-9
 """Relative tolerance of sums of seconds: smaller gains move nothing."""

@@ -4,7 +4,7 @@ Frames:
 
 - `frames.py`: a frame, which carries tensors; `tensors.py`: their encodings; `lowrank.py`:
   compressed gradients
-- `naming.py`: names of seats; `chain.py`: the chain of commits
+- `seat_names.py`: names of seats; `commit_chain.py`: the chain of commits
 
 A link:
 
@@ -13,7 +13,8 @@ A link:
 - `session.py`: what outlives a stream; `greetings.py`: how the ends prove who they are
 - `chunks.py`: frames in pieces; `streams.py`: over how many streams
 - `round_trip.py`: round-trip time; `link_speed.py`: speed; `background.py`: bulk transfers give way
-- `idle.py`: links that nobody needs; `missing_links.py`: links that don't come up, for the registry
+- `idle_links.py`: links that nobody needs; `missing_links.py`: links that don't come up, for the
+  registry
 - `outbox.py`: what waits for a link; `relays.py`: a way through a third node
 
 Conversations:

@@ -4,8 +4,8 @@ A connection has a stream for messages, Control, and Bulk streams for frames. Ea
 TCP connection, so that a vote never queues behind weights. It has no Bulk stream without frames,
 one with frames, and more where one TCP connection can't use the link's capacity (streams.py). When
 a stream breaks, the link sleeps until one side has dialled again, and resumes; it is lost when that
-takes too long. A link that neither side needs rests (idle.py): it has no connection, and nobody
-dials before there is something to send.
+takes too long. A link that neither side needs rests (idle_links.py): it has no connection, and
+nobody dials before there is something to send.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.bootstrap.transport import Broken, Stream
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.frames import Frame, WireError, pack_chunk, parse_chunk, parse_message, seal
-from planaria.node.wire.idle import IdleEnd
+from planaria.node.wire.idle_links import IdleEnd
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.round_trip import RoundTrip
 from planaria.node.wire.session import Session, Silence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from planaria.bootstrap.cuts import MOST_COMPLAINTS
 from planaria.bootstrap.registry_pb2 import Complaint
+from planaria.bootstrap.unreachable_pairs import MOST_COMPLAINTS
 
 PATIENCE: Final = 1.0
 """Seconds that a link mostly takes to come up; a node complains only about older ones."""

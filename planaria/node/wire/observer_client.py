@@ -26,8 +26,8 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, seal, unseal
 from planaria.node.wire.greetings import metadata
 from planaria.node.wire.link import SERVICE
-from planaria.node.wire.naming import node_of
 from planaria.node.wire.observers import FRAME_LIMIT
+from planaria.node.wire.seat_names import node_of
 
 log = logging.getLogger(__name__)
 

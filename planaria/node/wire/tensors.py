@@ -28,7 +28,7 @@ from planaria.node.wire.frames import (
     buffers_of,
     check_forms,
 )
-from planaria.recovery.exact import exact
+from planaria.recovery.identical_arithmetic import exact
 
 DTYPES: Final = {
     "float32": torch.float32,

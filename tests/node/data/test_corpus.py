@@ -25,9 +25,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planaria.node.data.executors
 import planaria.node.data.recipe
 import planaria.node.data.shards
-import planaria.node.data.spread
 from planaria.node.data import corpus as module
 from planaria.node.data.corpus import Corpus, CorpusError, RowError, file_checksum, read_index
 from planaria.node.data.documents import (
@@ -36,10 +36,10 @@ from planaria.node.data.documents import (
     files_of,
     lines_to_documents,
 )
+from planaria.node.data.executors import Spread, over_dask, over_processes
 from planaria.node.data.parts import Tokenizing, held_out_rank
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.data.spread import Spread, over_dask, over_processes
 
 AUSTEN = Path(__file__).parents[3] / "corpus" / "austen"
 TEXTS = [
@@ -367,7 +367,7 @@ def test_it_is_the_same_data_on_a_dask_cluster(stories: Path, tmp_path: Path) ->
 
 
 def test_a_dask_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planaria.node.data.spread, "WORKERS_COME", 0.5)
+    monkeypatch.setattr(planaria.node.data.executors, "WORKERS_COME", 0.5)
     nowhere = "tcp://127.0.0.1:9"
     with pytest.raises(CorpusError, match=f"no Dask scheduler answers at {nowhere}"):
         over_dask(nowhere).__enter__()

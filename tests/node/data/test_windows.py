@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.node.data.batches import Batches
-from planaria.node.data.turns import Share, turns_of
+from planaria.node.data.mixture_cycle import Share, turns_of
 from planaria.node.data.windows import (
     Turns,
     Windows,

@@ -21,7 +21,7 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
 )
-from planaria.node.averaging.audit import AuditResult
+from planaria.node.averaging.examination import AuditResult
 from planaria.node.driver.attempt_state import UNREACHED, AttemptState
 from planaria.node.driver.attempting import COMPLAINED, EVICTED, Attempting
 from planaria.node.driver.driver import Driver
@@ -34,7 +34,7 @@ from planaria.node.driver.fault_policy import (
 )
 from planaria.node.driver.gathering import ANSWER, QUERY_AGAIN, REPLACED, Gathering
 from planaria.node.driver.hangs import ASK, HEIR
-from planaria.node.driver.joining import IN_VAIN
+from planaria.node.driver.joiners import IN_VAIN
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.report.events import (
     Aborted,
@@ -62,7 +62,7 @@ from planaria.node.transaction.plan_encoding import PlanDecoder
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import SLOWEST, TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of, seal
+from planaria.node.wire.commit_chain import hash_of, seal
 from planaria.recovery.policy import POLICIES
 from tests.harness import rules
 
@@ -2376,7 +2376,7 @@ def test_a_step_with_a_gradient_far_too_long_is_skipped_and_audited_by_the_next_
 ):
     told = begun(AUDITED, THREES)
     audits(told)
-    told.driver.audited(AuditResult(1, {}, {}))
+    told.driver.audit_over(AuditResult(1, {}, {}))
     heir = Told(AUDITED, THREES)
     heir.views()
     last = told.driver.standing.last
@@ -2400,7 +2400,7 @@ def test_a_commit_names_blocks_of_stages_with_three_replicas_for_one_audit_at_a_
     assert audit.stages[1].keys() == {"b", "b2", "b3"}
     assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch is at one of them
     assert audits(told)[0] == []
-    told.driver.audited(AuditResult(1, {}, {}))
+    told.driver.audit_over(AuditResult(1, {}, {}))
     (audit,), _ = audits(told)
     assert audit.step == 3
 
@@ -2421,11 +2421,11 @@ def test_who_fails_an_audit_is_named_once_and_removed_if_the_rules_say_so(exclud
     told = begun(replace(AUDITED, exclude=exclude), THREES)
     audits(told)
     result = AuditResult(1, {"b2": "its sum is wrong", "stranger": "it is gone"}, {})
-    effects = told.driver.audited(result)
+    effects = told.driver.audit_over(result)
     (event,) = events(effects, GradientStandsOut)
     assert (event.node, event.stage, event.reason) == ("b2", 1, "its sum is wrong")
     assert suspected(effects) == (["b2"] if exclude else [])
-    assert events(told.driver.audited(result), GradientStandsOut) == []
+    assert events(told.driver.audit_over(result), GradientStandsOut) == []
 
 
 def test_scores_are_in_the_commits_and_the_next_driver_goes_on_with_them() -> None:
@@ -2434,7 +2434,7 @@ def test_scores_are_in_the_commits_and_the_next_driver_goes_on_with_them() -> No
     outcomes = {node: {"contributor against": node == "b3"} for node in ("b", "b2", "b3")}
     while told.driver.standing.committed < 5:
         audits(told)
-        assert told.driver.audited(AuditResult(1, {}, outcomes)) == []
+        assert told.driver.audit_over(AuditResult(1, {}, outcomes)) == []
     _, last = audits(told)
     assert [score.node for score in last.suspicions] == ["b3"]
     heir = Told(AUDITED, members)
@@ -2443,7 +2443,7 @@ def test_scores_are_in_the_commits_and_the_next_driver_goes_on_with_them() -> No
 
     def audits_until_named(driver: Driver) -> int:
         result = AuditResult(7, {}, outcomes)
-        return next(count for count in range(1, 60) if driver.audited(result))
+        return next(count for count in range(1, 60) if driver.audit_over(result))
 
     fresh = Told(AUDITED, members)
     fresh.begins()

@@ -18,7 +18,13 @@ from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import fault_to_member
 from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import has_records, hash_of, hash_of_records, seal, without_records
+from planaria.node.wire.commit_chain import (
+    has_records,
+    hash_of,
+    hash_of_records,
+    seal,
+    without_records,
+)
 from tests.node.driver.test_driver import SWARM, Told, begun, sent
 from tests.node.transaction.test_commits import DRIVER, RUN, Replica, commit
 

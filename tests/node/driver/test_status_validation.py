@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Member
-from planaria.node.driver.status_validation import LINEAGES, KnownFacts, StatusVerdict, examine
+from planaria.node.driver.status_validation import LINEAGES, KnownFacts, StatusVerdict, to_reject
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of, seal
+from planaria.node.wire.commit_chain import hash_of, seal
 
 RUN = "run"
 MADE = Ballot(3, 8)
@@ -37,7 +37,7 @@ def judged(
     statuses = {f"{'bcdefg'[i]}/{i + 1}": status for i, status in enumerate(others)}
     knows = (0, decided) if decided >= 0 else None
     drove = {MADE.view: Member(node="gone/0", key=DRIVER.public)}
-    return examine({"a/0": own} | statuses, KnownFacts("a/0", (0, registered), knows, RUN, drove))
+    return to_reject({"a/0": own} | statuses, KnownFacts("a/0", (0, registered), knows, RUN, drove))
 
 
 def lies(*statuses: pb.Status, **more: int) -> set[str]:
@@ -48,7 +48,7 @@ def counted(*statuses: pb.Status, registered: int = 0) -> StatusVerdict:
     """The verdict of a driver that doesn't know who drove before."""
     own, *others = statuses
     named = {"a/0": own} | {f"{'bcdefg'[i]}/{i + 1}": one for i, one in enumerate(others)}
-    return examine(named, KnownFacts("a/0", (0, registered), run=RUN))
+    return to_reject(named, KnownFacts("a/0", (0, registered), run=RUN))
 
 
 def test_a_driver_knows_what_was_committed_while_it_drove() -> None:

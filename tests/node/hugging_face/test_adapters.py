@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from planaria.node.data.progress import untracked
 from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
+from planaria.node.hugging_face.begin_from_model import name_of, take_in
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, ModelParts
-from planaria.node.hugging_face.taking_in import name_of, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError

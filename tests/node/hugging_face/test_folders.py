@@ -13,7 +13,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabulary, export, shards
+from planaria.node.hugging_face.export import (
+    ExportError,
+    ModelParts,
+    Vocabulary,
+    export,
+    weight_files,
+)
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import Weight, weights
@@ -207,7 +213,7 @@ def test_each_weight_is_in_one_place() -> None:
 
 def test_a_file_of_weights_is_no_larger_than_it_may_be_unless_a_tensor_is() -> None:
     those = [Weight(str(n), 0, 0, (count,)) for n, count in enumerate((3, 1, 9, 2, 2, 2))]
-    sizes = [[weight.size for weight in file] for file in shards(those, 4, 16)]
+    sizes = [[weight.size for weight in file] for file in weight_files(those, 4, 16)]
     assert sizes == [[3, 1], [9], [2, 2], [2]]
 
 

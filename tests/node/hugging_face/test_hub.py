@@ -19,7 +19,10 @@ from tests.node.hugging_face.test_from_saves import run_of, shape_in
 from tests.node.stage.shapes import GROUPED
 from tests.node.state.small_saves import saved
 
-FIND = "import sys; from planaria.node.hugging_face.taking_in import find; print(find(sys.argv[1]))"
+FIND = (
+    "import sys; from planaria.node.hugging_face.begin_from_model import find; "
+    "print(find(sys.argv[1]))"
+)
 
 
 def find(hub: Hub, name: str, home: Path) -> subprocess.CompletedProcess[str]:

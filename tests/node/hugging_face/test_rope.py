@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.hugging_face.export import ModelParts, export
-from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.shape import RopeScaling

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.address_probe import Endpoints
 from planaria.bootstrap.client import RegistryUnreachable
-from planaria.bootstrap.reachability import Endpoints
 from planaria.node import serve
 from planaria.node.launch.advertised import (
     Advertised,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planaria.bootstrap.reachability import proxies
+from planaria.bootstrap.address_probe import proxies
 from planaria.node.launch.diagnosis import (
     Clock,
     Data,

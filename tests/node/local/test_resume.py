@@ -15,11 +15,11 @@ from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
 from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.corpus import read_index
-from planaria.node.hugging_face.taking_in import contents
+from planaria.node.hugging_face.begin_from_model import contents
 from planaria.node.launch.resolve import resolve
 from planaria.node.launch.settings import changed, describe_change, differences
 from planaria.node.local import resume as module
-from planaria.node.local.losses import places
+from planaria.node.local.loss_schedule import places
 from planaria.node.local.resume import (
     JOURNAL,
     RUN_FILE,

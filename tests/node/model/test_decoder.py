@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.taking_in import take_in, take_in_here
+from planaria.node.hugging_face.begin_from_model import take_in, take_in_here
 from planaria.node.model import trial
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError

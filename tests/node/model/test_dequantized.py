@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from planaria.node.hugging_face.taking_in import take_in
+from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.model import checkpoint as module
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError

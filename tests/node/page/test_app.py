@@ -15,7 +15,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import CredentialsError
 from planaria.node.page import app as page_app
 from planaria.node.page.app import STATIC, Parts, make_app
-from planaria.node.page.place import Keys, PageAddress
+from planaria.node.page.http_address import Keys, PageAddress
 
 
 class Shown:

@@ -15,8 +15,8 @@ import pytest
 
 from planaria.bootstrap.address import Address
 from planaria.node.page.app import make_app
+from planaria.node.page.http_address import bind
 from planaria.node.page.http_server import listening
-from planaria.node.page.place import bind
 from planaria.node.page.replay import Replay
 from planaria.node.run_file import RunFile, override
 from tests.node.report.lines import whole

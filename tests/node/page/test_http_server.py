@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from planaria.bootstrap.address import Address
 from planaria.node.page import http_server
+from planaria.node.page.http_address import bind
 from planaria.node.page.http_server import listening
-from planaria.node.page.place import bind
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
 ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -16,7 +16,7 @@ from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
-from planaria.node.page.place import PageAddress, bind
+from planaria.node.page.http_address import PageAddress, bind
 from planaria.node.page.serving import Living, metrics_beside, page_beside, read, show_living
 from planaria.node.report.events import Committed, line
 from planaria.node.run_file import RunFile, override

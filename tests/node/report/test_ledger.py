@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data.batches import Batches
-from planaria.node.data.turns import Share
+from planaria.node.data.mixture_cycle import Share
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
 from planaria.node.report import ledger as module
 from planaria.node.report.ledger import (
@@ -30,7 +30,7 @@ from planaria.node.report.ledger import (
     windows_in,
 )
 from planaria.node.wire import stage_pb2
-from planaria.node.wire.chain import hash_of, hash_of_records
+from planaria.node.wire.commit_chain import hash_of, hash_of_records
 
 HEADER = LedgerHeader(
     ledger=1, run="demo", seed=3, samples=50, batch=12, microbatch=4, context=64, content="c0ffee"

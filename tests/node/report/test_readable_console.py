@@ -10,6 +10,7 @@ import pytest
 from rich.live import Live
 from rich.table import Table
 
+from planaria.bootstrap.escaping import readable_lines
 from planaria.bootstrap.registry_pb2 import (
     Cut,
     Description,
@@ -22,7 +23,6 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.bootstrap.spelling import readable_lines
 from planaria.node.page.status_page import as_text, news_of, page
 from planaria.node.report.log_stream import JsonLines, TextLines
 from planaria.node.report.readable_console import ReadableConsole

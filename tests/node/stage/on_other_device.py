@@ -33,7 +33,7 @@ from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireS
 from planaria.node.serve import pick_device
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.room import DeviceRoom
+from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.state.boundary import BoundaryPair, Fetched
 from planaria.node.state.copies import layout_of
 from planaria.node.state.relearn import PairSlice
@@ -41,7 +41,7 @@ from planaria.node.state.saves import Contents, Saves, Writer
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.exact import is_exact
+from planaria.recovery.identical_arithmetic import is_exact
 from planaria.recovery.snapshot import SentSnapshot
 from tests.harness.reducing import Network, gradients, reduce_all
 

@@ -15,7 +15,7 @@ from planaria.node.transaction.commits import collapsed, has_for, of_stage
 from planaria.node.transaction.effects import Apply, Ballot, Effect, StartAttempt, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import head, seal
+from planaria.node.wire.commit_chain import head, seal
 from tests.node.transaction import test_member
 
 RUN = "run"

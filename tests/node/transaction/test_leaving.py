@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.transaction.leaving import APPOINTMENT, Leaving, may_have_heir
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import seated
+from planaria.node.wire.seat_names import seated
 
 
 def view(

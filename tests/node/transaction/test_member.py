@@ -25,7 +25,7 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of_records, head
+from planaria.node.wire.commit_chain import hash_of_records, head
 
 FIRST = pb.Commit()
 READY = pb.Ready(squared_norm=2.0, finite=True, seconds_per_microbatch=0.1)

@@ -21,7 +21,7 @@ from planaria.node.transaction.routing import (
     turns,
 )
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.naming import node_of, seat_id
+from planaria.node.wire.seat_names import node_of, seat_id
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as copied
 

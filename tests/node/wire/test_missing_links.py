@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from planaria.bootstrap.cuts import MOST_COMPLAINTS
 from planaria.bootstrap.registry_pb2 import Complaint
+from planaria.bootstrap.unreachable_pairs import MOST_COMPLAINTS
 from planaria.node.wire.missing_links import PATIENCE, MissingLinks
 
 

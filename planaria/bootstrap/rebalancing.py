@@ -56,9 +56,9 @@ class MovableStages(NamedTuple):
         return {**seats, self.giver: given, self.taker: taken}
 
 
-def pairs(nodes: Nodes, outlook: Outlook) -> dict[int, tuple[Candidate, Candidate]]:
-    """The body stages with two nodes, of which one has several seats, and both of them, the one
-    with the older seat first. None, while a stage is vacant: then nothing is compared."""
+def unfinished_moves(nodes: Nodes, outlook: Outlook) -> dict[int, tuple[Candidate, Candidate]]:
+    """By body stage, the two nodes of a move that isn't finished, the one with the older seat
+    first: one of them has several seats, and neither leaves. Empty while a stage is vacant."""
     by_stage = {}
     served = frozenset().union(*(node.stages for node in nodes.values()))
     for stage in range(1, len(served) if is_complete(served, outlook) else 0):
@@ -100,7 +100,7 @@ def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
     seats = {name: node.stages for name, node in nodes.items()}
     busy = any(not node.stays or node.stages - node.holds for node in nodes.values())
     complete = is_complete(frozenset().union(*seats.values()), outlook)
-    if busy or not complete or pairs(nodes, outlook) or not outlook.rested:
+    if busy or not complete or unfinished_moves(nodes, outlook) or not outlook.rested:
         return None
     now = _cost(seats, outlook)
     best, block = reach(nodes, seats, outlook)

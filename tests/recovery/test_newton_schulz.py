@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planaria.recovery.orthogonal import COARSE, FINE, QUINTIC, ROUNDS, orthogonalized
+from planaria.recovery.newton_schulz import COARSE, FINE, QUINTIC, ROUNDS, orthogonalized
 from tests.harness.processors import printed
 
 

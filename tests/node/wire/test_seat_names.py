@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from planaria.bootstrap.spelling import misspelt
-from planaria.node.wire.naming import name_of_host, new_identity, node_of, seat_id
+from planaria.bootstrap.escaping import misspelt
+from planaria.node.wire.seat_names import name_of_host, new_identity, node_of, seat_id
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import re
 import secrets
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.spelling import misspelt
+from planaria.bootstrap.escaping import misspelt
 
 
 def new_identity(name: str) -> str:

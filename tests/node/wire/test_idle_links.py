@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.idle import AGREED, NEEDED, SPARE, IdleEnd
+from planaria.node.wire.idle_links import AGREED, NEEDED, SPARE, IdleEnd
 from planaria.node.wire.session import Session, SessionBounds
 
 PATIENCE = 10.0

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery.decide import RECENT
-from planaria.recovery.pace import LEAST, MARGIN, MOST, SHARE, UPDATES, Pace, share_of_rows
+from planaria.recovery.snapshot_pace import LEAST, MARGIN, MOST, SHARE, UPDATES, Pace, share_of_rows
 
 SIZES = st.floats(1, 1e15)
 

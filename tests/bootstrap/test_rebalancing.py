@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
-from planaria.bootstrap.moves import GAIN, SLOWER
 from planaria.bootstrap.placement import assign
+from planaria.bootstrap.rebalancing import GAIN, SLOWER
 from planaria.bootstrap.step_time import LinkSpeed, Load, Outlook, crossings, outlook
 
 MBPS = 1e6 / 8

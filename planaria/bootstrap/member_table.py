@@ -368,7 +368,7 @@ class Members:
             for node in self
         ]
 
-    # -- answers to cuts.py and accusations.py ---------------------------------------------------
+    # -- answers to unreachable_pairs.py and accusations.py
 
     def serving(self) -> list[str]:
         """The nodes with seats, in the order of joining."""
@@ -394,8 +394,8 @@ class Members:
         alive = now < node.renewed + lease and not (node.gone or node.doomed)
         return alive and now >= node.placed + lease / 2
 
-    def spared(self, name: str, now: float) -> bool:
-        """Whether the node is the last holder of a stage and makes progress."""
+    def last_working(self, name: str, now: float) -> bool:
+        """Whether the node makes progress and is the last holder of a stage."""
         node = self.by_name[name]
         if self.hangs(name):
             return False

@@ -1,7 +1,7 @@
 """Run files of runs that begin from a checkpoint, or from a config.json: their derived keys.
 
 A model of transformers' code is tried in another process: `python -m
-planaria.node.hugging_face.taking_in < RUN.toml`.
+planaria.node.hugging_face.begin_from_model < RUN.toml`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def take_in(run: RunFile) -> RunFile:
         own_modules, packed = not needs_transformers(folder), lora is not None and lora.base
         if own_modules and not packed and not is_quantized(folder):
             return take_in_here(run)
-        return in_other_process("planaria.node.hugging_face.taking_in", run, TRIAL_SECONDS)
+        return in_other_process("planaria.node.hugging_face.begin_from_model", run, TRIAL_SECONDS)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {name}: {error}") from error
 

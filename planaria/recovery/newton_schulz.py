@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import Tensor
 
-from planaria.recovery.exact import squared_norm
+from planaria.recovery.identical_arithmetic import squared_norm
 
 ROUNDS: Final = 5
 QUINTIC: Final = (3.4445, -4.7750, 2.0315)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.machine.compute import ComputeThread, kind_of, waiting_for_disk
-from planaria.node.machine.watch import FLOOR, HELD_UP, KNOWN, STILL, TIMES, Hang, Watch
+from planaria.node.machine.hang_watch import FLOOR, HELD_UP, KNOWN, STILL, TIMES, Hang, Watch
 from planaria.node.ports import Priority
 
 LOOK = 0.05

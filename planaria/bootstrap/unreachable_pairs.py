@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from planaria.bootstrap.members import Members
+from planaria.bootstrap.member_table import Members
 from planaria.bootstrap.registry_pb2 import Complaint, Cut, Relay
 
 LOOKS = 10  # reviews per lease
@@ -57,7 +57,7 @@ class Goes:
     why: str
 
 
-class Cuts:
+class UnreachablePairs:
     def __init__(self, members: Members) -> None:
         self._members, self.lease = members, members.rules.lease
         self._reviewed_at = -math.inf
@@ -67,10 +67,11 @@ class Cuts:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def report(
+    def set_complaints(
         self, node: str, complaints: Iterable[Complaint], now: float, unlisted: int = 0
     ) -> None:
-        """Replaces the complaints of `node`. `unlisted`: the number of further ones."""
+        """Replaces what `node` complains of: peers that it needs a link to and has none.
+        `unlisted`: the number of complaints beside those."""
         listed = list(itertools.islice(complaints, MOST_COMPLAINTS + 1))
         standing = {c.peer: c.relayed for c in listed[:MOST_COMPLAINTS] if c.peer != node}
         self._more.discard(node)
@@ -206,7 +207,7 @@ class Cuts:
         pair.idle_since = now if pair.via else math.inf
         seconds = now - pair.unlinked
         exhausted = len(pair.failed) >= MOST_TRIED or not pair.via
-        if exhausted and seconds >= 2 * self.lease and (evicted := self._goes(a, b, now)):
+        if exhausted and seconds >= 2 * self.lease and (evicted := self._whom_to_evict(a, b, now)):
             partner = _other(key, evicted)
             return [Goes(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")]
         if pair.via:
@@ -282,8 +283,8 @@ class Cuts:
             return pair.complaints[node]
         return self._members.are_neighbours(node, other) and node not in self._more
 
-    def _goes(self, a: str, b: str, now: float) -> str:
-        """The node of the pair to evict; empty: neither.
+    def _whom_to_evict(self, a: str, b: str, now: float) -> str:
+        """Of two members that have no link, the one to evict; empty: neither.
 
         A candidate's partner must be able to work without it and be reachable by another node. A
         last holder that makes progress is a candidate only if no node can reach it. Of two
@@ -297,12 +298,12 @@ class Cuts:
         free = [
             node
             for node, other in ((a, b), (b, a))
-            if reached[other] and (not members.spared(node, now) or not reached[node])
+            if reached[other] and (not members.last_working(node, now) or not reached[node])
         ]
 
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
             undriven = driver not in (a, b) and self._stands(node, driver)
-            spared = members.spared(node, now)
+            spared = members.last_working(node, now)
             cut_off = sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
             return not spared, undriven, cut_off, members.replicas(node, now), order[node]
 
@@ -312,7 +313,7 @@ class Cuts:
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'relays' if pair.carried else 'is to relay'} for them"
-        if self._third((a, b), pair, now) or self._goes(a, b, now):
+        if self._third((a, b), pair, now) or self._whom_to_evict(a, b, now):
             return "they wait for a link or a relay"
         return "no member can relay for them, and neither can be spared"
 

@@ -20,10 +20,10 @@ from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.effects import Refused, not_served
 from planaria.bootstrap.enrolment_pb2 import DESCRIPTOR as ENROLMENT
+from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.registry_pb2 import DESCRIPTOR as REGISTRY
 from planaria.bootstrap.registry_pb2 import JoinRequest
-from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.transport import AcceptedStream, Broken, Handler
 
 log = logging.getLogger(__name__)

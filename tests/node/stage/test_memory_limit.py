@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from planaria.node.machine.device import available_memory
-from planaria.node.stage import room as module
-from planaria.node.stage.room import SMALL, DeviceRoom
+from planaria.node.stage import memory_limit as module
+from planaria.node.stage.memory_limit import SMALL, DeviceRoom
 from planaria.node.transaction.attempt import NoRoomError
 
 CPU = torch.device("cpu")
@@ -70,7 +70,10 @@ def test_alone_there_is_nothing_to_wait_for(room: DeviceRoom) -> None:
 
 
 def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: DeviceRoom) -> None:
-    with pytest.raises(NoRoomError, match="Tried to allocate"), room.guarding(2, waits=True):
+    with (
+        pytest.raises(NoRoomError, match="Tried to allocate"),
+        room.guarding(2, waits=True),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
     with pytest.raises(RuntimeError, match="shapes"), room.guarding(2, waits=True):
         raise RuntimeError("shapes don't match")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from planaria.bootstrap.accusations import Accusations
-from planaria.bootstrap.members import Members
+from planaria.bootstrap.member_table import Members
 from planaria.bootstrap.registry_pb2 import View
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.address import Address, AddressError
-from planaria.bootstrap.reachability import (
+from planaria.bootstrap.address_probe import (
     NOBODY,
     Endpoints,
     Reachability,

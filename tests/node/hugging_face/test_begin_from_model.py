@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.hugging_face.taking_in import find_tokenizer, take_in
+from planaria.node.hugging_face.begin_from_model import find_tokenizer, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint

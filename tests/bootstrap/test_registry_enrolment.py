@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from planaria.bootstrap import admitting
+from planaria.bootstrap import registry_enrolment
 from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.admission import Admission
-from planaria.bootstrap.admitting import advertised, beside, enrolling
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.invites import decode
+from planaria.bootstrap.registry_enrolment import advertised, beside, enrolling
 
 HERE = Address("127.0.0.1", 7400)
 
@@ -59,7 +59,7 @@ def test_enrolment_is_at_the_port_below() -> None:
 
 def test_what_invites_say_of_where_the_registry_is(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere = Address("0.0.0.0", 0)
-    monkeypatch.setattr(admitting, "outward", lambda host, port: "192.0.2.7")
+    monkeypatch.setattr(registry_enrolment, "outward", lambda host, port: "192.0.2.7")
     assert advertised(anywhere, 7400, None) == ("192.0.2.7", 7400)
     assert advertised(Address("10.0.0.1", 0), 7400, None) == ("10.0.0.1", 7400)
     assert advertised(anywhere, 7400, Address("r.example.org", 80)) == ("r.example.org", 80)

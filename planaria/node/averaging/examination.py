@@ -156,7 +156,7 @@ class _BlockExamination:
 
     def examined(self) -> _Examined:
         rows = [
-            {node: self._contribution(node, adder) for node in row}
+            {node: self._shown_contribution(node, adder) for node in row}
             for row, adder in zip(self._stage.rows, self._adders, strict=True)
         ]
         sums = {}
@@ -178,8 +178,8 @@ class _BlockExamination:
         ):
             self._stage.wrong(signed.node, "it has signed two digests for one block")
 
-    def _contribution(self, node: str, adder: str) -> Tensor | None:
-        """A replica's contribution; None: it isn't known, or not valid."""
+    def _shown_contribution(self, node: str, adder: str) -> Tensor | None:
+        """The contribution that a replica shows; None: it shows none, or not what it signed."""
         if node not in self._shown:
             return None
         phase = "contribution" if node != adder else self._phase(adder)

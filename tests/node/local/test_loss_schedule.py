@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.local.losses import (
+from planaria.node.local.loss_schedule import (
     HOUR,
     Change,
     DrawnLosses,

@@ -11,9 +11,9 @@ import torch
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.averaging import coding, evidence, reduction
-from planaria.node.averaging.audit import AuditResult, examine
 from planaria.node.averaging.coding import Averaged, Coding, GradientPiece, ReductionRound
 from planaria.node.averaging.evidence import Evidence, drawn
+from planaria.node.averaging.examination import AuditResult, examine
 from planaria.node.averaging.outliers import SILENT
 from planaria.node.run_file import AUDITED
 from planaria.node.transaction.effects import AuditSum, Ballot

@@ -115,7 +115,7 @@ class World:
         stalled = 20.0 if node in self.stalled else 0.0
         seat = SeatReport(stage=self.stages[node], committed=9, phase="running")
         report = Report(seats=[seat], complaints=complaints, stalled_seconds=stalled)
-        self.after(self.machine.renewed(Renewal(node=node, report=report), self.now))
+        self.after(self.machine.lease_renewed(Renewal(node=node, report=report), self.now))
 
 
 SWARMS = st.lists(st.integers(0, STAGES), min_size=0, max_size=4).map(

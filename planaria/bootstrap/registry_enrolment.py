@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from planaria.bootstrap.address import PORTS, Address
+from planaria.bootstrap.address_probe import outward
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.enrolment import EnrolmentServer
 from planaria.bootstrap.files import write_secret
 from planaria.bootstrap.invites import InviteError, decode
-from planaria.bootstrap.reachability import outward
 
 log = logging.getLogger(__name__)
 
