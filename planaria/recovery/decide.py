@@ -11,6 +11,7 @@ from planaria.recovery.facts import (
     INEXACT,
     ORIGIN,
     PRETRAINED,
+    SEEDED,
     UNKNOWN,
     Decision,
     Held,
@@ -108,11 +109,12 @@ def await_saves(
     """Stages that nobody guesses yet, since their last nodes may come back.
 
     `saved`: by stage, the step of a save that such a node has. It must be one that `decide` would
-    prefer to the guess. Unless `single`, a stage that is guessed alone doesn't wait.
+    prefer to the guess. Unless `single`, a body stage that is guessed alone doesn't wait.
     """
-    guessed = [d.stage for d in decisions if isinstance(d, Rebuild) and d.method in INEXACT]
+    methods = *INEXACT, SEEDED
+    guessed = [d.stage for d in decisions if isinstance(d, Rebuild) and d.method in methods]
     waiting = [of for of in guessed if of in saved and step - saved[of] <= RECENT]
-    return waiting if single or len(guessed) > 1 else []
+    return waiting if single or len(guessed) > 1 or 0 in waiting else []
 
 
 def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> tuple[Rebuild, float] | None:
@@ -133,8 +135,13 @@ def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> tuple[Rebui
         lacking = ""  # the policy has sent it
     if not as_of or (strict and lacking):
         return None
+
+    def newness(kind: Kind) -> tuple[bool, int, float]:
+        recent = abs(left.step - as_of[kind]) <= RECENT
+        return recent, kept[kind][0].lineage, as_of[kind]
+
     # Of equally new ones the first: it has moments, or all of its rows are of that step.
-    kind = max(as_of, key=lambda kind: (kept[kind][0].lineage, as_of[kind]))
+    kind = max(as_of, key=newness)
     method, content = KEPT[kind]
     late = left.step - as_of[kind]
     why_not = f", and {lacking}" if lacking else ""
@@ -148,13 +155,17 @@ def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> tuple[Rebui
 def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
     """The best guess that isn't the policy's: the weights of the run's initial checkpoint, else the
     neighbours' average, else an interpolation of the nearest stages. Other stages' adapters contain
-    no information about the lost ones, so these begin anew."""
+    no information about the lost ones, so these begin anew. So does stage 0 in the first steps,
+    after which a peer has its first snapshot."""
     if left.adapters:
         return begin_anew(stage, loss, fallback=True)
     if left.origin:
         return pretrained(stage, left, loss, fallback=True)
     if stage == 0:
-        return Stop(0, f"{loss}; nothing else determines embedding and head")
+        if left.step > FRESH:
+            return Stop(0, f"{loss}; nothing else determines embedding and head")
+        reason = f"{loss}: its initial weights{stale(left.step)}"
+        return Rebuild(0, SEEDED, (), exact=False, reason=reason, fallback=True)
     averaged, _ = checkfree(stage, left)
     if isinstance(averaged, Rebuild):
         reason = f"{loss}: {averaged.reason}"

@@ -12,6 +12,8 @@ Made = tuple[int, int]
 """View and attempt of the commit that made a step. If only lost nodes knew a commit, the step is
 made again: with the same number, but not the same state."""
 UNKNOWN: Made = (0, 0)
+SEEDED = "initial-weights"
+"""The method that gives a stage the weights that the run began with, from its seed."""
 ANEW = "adapters-anew"
 """The method that resets a stage's adapters to their state before the first step."""
 PRETRAINED = "pretrained"

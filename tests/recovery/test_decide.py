@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planaria.recovery import decide as deciding
@@ -248,6 +248,21 @@ def test_strict_stops_where_the_policy_cannot_serve():
     assert isinstance(decide(2, without(2), "checkfree", strict=True), Rebuild)
 
 
+def test_in_the_first_steps_stage_0_begins_with_its_initial_weights():
+    decision = rebuild(0, replace(without(0), step=24), "auto")
+    assert (decision.method, nodes(decision)) == ("initial-weights", [])
+    assert (decision.exact, decision.fallback) == (False, True)
+    assert decision.reason.endswith("its initial weights, 24 steps old")
+    assert isinstance(decide(0, replace(without(0), step=25), "auto"), Stop)
+    assert isinstance(decide(0, replace(without(0), step=24), "auto", strict=True), Stop)
+
+
+def test_stage_0_without_any_copy_waits_for_a_save():
+    alone = [decide(0, replace(without(0), step=24), "auto")]
+    assert await_saves(alone, {0: 20}, step=24, single=False) == [0]
+    assert await_saves(alone, {}, step=24, single=False) == []
+
+
 def test_stage_0_without_any_copy_stops_the_run():
     decision = decide(0, without(0), "checkfree")
     assert isinstance(decision, Stop)
@@ -362,6 +377,7 @@ kept = st.builds(
     st.booleans(),
     st.booleans(),
 )
+@example("auto", {2}, [holds("snapshot", 2, 0, "a", 1), holds("save", 2, 150)], False, False)
 def test_nothing_is_guessed_while_a_recent_state_is_kept_whoever_has_it(
     policy: str, lost: set[int], held: list[Held], adapters: bool, origin: bool
 ) -> None:

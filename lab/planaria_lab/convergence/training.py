@@ -792,6 +792,9 @@ class TrainingSwarm:
             case "pretrained":
                 stage.optimizer.load([("weights", self._new(number).optimizer.weights)], 0)
                 stage.omega, stage.boosted_at = 0.0, self.committed
+            case "initial-weights":
+                stage.optimizer.load([("weights", self._new(number).optimizer.weights)], 0)
+                stage.omega = 0.0
             case "adapters-anew":
                 stage.optimizer.load([("weights", self.beginning.adapters(number))], 0)
                 stage.omega, stage.boosted_at = 0.0, self.committed

@@ -860,9 +860,15 @@ def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None
     assert 0 < moved[0.5] < moved[1.0]
 
 
-def test_without_a_copy_stage_0_cannot_come_back(corpus: Corpus) -> None:
+def test_without_a_copy_stage_0_comes_back_in_the_first_steps_only(corpus: Corpus) -> None:
     swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
+    initial = swarm.stages[0].optimizer.weights.clone()
     swarm.step()
+    assert not initial.equal(swarm.stages[0].optimizer.weights)
+    (line,) = swarm.lose([0])
+    assert (line["method"], line["fallback"]) == ("initial-weights", True)
+    assert initial.equal(swarm.stages[0].optimizer.weights)
+    swarm.committed = 25
     with pytest.raises(LostError, match="nothing else determines embedding and head"):
         swarm.lose([0, 1, 5])
 

@@ -366,9 +366,9 @@ def test_two_stages_lost_together_are_decided_together() -> None:
 
 
 def test_a_run_stops_where_nothing_is_left_to_go_on_from() -> None:
-    everything = " ".join(f"{stage}@25" for stage in range(5))
+    everything = " ".join(f"{stage}@26" for stage in range(5))
     outcome = run(swarm(), Churn(at=at(everything)))
-    assert outcome.steps == 24
+    assert outcome.steps == 25
     assert "nothing else determines embedding and head" in outcome.stopped
     waits = run(swarm(replicas=1), Churn(at=at("2@25"), replacement=math.inf))
     assert waits.stopped == "stage 2 has no node, and no replacement comes"

@@ -17,7 +17,7 @@ from planaria.node.state.transfer import WEIGHTS, Delivery, WantedState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
+from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED, SEEDED
 from planaria.recovery.relearning import at_a_time, passes, peak
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ class Rebuilding:
             return [Delivery(await self.exchanges.compute(read_checkpoint), bytes=0)]
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
-        initialise = sync.method in (ANEW, ORIGIN) or (sync.method in FROM_FILES and sync.step == 0)
+        at_start = sync.method in FROM_FILES and sync.step == 0
+        initialise = at_start or sync.method in (ANEW, ORIGIN, SEEDED)
         if from_checkpoint or not (initialise or sync.method in FROM_FILES):
             return await self._fetch_from_peers(ballot, sync)
         if initialise:
