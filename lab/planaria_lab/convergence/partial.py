@@ -12,6 +12,7 @@ import torch
 
 from planaria_lab.convergence.study import StudyError
 from planaria_lab.convergence.training import STATE_CLASSES, TrainingSwarm
+from planaria_lab.origin import origin
 
 EVERY = 300.0
 """Seconds."""
@@ -34,6 +35,7 @@ class PartialRun:
     def __init__(self, path: Path, every: float = EVERY) -> None:
         self._path, self._every = path, every
         self._last = 0.0  # time of `load`, or since when it is kept
+        self._commit = origin()["commit"]  # other code may go on otherwise than it had begun
 
     def load(self, swarm: TrainingSwarm) -> Progress | None:
         """None where there is none; `swarm` is then as it was. Raises StudyError."""
@@ -43,12 +45,19 @@ class PartialRun:
         try:
             with torch.serialization.safe_globals([Progress, *STATE_CLASSES]):
                 saved = torch.load(self._path, map_location="cpu", weights_only=True)
-            swarm.put(saved["swarm"])
-            progress: Progress = saved["progress"]
+            began_at, progress = saved["commit"], saved["progress"]
+            if began_at == self._commit:
+                swarm.put(saved["swarm"])
         except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             raise StudyError(
                 f"{self._path} is no run that goes on from here ({type(error).__name__}): delete it"
             ) from error
+        if began_at != self._commit:
+            raise StudyError(
+                f"{self._path} was begun at commit {began_at}, and this is {self._commit}: go on "
+                "with that one, or delete the file"
+            )
+        assert isinstance(progress, Progress)
         return progress
 
     def keep(self, swarm: TrainingSwarm, progress: Progress) -> None:
@@ -56,6 +65,7 @@ class PartialRun:
         if time.monotonic() - self._last < self._every:
             return
         scratch = self._path.with_suffix(".new")
-        torch.save({"swarm": swarm.state(), "progress": progress}, scratch)
+        saved = {"commit": self._commit, "swarm": swarm.state(), "progress": progress}
+        torch.save(saved, scratch)
         scratch.replace(self._path)
         self._last = time.monotonic()

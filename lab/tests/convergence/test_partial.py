@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.corpus import Corpus
-from planaria_lab.convergence.partial import PartialRun
+from planaria_lab.convergence import partial
+from planaria_lab.convergence.partial import PartialRun, Progress
 from planaria_lab.convergence.runner import resolved, run_one
 from planaria_lab.convergence.study import Job, Study, StudyError, jobs
 from planaria_lab.convergence.training import TrainingSwarm
@@ -106,3 +107,16 @@ def test_a_file_of_something_else_is_refused(
         path.write_bytes(content)
     with pytest.raises(StudyError, match=r"a\.partial is no run .* delete it"):
         PartialRun(path).load(TrainingSwarm(job.run, Corpus.open(data)))
+
+
+def test_what_another_commit_has_begun_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (_, job) = tmp_path / "a.partial", resolved(jobs(study(data)))[0]
+    swarm = TrainingSwarm(job.run, Corpus.open(data))
+    monkeypatch.setattr(partial, "origin", lambda: {"commit": "0123abcd"})
+    PartialRun(path, every=0).keep(swarm, Progress())
+    assert PartialRun(path).load(swarm) == Progress()
+    monkeypatch.setattr(partial, "origin", lambda: {"commit": "4567cdef"})
+    with pytest.raises(StudyError, match="begun at commit 0123abcd, and this is 4567cdef: go on"):
+        PartialRun(path).load(swarm)
