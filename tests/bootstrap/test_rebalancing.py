@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
+from planaria.bootstrap.failure_domains import FailureDomain
 from planaria.bootstrap.placement import assign
 from planaria.bootstrap.rebalancing import GAIN, SLOWER
 from planaria.bootstrap.step_time import LinkSpeed, Load, Outlook, crossings, outlook
@@ -120,6 +121,21 @@ def test_who_has_computed_nothing_counts_by_its_speed_and_nothing_is_guessed_bef
     assert outlook_of(nodes, load((1,))).layer == {"a": 2.0, "b": 8.0}
     assert outlook(load((1,)), [replace(nodes[0], layer=0.0), nodes[1]], {}) is None
     assert outlook(load((1,)), [replace(nodes[0], ends=0.0), nodes[1]], {}) is None
+
+
+def test_processes_of_the_registrys_machine_count_as_equally_fast() -> None:
+    """What one of them measures says how busy the machine was."""
+    here, away = FailureDomain(host="here"), FailureDomain(block="192.0.2.0/24", host="here")
+    nodes = [node("a", 0, 1, place=here), node("b", 2, layer=9.0, place=here)]
+    nodes += [node("c", 3, layer=7.0, place=away), node("d", 4, layer=8.0, place=away)]
+    assert outlook_of(nodes, load((1,) * 4)).layer == {"a": 5.0, "b": 5.0, "c": 7.0, "d": 8.0}
+
+
+def test_a_replacement_on_the_registrys_machine_keeps_its_stage() -> None:
+    here = FailureDomain(host="here")
+    nodes = [node("a", 0, 1, place=here), joiner("b", 1, layer=9.0, place=here)]
+    (change,) = assign(nodes, 1, outlook=outlook_of(nodes, load((1,))))
+    assert change == SeatReleased("a", 1, change.why)
 
 
 # --- moves

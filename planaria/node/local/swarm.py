@@ -709,18 +709,21 @@ class _Swarm:
         return "; ".join(sorted(messages)) or "no node reports what it waits for"
 
     async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
-        """Wait until every node has the state of the last step: so the swarm ends complete, and
-        shows that a late replacement recovers."""
+        """Wait until every node that serves a stage has the state of the last step: so the swarm
+        ends complete, and shows that a late replacement recovers."""
         deadline = time.monotonic() + LAST_NODES
         while not stop.done():
             self._read()
             self.screen.show(self.story, self.description, self.stages)
             for ended in self.processes.ended():
                 self.screen.say(self._failure(ended))
+            standbys = [node for node, stages in self._seats().items() if not stages]
             late = [
                 slot
                 for slot, pid in self.processes.running().items()
-                if slot != "registry" and self.story.held_by(pid) != {self.run.steps}
+                if slot != "registry"
+                and self.story.node_of(pid) not in standbys
+                and self.story.held_by(pid) != {self.run.steps}
             ]
             if not late and not self._samples_due():
                 return
@@ -898,12 +901,16 @@ class _Swarm:
         if not more and not any(slot != "registry" for slot in self.processes.running()):
             raise SwarmError("no node is left, and none will be started")
 
+    def _seats(self) -> dict[str, Sequence[int]]:
+        """The stages of each member, by the registry's last answer."""
+        members = self.description.view.members if self.description is not None else ()
+        return {member.node: stages_of(member) for member in members}
+
     def _victim(self, slot: str, pid: int) -> dict[str, Any]:
         node, stage = self.story.node_of(pid), stage_of(slot)
         running = self.processes.running()
         left = sum(other.startswith(f"{stage}.") for other in running)
-        if self.description is not None:  # it may serve another stage
-            seats = {m.node: stages_of(m) for m in self.description.view.members}
+        if seats := self._seats():  # it may serve another stage
             others = map(self.story.node_of, running.values())
             served = Counter(of for other in others for of in seats.get(other or "", ()))
             stage = min(seats.get(node or "", ()), key=lambda of: served[of], default=stage)
