@@ -24,6 +24,7 @@ class Candidate:
     place: FailureDomain = NOWHERE
     waits: bool = False  # for a vacant stage
     joined: frozenset[int] = frozenset()  # stages of its seats since it joined
+    requested: frozenset[int] = frozenset()  # stages that it asked for, and serves
     layer: float = 0.0  # seconds of a microbatch in a layer, as measured; 0: not yet
     ends: float = 0.0  # the same for stage 0
     since: Mapping[int, float] = field(default_factory=dict)  # stage -> when it got the seat

@@ -124,7 +124,7 @@ class Joining:
         self._joined += 1
         member = Member(
             **{name: getattr(request, name) for name in (*PROPERTIES, "node", "standby")},
-            seats=[Seat(stage=stage) for stage in sorted(stages)],
+            seats=[Seat(stage=s, requested=request.HasField("stage")) for s in sorted(stages)],
             room=request.room or 1,
             joined=self._joined,
             block=attempt.block,

@@ -335,6 +335,7 @@ class Members:
                 place=node.place,
                 waits=member.standby,
                 joined=frozenset(seat.stage for seat in member.seats if not seat.since),
+                requested=frozenset(seat.stage for seat in member.seats if seat.requested),
                 layer=node.layer,
                 ends=node.ends,
                 since=node.since,

@@ -13,6 +13,8 @@ placements are compared by the best that is a block away (`reach`). With constan
 seat goes back and forth: the rest of a block stays within reach, so `reach` never grows, and at the
 end steps are shorter than when the first block began. Against noise, a stage rests after its move,
 each time longer (`Members.outlook`).
+
+Of two nodes, the one that asked for the stage keeps its seat, however slow it is.
 """
 
 from __future__ import annotations
@@ -79,6 +81,10 @@ def returned(
     if (stage := next(copied, None)) is None:
         return None
     older, newer = pairs[stage]
+    if asked := [node for node in pairs[stage] if stage in node.requested]:
+        keeps = min(asked, key=lambda node: len(node.stages))
+        gives = newer if keeps is older else older
+        return SeatReleased(gives.node, stage, f"{keeps.node} has asked for stage {stage}")
     between = {(older.node, newer.node), (newer.node, older.node)}
     if not outlook.rested and between.isdisjoint(outlook.links):
         return None
@@ -165,7 +171,7 @@ def _blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[MovableSta
         giver, *others = at[first]
         block: list[int] = []
         while not others and at.get(stage := first + len(block)) == [giver]:
-            if stage in outlook.resting:
+            if stage in outlook.resting or stage in nodes[giver].requested:
                 break
             block = [*block, stage]
             for name, node in nodes.items():

@@ -38,12 +38,14 @@ NUMBERS: Cause
 AUDIT: Cause
 
 class Seat(_message.Message):
-    __slots__ = ("stage", "since")
+    __slots__ = ("stage", "since", "requested")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_FIELD_NUMBER: _ClassVar[int]
     stage: int
     since: int
-    def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
+    requested: bool
+    def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ..., requested: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "seats", "room", "leaving", "key", "block", "standby", "owner")

@@ -17,7 +17,6 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.candidates import Candidate
-from planaria.bootstrap.failure_domains import FailureDomain
 
 MOST_WEIGHED: Final = 16
 """Members up to which links are reported and placements compared: more have a seat each."""
@@ -128,8 +127,7 @@ def outlook(
     resting: frozenset[int] = frozenset(),
 ) -> Outlook | None:
     """What the measurements tell. A node that has not computed a body stage yet counts by its
-    `speed`. Nodes on the registry's own machine share its processors: they count as equally fast.
-    None: too little was measured, or there are too many nodes."""
+    `speed`. None: too little was measured, or there are too many nodes."""
     known = list(nodes)
     usual = [node.layer * node.speed for node in known if node.layer]
     unmeasured = any(0 in node.stages and not node.ends for node in known)
@@ -137,8 +135,5 @@ def outlook(
         return None
     work = median(usual)
     layer = {node.node: node.layer or work / node.speed for node in known}
-    for host in {node.place.host for node in known if node.place.host}:
-        here = [node.node for node in known if node.place == FailureDomain(host=host)]
-        layer |= dict.fromkeys(here, median(layer[name] for name in here)) if here else {}
     ends = {node.node: node.ends for node in known if node.ends}
     return Outlook(load, layer, ends, links, rested, resting)

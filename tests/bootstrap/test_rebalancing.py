@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.candidates import Candidate, SeatAssigned, SeatReleased
-from planaria.bootstrap.failure_domains import FailureDomain
 from planaria.bootstrap.placement import assign
 from planaria.bootstrap.rebalancing import GAIN, SLOWER
 from planaria.bootstrap.step_time import LinkSpeed, Load, Outlook, crossings, outlook
@@ -123,19 +122,19 @@ def test_who_has_computed_nothing_counts_by_its_speed_and_nothing_is_guessed_bef
     assert outlook(load((1,)), [replace(nodes[0], ends=0.0), nodes[1]], {}) is None
 
 
-def test_processes_of_the_registrys_machine_count_as_equally_fast() -> None:
-    """What one of them measures says how busy the machine was."""
-    here, away = FailureDomain(host="here"), FailureDomain(block="192.0.2.0/24", host="here")
-    nodes = [node("a", 0, 1, place=here), node("b", 2, layer=9.0, place=here)]
-    nodes += [node("c", 3, layer=7.0, place=away), node("d", 4, layer=8.0, place=away)]
-    assert outlook_of(nodes, load((1,) * 4)).layer == {"a": 5.0, "b": 5.0, "c": 7.0, "d": 8.0}
-
-
-def test_a_replacement_on_the_registrys_machine_keeps_its_stage() -> None:
-    here = FailureDomain(host="here")
-    nodes = [node("a", 0, 1, place=here), joiner("b", 1, layer=9.0, place=here)]
-    (change,) = assign(nodes, 1, outlook=outlook_of(nodes, load((1,))))
-    assert change == SeatReleased("a", 1, change.why)
+def test_who_asked_for_a_stage_keeps_its_seat_however_slow_it_is() -> None:
+    asked = {"layer": 9.0, "requested": frozenset([1])}
+    for nodes, loser in (
+        ([node("a", 0, 1), joiner("b", 1, **asked)], "a"),
+        ([node("a", 0, 1, **asked), joiner("b", 1)], "b"),
+    ):
+        (change,) = assign(nodes, 1, outlook=outlook_of(nodes, load((1,))))
+        assert change == SeatReleased(loser, 1, change.why)
+        assert change.why.endswith("has asked for stage 1")
+    nodes = [node("a", 1, **asked), joiner("b", 1, **asked), node("c", 0)]
+    assert settled(nodes, load((1,))) == nodes, "they are replicas"
+    nodes = [node("a", 0, 1, 2, layer=9.0, requested=frozenset([1])), node("b")]
+    assert seats(settled(nodes, load((1, 1)))) == {"a": [0, 1], "b": [2]}
 
 
 # --- moves

@@ -46,13 +46,16 @@ KEY = identity("registry")
 FEW = st.sampled_from(["", "a", "b", "c", "d"])
 NUMBER = st.integers(0, 2**64 - 1)
 SPEED = st.floats()
+SEAT = st.builds(Seat, stage=st.integers(0, 2), since=NUMBER, requested=st.booleans())
 MEMBERS = st.builds(
     Member,
     node=FEW,
     address=FEW,
     joined=st.integers(0, 5),
     speed=SPEED,
-    seats=st.lists(st.builds(Seat, stage=st.integers(0, 2), since=NUMBER), max_size=2),
+    seats=st.lists(
+        st.builds(Seat, stage=st.integers(0, 2), since=NUMBER, requested=st.booleans()), max_size=2
+    ),
     leaving=st.booleans(),
     key=st.binary(max_size=2),
 )
@@ -92,7 +95,7 @@ def whole() -> View:
     member = Member(joined=1, speed=2.5, room=2, leaving=True, key=b"k", standby=True, owner=True)
     for name in names:
         setattr(member, name, name)
-    member.seats.add(stage=1, since=2)
+    member.seats.add(stage=1, since=2, requested=True)
     banned = Quarantined(
         instance="i", node="n", cause=DIVERGENCE, why="w", times=1, divergences=1, seconds=3.5
     )

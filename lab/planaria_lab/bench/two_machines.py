@@ -76,13 +76,13 @@ def run_pinned(arguments: list[str]) -> None:
     run_planaria(arguments)
 
 
-def measure(run: RunFile, out: Path) -> Measured:
-    """Raises EmulationError."""
+def measure(run: RunFile, data: Path, out: Path) -> Measured:
+    """`data` is the first machine's. Raises EmulationError."""
     go = out / "go"
     node = ["node", "--threads", "1", "--cloud", "none", "--seats", str(STAGES + 1)]
     nodes = {
-        FIRST: [FIRST, str(go), *node, "--stage", "0"],
-        SECOND: [SECOND, str(go), *node, "--stage", "1"],  # without data it would get that one
+        FIRST: [FIRST, str(go), *node, "--stage", "0", "--data", str(data)],
+        SECOND: [SECOND, str(go), *node],
     }
     links = all_alike(["registry", *CORES], ROUND_TRIP / 2, MBPS)
     with emulate(links) as network, swarm(run, run_pinned, out, nodes, homes=network.homes) as look:
@@ -132,7 +132,8 @@ def main() -> None:
             out = Path(directory)
             prepare(Recipe([str(SHIPPED)]), out / "data")
             sizes = {"data__path": str(out / "data"), **MODELS[name]}
-            measured = measure(resolve(override(loads(RUN), **sizes)), out / "run")
+            run = override(resolve(override(loads(RUN), **sizes)), data__path="absent")
+            measured = measure(run, out / "data", out / "run")
         link = {"mbps": MBPS, "round_trip_ms": ROUND_TRIP}
         keep("two_machines", model=name, **link, **measured._asdict())
         print(

@@ -50,6 +50,7 @@ def run_planaria(arguments: list[str]) -> None:
         if name not in NO_OPTIONS:
             del os.environ[name]
     sys.argv = ["planaria", *arguments]
+    sys.modules.pop("planaria.__main__", None)  # the fork server's; runpy would warn of it
     runpy.run_module("planaria", run_name="__main__")
 
 
