@@ -12,29 +12,30 @@ from torch import Tensor
 BLOCK = 1 << 20  # elements per float64 block
 
 
-class Trained(NamedTuple):
-    """A stage from which a lost one is guessed."""
+class GuessSource(NamedTuple):
+    """A stage left, from whose weights a lost stage is guessed."""
 
     stage: int
     weights: Tensor  # flat, float32
     omega: float  # squared norm of its last gradient
 
 
-def guess(stage: int, method: str, sources: Sequence[Trained]) -> tuple[Tensor, float]:
-    """Weights and an ω for the lost `stage`. One source is copied. Two are averaged: by ω if
-    `method` is checkfree, else by distance."""
+def guess(stage: int, method: str, sources: Sequence[GuessSource]) -> tuple[Tensor, float]:
+    """The guessed weights and ω of the lost `stage`. One source is copied. Two are averaged: by ω
+    if `method` is checkfree, else by distance."""
     if len(sources) == 1:
         return sources[0].weights, sources[0].omega
     before, after = sources
     if method == "checkfree":
-        shares = weights_of(before.omega, after.omega)
+        shares = neighbour_shares(before.omega, after.omega)
     else:
         shares = float(after.stage - stage), float(stage - before.stage)
     return average(before.weights, after.weights, *shares), (before.omega + after.omega) / 2
 
 
-def weights_of(before: float, after: float) -> tuple[float, float]:
-    """The neighbours' shares, which sum to 1, by the squared norms of their last gradients.
+def neighbour_shares(before: float, after: float) -> tuple[float, float]:
+    """The neighbours' shares in a lost stage's average, which sum to 1, by the squared norms of
+    their last gradients.
 
     Without any gradient yet (both 0) the shares are equal. Raises ValueError for a squared norm
     that is negative or not finite.
@@ -54,12 +55,13 @@ def weights_of(before: float, after: float) -> tuple[float, float]:
 
 @torch.no_grad()
 def average(before: Tensor, after: Tensor, omega_before: float, omega_after: float) -> Tensor:
-    """W = (ω_before W_before + ω_after W_after) / (ω_before + ω_after), Algorithm 1, line 3.
+    """The average of the neighbours' weights, Algorithm 1, line 3:
+    W = (ω_before W_before + ω_after W_after) / (ω_before + ω_after).
 
     The printed line gives both neighbours ω_{i-1}; the text of section 4.2 is correct. The flat
-    weights are float32 of equal shape and device; the ω are shares (`weights_of`) or squared norms.
-    Computed in float64 and rounded once: equal neighbours give exactly their weights, and each
-    element lies between its two sources. Raises ValueError.
+    weights are float32 of equal shape and device; the ω are shares (`neighbour_shares`) or squared
+    norms. Computed in float64 and rounded once: equal neighbours give exactly their weights, and
+    each element lies between its two sources. Raises ValueError.
     """
     if before.shape != after.shape:
         raise ValueError(
@@ -69,7 +71,7 @@ def average(before: Tensor, after: Tensor, omega_before: float, omega_after: flo
     for side, weights in (("before", before), ("after", after)):
         if weights.dtype != torch.float32:
             raise ValueError(f"weights {side} the lost stage are {weights.dtype}, not float32")
-    share_before, share_after = weights_of(omega_before, omega_after)
+    share_before, share_after = neighbour_shares(omega_before, omega_after)
     out = torch.empty_like(before)
     blocks = (torch.split(flat.view(-1), BLOCK) for flat in (out, before, after))
     for o, b, a in zip(*blocks, strict=True):

@@ -21,11 +21,11 @@ from planaria.recovery.facts import (
     RollBack,
     Source,
     Stop,
+    age_in_words,
     by_version,
     giver,
     newest_common,
     newest_saves,
-    stale,
 )
 from planaria.recovery.policy import Policy, begin_anew, checkfree, pretrained
 
@@ -55,7 +55,7 @@ INITIAL: Final = (ANEW, PRETRAINED)
 def decide(
     stage: int, left: Left, policy: Policy, strict: bool = False, relearns: bool = False
 ) -> Decision:
-    """Chooses how a node of `stage` gets its state.
+    """Chooses how a node of `stage` gets its state after a loss.
 
     In order of preference: an exact state; the freshest that is kept, of at most `RECENT` steps
     ago; the policy's guess; older ones; the best other guess. Exact are a replica; before the first
@@ -65,14 +65,14 @@ def decide(
     a guess does; then a snapshot has to be newer (`FRESH`).
     """
     if replicas := left.nodes(stage):
-        reason = f"stage {stage} is copied from its replicas: {_nodes(len(replicas))} it"
+        reason = f"stage {stage} is copied from its replicas: {_nodes_have(len(replicas))} it"
         if all(source.node in left.leaving for source in replicas):
             reason = f"all nodes with stage {stage} will leave soon: its state is handed over"
             return Rebuild(stage, "handover", replicas, exact=True, reason=reason)
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
     if (left.lineage, left.step) == (0, 0) and left.origin:
         source = Source(giver(stage, left.origin), stage, 0)
-        reason = f"stage {stage} begins from the checkpoint, which {_nodes(len(left.origin))}"
+        reason = f"stage {stage} begins from the checkpoint, which {_nodes_have(len(left.origin))}"
         return Rebuild(stage, ORIGIN, (source,), exact=True, reason=reason)
     if left.adapters and stage == 0:
         reason = "stage 0 is not trained: it equals the checkpoint"
@@ -106,7 +106,7 @@ def decide(
 def await_saves(
     decisions: Iterable[Decision], saved: Mapping[int, int], step: int, single: bool
 ) -> list[int]:
-    """Stages that nobody guesses yet, since their last nodes may come back.
+    """The lost stages that nobody guesses yet, since their last nodes may come back with saves.
 
     `saved`: by stage, the step of a save that such a node has. It must be one that `decide` would
     prefer to the guess. Unless `single`, a body stage that is guessed alone doesn't wait.
@@ -118,14 +118,14 @@ def await_saves(
 
 
 def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> tuple[Rebuild, float] | None:
-    """The newest state that is kept, and how many steps ago it was made. `lacking`: why the policy
-    has no guess."""
+    """The rebuild of a lost stage from the newest state that is kept of it, and how many steps ago
+    that was made. `lacking`: why the policy has no guess."""
     snapshots = sorted(left.holdings("snapshot", stage), key=lambda held: held.source.node)
     newest = max(snapshots, key=lambda held: held.as_of, default=None)
     kept: dict[Kind, tuple[Source, ...]] = {
-        "memory": left.here("memory", stage)[:1],
+        "memory": left.newest("memory", stage),
         "save": newest_saves(stage, left),
-        "weights": left.here("weights", stage)[:1],
+        "weights": left.newest("weights", stage),
         "snapshot": () if newest is None else (newest.source,),
     }
     as_of = {kind: float(sources[0].step) for kind, sources in kept.items() if sources}
@@ -145,7 +145,7 @@ def _freshest(stage: int, left: Left, lacking: str, strict: bool) -> tuple[Rebui
     method, content = KEPT[kind]
     late = left.step - as_of[kind]
     why_not = f", and {lacking}" if lacking else ""
-    age = ", made by another commit" if kind == "save" and late <= 0 else stale(round(late))
+    age = ", made by another commit" if kind == "save" and late <= 0 else age_in_words(round(late))
     reason = f"stage {stage} has no replica left{why_not}: {content}{age}"
     fresh = not late and kind not in ("save", "snapshot")
     rebuild = Rebuild(stage, method, kept[kind], False, reason, fallback=bool(lacking), fresh=fresh)
@@ -164,7 +164,7 @@ def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
     if stage == 0:
         if left.step > FRESH:
             return Stop(0, f"{loss}; nothing else determines embedding and head")
-        reason = f"{loss}: its initial weights{stale(left.step)}"
+        reason = f"{loss}: its initial weights{age_in_words(left.step)}"
         return Rebuild(0, SEEDED, (), exact=False, reason=reason, fallback=True)
     averaged, _ = checkfree(stage, left)
     if isinstance(averaged, Rebuild):
@@ -181,7 +181,8 @@ def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
 
 
 def _of_this_step(kind: Kind, stage: int, left: Left) -> tuple[Source, ...]:
-    """Holdings of this step and commit; after a partial return, the other nodes still have it."""
+    """The nodes that keep the stage's state of this very step and commit. After the run went back
+    in part, others still have it."""
     return tuple(
         holding.source
         for (_, step, made), holdings in by_version(left.held, kind).get(stage, {}).items()
@@ -202,7 +203,7 @@ def nearest(stage: int, left: Left) -> list[int]:
     return before[-1:] + after[:1]
 
 
-def _nodes(count: int) -> str:
+def _nodes_have(count: int) -> str:
     return "1 node has" if count == 1 else f"{count} nodes have"
 
 
@@ -211,7 +212,8 @@ def _nodes(count: int) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """The point where a run continues; stages not in `held` have no usable state."""
+    """The step from which a run continues by files and memory; stages not in `held` have no usable
+    state."""
 
     step: int
     lineage: int
@@ -240,7 +242,7 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
     with_bare = by_version(held, "memory", "save", "checkpoint", "weights")
     common = newest_common(with_bare, stages)
     if common is not None:
-        chosen = {of: _alike(versions[common]) for of, versions in with_bare.items()}
+        chosen = {of: _with_moments(versions[common]) for of, versions in with_bare.items()}
         lineage, step, _ = common
         bare = [of for of, versions in sorted(chosen.items()) if versions[0].kind == "weights"]
         reason = (
@@ -261,7 +263,7 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
     return Resume(step, lineage, chosen, exact=False, reason=reason)
 
 
-def _alike(held: Sequence[Held]) -> tuple[Held, ...]:
-    """The holdings with moments, or, if there are none, those without."""
+def _with_moments(held: Sequence[Held]) -> tuple[Held, ...]:
+    """Of a version's holdings, those with moments; all, if none has moments."""
     whole = tuple(holding for holding in held if holding.kind != "weights")
     return whole or tuple(held)

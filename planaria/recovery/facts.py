@@ -34,8 +34,8 @@ ORIGIN = "origin"
 
 @dataclass(frozen=True)
 class Source:
-    """A node that has the state of `stage` after `step`. `lineage`: how often the run had gone back
-    to files when that step was made."""
+    """A node from which a stage's state can come: it has that after `step`. `lineage`: how often
+    the run had gone back to files when that step was made."""
 
     node: str
     stage: int
@@ -66,15 +66,9 @@ class Held:
         return min(self.mean_step, self.source.step)
 
 
-def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
-    ordered = sorted(sources, key=lambda source: source.node)
-    newest = max((source.step for source in ordered), default=0)
-    return tuple(source for source in ordered if source.step == newest)
-
-
 @dataclass(frozen=True)
 class Left:
-    """The surviving state, after all nodes have reported."""
+    """What is left of the run's state after a loss, once all nodes have reported."""
 
     stages: int  # body stages, L
     step: int  # the newest committed step
@@ -88,6 +82,7 @@ class Left:
     leaving: Collection[str] = ()  # nodes that were asked to leave
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
+        """The stage's nodes that are left, in the order of their names."""
         nodes = sorted(self.survivors.get(stage, ()))
         return tuple(Source(node, stage, self.step, self.lineage) for node in nodes)
 
@@ -95,21 +90,17 @@ class Left:
         """Whether nodes are left that have trained the stage; it isn't just guessed."""
         return bool(self.survivors.get(stage)) and stage not in self.untrained
 
-    def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
-        """The newest holdings of this lineage, up to `step`, the last that survivors committed."""
-        return _newest(held.source for held in self.holdings(kind, stage))
-
-    def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
-        """As `freshest`, without holdings of `step` that another commit made."""
-        holdings = self.holdings(kind, stage)
-        return _newest(
-            holding.source
-            for holding in holdings
-            if holding.source.step < self.step or holding.made in (self.made, UNKNOWN)
-        )
+    def newest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
+        """The node with the newest state of this kind, not of `step` by another commit; or none."""
+        usable = [
+            held.source
+            for held in self.holdings(kind, stage)
+            if held.source.step < self.step or held.made in (self.made, UNKNOWN)
+        ]
+        return tuple(sorted(usable, key=lambda source: (-source.step, source.node))[:1])
 
     def holdings(self, kind: Kind, stage: int) -> list[Held]:
-        """Those of this lineage, up to `step`."""
+        """The kept states of this kind and stage that are of this lineage, up to `step`."""
         return [
             held
             for held in self.held
@@ -121,7 +112,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Give a node of `stage` the state of the swarm's current step."""
+    """The decision to give a node of `stage` the state of the swarm's current step."""
 
     stage: int
     method: str
@@ -138,7 +129,8 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class RollBack:
-    """All stages go back to `step`, from their files of `lineage`; 0: to the initial weights."""
+    """The decision that all stages go back to `step`, by their files of `lineage`; 0: to the
+    initial weights."""
 
     step: int
     lineage: int
@@ -147,7 +139,7 @@ class RollBack:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run can't continue: nothing left determines the stage's weights."""
+    """The decision to stop the run: nothing left determines the stage's weights."""
 
     stage: int
     reason: str
@@ -162,7 +154,8 @@ def giver(stage: int, nodes: Sequence[str]) -> str:
     return sorted(nodes)[stage % len(nodes)]
 
 
-def stale(steps: int) -> str:
+def age_in_words(steps: int) -> str:
+    """The age of a state in steps, to append to a reason; empty: 0."""
     return f", {steps} step{'s' if steps > 1 else ''} old" if steps else ""
 
 
@@ -176,8 +169,8 @@ Files = dict[int, dict[Version, list[Held]]]
 
 
 def by_version(held: Iterable[Held], *kinds: Kind) -> Files:
-    """Holdings by stage and version, in the order of `kinds`: memory is preferred to files. Those
-    of one version have the same values."""
+    """What nodes keep of these kinds, by stage and version, in the order of `kinds`: memory is
+    preferred to files. The holdings of one version have the same values."""
     files: Files = {}
     wanted = [holding for holding in held if holding.kind in kinds]
     for holding in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
@@ -192,7 +185,7 @@ def by_version(held: Iterable[Held], *kinds: Kind) -> Files:
 
 
 def _of_equal_values(holdings: list[Held]) -> list[Held]:
-    """Without holdings whose values differ from those of most: a stage that was guessed after a
+    """The holdings of one version whose values are those of most. A stage that was guessed after a
     commit, and what was saved before it was lost, are of one version."""
     digests = sorted(holding.digest for holding in holdings if holding.digest)
     most = max(digests, key=digests.count, default=b"")
@@ -200,12 +193,14 @@ def _of_equal_values(holdings: list[Held]) -> list[Held]:
 
 
 def newest_common(files: Files, stages: int) -> Version | None:
+    """The newest version that is kept of every stage, 0 to `stages`; None: there is none."""
     common = set.intersection(*(set(files.get(of, ())) for of in range(stages + 1)))
     return max(common, default=None)
 
 
 def newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
-    """Saves of older lineages count too: after a resume there are no others yet."""
+    """The nodes with the newest save of a stage, up to the run's step. Older lineages count, too:
+    after a resume there are no other saves yet."""
     files = by_version(left.held, "save").get(stage, {})
     usable = [version for version in files if version[:2] <= (left.lineage, left.step)]
     return tuple(held.source for held in files[max(usable)]) if usable else ()

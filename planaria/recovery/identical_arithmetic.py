@@ -25,25 +25,26 @@ def is_exact(device: torch.device) -> bool:
     given = a, b, small, (drawn[3] * 2**52).double() * 2**10
     try:
         on_device = [of.to(device) for of in given]
-        return all(map(torch.equal, _results(*given), (of.cpu() for of in _results(*on_device))))
+        return all(map(torch.equal, _trial(*given), (of.cpu() for of in _trial(*on_device))))
     except (RuntimeError, TypeError):
         return False
 
 
-def _results(a: Tensor, b: Tensor, small: Tensor, large: Tensor) -> list[Tensor]:
+def _trial(a: Tensor, b: Tensor, small: Tensor, large: Tensor) -> list[Tensor]:
     results = [a / b, a.sqrt(), a * 0.1 + b, small * small, large.square(), large.long().sum(0)]
     fine = a.mul(2**13).round().div(2**12).reshape(32, 32)  # 13 bits: TF32 has 11
     return [*results, fine @ fine]
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy on the CPU if its device isn't exact."""
+    """The tensor for exact arithmetic: itself, or a copy on the CPU if its device isn't exact."""
     return tensor if is_exact(tensor.device) else tensor.cpu()
 
 
 @contextmanager
 def exactly(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """The tensors to change in this block, as `exact`; their copies are copied back."""
+    """The tensors for exact arithmetic in this block, as `exact`; changed copies are copied
+    back."""
     copies = [exact(tensor) for tensor in tensors]
     yield copies
     for tensor, changed in zip(tensors, copies, strict=True):

@@ -20,7 +20,7 @@ MOMENTUM: Final = 0.8
 
 
 class UpdateRule(Protocol):
-    """Updates a stage's weights by their gradients. `tensors`: its own state."""
+    """Updates a relearning stage's weights by their gradients. `tensors`: its own state."""
 
     @property
     def tensors(self) -> list[Tensor]: ...
@@ -105,7 +105,7 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, x: Tensor) -> Tensor:
-        """Computes as `forward` does, without a `backward` to follow."""
+        """The stage's output, as of `forward`, without a `backward` to follow."""
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def error_gradient(computed: Tensor, output: Tensor, squared_norm: float) -> Ten
 
 
 def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
-    """Updates every stage of a run once, in visiting order, from the run's input and output."""
+    """Updates each stage of a run of lost stages once, by the run's input and output."""
     activation = x
     for learner in chain:
         activation = learner.forward(activation)
@@ -141,7 +141,8 @@ def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
 
 
 def residual_error(chain: Sequence[Learner], pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The error of a run over pairs of input and output; inf if the targets add nothing."""
+    """The error of a run of relearning stages over pairs of input and output; inf if the targets
+    add nothing."""
     error = norm = 0.0
     for x, y in pairs:
         activation = x

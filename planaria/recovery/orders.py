@@ -42,7 +42,7 @@ def partner(stage: int, stages: int) -> int | None:
 
 
 def all_orders(stages: int, swapped: bool) -> list[tuple[int, ...]]:
-    """Every possible order of a microbatch."""
+    """The different orders in which microbatches visit the body stages."""
     return [order(microbatch, stages, swapped) for microbatch in range(2 if swapped else 1)]
 
 

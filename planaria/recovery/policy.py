@@ -6,7 +6,7 @@ All else asks a policy's facts, never its name. So a new policy is a function an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,8 +39,8 @@ class Policy:
     """The state of a lost stage without what is kept of it (`decide.KEPT`): a guess, or an exact
     one."""
     guesses: bool = False
-    """From other stages. Stage 0's can't be guessed, so peers keep running snapshots of it, and of
-    the first body stages, as many as the run file says."""
+    """A lost stage is guessed from other stages. Stage 0 can't be, so peers keep running snapshots
+    of it, and of the first body stages, as many as the run file says."""
     snapshots: bool = False
     """Peers keep a running snapshot of each stage."""
     twins: bool = False
@@ -114,7 +114,9 @@ def checkfree(stage: int, left: Left) -> Answer:
         )
     missing = [of for of in (stage - 1, stage + 1) if not left.trained(of)]
     if missing:
-        return None, f"checkfree needs both neighbours, and {_name(missing)} lost with it"
+        names = " and ".join(map(str, missing))
+        lost = f"stages {names} are" if len(missing) > 1 else f"stage {names} is"
+        return None, f"checkfree needs both neighbours, and {lost} lost with it"
     reason = (
         f"stage {stage} has no replica left: average of stages {stage - 1} and {stage + 1}, "
         "weighted by their gradient norms"
@@ -124,13 +126,14 @@ def checkfree(stage: int, left: Left) -> Answer:
 
 
 def begin_anew(stage: int, loss: str, fallback: bool = False) -> Rebuild:
-    """The guess for adapters, whatever the policy."""
+    """The guess for a lost stage of which only adapters are trained: the initial ones."""
     reason = f"{loss}: its adapters begin anew, since other stages' adapters do not determine them"
     return Rebuild(stage, ANEW, (), exact=False, reason=reason, fallback=fallback)
 
 
 def pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
-    """Pretrained weights: stages of a trained model differ, and have moved little since."""
+    """The guess that a lost stage has the checkpoint's weights: stages of a trained model differ,
+    and have moved little since."""
     source = Source(giver(stage, left.origin), stage, 0)
     reason = f"{loss}: its weights in the checkpoint from which the run began"
     return Rebuild(stage, PRETRAINED, (source,), exact=False, reason=reason, fallback=fallback)
@@ -142,7 +145,7 @@ def _checkfree_plus(stage: int, left: Left) -> Answer:
     if stage == 0 or other is None or left.origin:
         return checkfree(stage, left)
     if not left.trained(other):
-        return None, f"its weights would come from stage {other}, and {_name([other])} lost with it"
+        return None, f"its weights would come from stage {other}, and stage {other} is lost with it"
     reason = (
         f"stage {stage} has no replica left: copy of stage {other}, which half of the microbatches "
         "have trained in its place"
@@ -155,11 +158,12 @@ def _snapshot(stage: int, left: Left) -> Answer:
 
 
 def _redundant(stage: int, left: Left) -> Answer:
-    twins = [s for s in left.freshest("redundant", stage) if s.step == left.step]
+    holdings = sorted(left.holdings("redundant", stage), key=lambda held: held.source.node)
+    twins = tuple(held.source for held in holdings if held.source.step == left.step)
     if not twins:
         return None, "the node of the stage before, which has its twin, is lost too, or new"
     reason = f"stage {stage} has no replica left: its twin at the stage before takes over"
-    return Rebuild(stage, "redundant", tuple(twins), exact=True, reason=reason), ""
+    return Rebuild(stage, "redundant", twins, exact=True, reason=reason), ""
 
 
 def _checkpoint(stage: int, left: Left) -> Answer:
@@ -168,12 +172,6 @@ def _checkpoint(stage: int, left: Left) -> Answer:
     where = f"the checkpoint of step {step}" if step else "the initial weights: no checkpoint is"
     reason = f"stage {stage} has no replica left: all stages go back to {where}"
     return RollBack(step, lineage, reason if step else f"{reason} whole yet"), ""
-
-
-def _name(stages: Sequence[int]) -> str:
-    return (
-        f"stage {stages[0]} is" if len(stages) == 1 else f"stages {stages[0]} and {stages[1]} are"
-    )
 
 
 POLICIES: Final = {

@@ -25,8 +25,6 @@ PULL: Final = 0.1
 first body stage relearns."""
 YOUNG: Final = 100
 """Training steps from which relearning uses its full rate."""
-
-
 LOOKS: Final = 4
 """Checks per pass whether a guess is good enough for training."""
 
@@ -46,12 +44,13 @@ def time_for(seconds: float, trained: float, spent: float) -> float:
 
 
 def at_a_time(tokens: int, context: int) -> int:
-    """Samples per update of about `tokens` tokens; at least one."""
+    """Samples in a relearning update of about `tokens` tokens; at least one."""
     return max(1, tokens // context)
 
 
 def parts(samples: int, at_most: int) -> list[slice]:
-    """Slices of a pair's samples, of at most `at_most` each, as even as possible."""
+    """The parts in which a pair's samples are relearned: of at most `at_most` each, as even as
+    possible."""
     count = -(-samples // at_most)
     size, larger = divmod(samples, count)
     ends = [number * size + min(number, larger) for number in range(count + 1)]
@@ -59,7 +58,8 @@ def parts(samples: int, at_most: int) -> list[slice]:
 
 
 def passes(wanted: int, stages: Collection[int]) -> int:
-    """Passes over the pairs of these stages; `wanted` suffices unless the first is among them."""
+    """How often relearning passes over the pairs of these stages; `wanted` suffices unless the
+    first is among them."""
     return wanted * FIRST if 1 in stages else wanted
 
 
@@ -71,26 +71,26 @@ def pull(stages: Collection[int]) -> float:
 
 
 def peak(lr: float, step: int) -> float:
-    """Learning rate of the first update after `step` steps of training. Early weights are small,
-    and updates at `lr` would make them many times too large. The damage is permanent."""
+    """Learning rate of the first relearning update after `step` steps of training. Early weights
+    are small, and updates at `lr` would make them many times too large. The damage is permanent."""
     return lr * min(1.0, step / YOUNG)
 
 
 def shuffled(count: int, a_pass: int) -> list[int]:
-    """The order of parts in a pass: new for each pass, equal for all nodes that relearn."""
+    """The order of parts in a relearning pass: new for each, equal for all nodes that relearn."""
     return sorted(
         range(count), key=lambda part: xxhash.xxh3_64_intdigest(struct.pack("<QQ", a_pass, part))
     )
 
 
-def updates_to_look(parts: int) -> int:
-    """Updates between two checks, in passes over `parts` parts."""
+def updates_per_check(parts: int) -> int:
+    """Relearning updates between two checks of the result, in passes over `parts` parts."""
     return -(-parts // LOOKS)
 
 
 def rate(lr: float, updates: float, time: float = 0.0) -> float:
-    """Learning rate of the next update. It falls linearly to 0 at the last update or the end of the
-    time, whichever is first; both are given as completed fractions, 0 to 1."""
+    """Learning rate of the next relearning update. It falls linearly to 0 at the last update or the
+    end of the time, whichever is first; both are given as completed fractions, 0 to 1."""
     return lr * (1 - min(1.0, max(updates, time)))
 
 

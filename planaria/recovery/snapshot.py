@@ -28,6 +28,7 @@ NEVER: Final = -1  # step of a block never sent
 PIECE: Final = 256  # maximum number of values of a row that share a scale in int8
 SCRATCH: Final = 1 << 18  # values per batch of work: what fits a cache needs no new allocation
 MANTISSA: Final = 19  # bits dropped by int8 of the 23 mantissa bits of a second moment's root
+HEAD_DTYPES: Final = torch.float32, torch.float32, torch.int32  # scales, scales and tops
 LARGEST: Final = torch.finfo(torch.float32).max
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
@@ -82,11 +83,11 @@ class Layout:
 
     @property
     def widths(self) -> list[int]:
-        """Block width in each tensor of `rows`."""
+        """The width of the blocks of each group."""
         return [group.width for group in self.groups]
 
     def rows(self, flat: Tensor) -> list[Tensor]:
-        """All blocks of `flat`, as views [rows, width], one per width group."""
+        """All blocks of a flat tensor, as views [rows, width], one per group."""
         return [
             flat[g.offset : g.offset + g.rows * g.width].view(g.rows, g.width) for g in self.groups
         ]
@@ -98,23 +99,23 @@ class Layout:
         return [part - group.first for part, group in zip(parts, self.groups, strict=True)]
 
     def gather(self, flat: Tensor, blocks: Tensor) -> list[Tensor]:
-        """Copies of blocks, [k, width] per width group."""
+        """Copies of these blocks of a flat tensor, [k, width] per group."""
         indices = [at.to(flat.device) for at in self.split(blocks)]
         return [rows.index_select(0, at) for rows, at in zip(self.rows(flat), indices, strict=True)]
 
     def pieces(self, flat: Tensor, blocks: Tensor) -> Iterator[Tensor]:
-        """As `gather`, in batches of rows."""
+        """Copies of these blocks of a flat tensor, as `gather`, in batches of rows."""
         for rows, at in zip(self.rows(flat), self.split(blocks), strict=True):
-            for these in torch.split(at.to(flat.device), _some(rows.shape[1])):
+            for these in torch.split(at.to(flat.device), _batch_rows(rows.shape[1])):
                 yield rows.index_select(0, these)
 
     def shapes(self, blocks: Tensor) -> list[tuple[int, int]]:
-        """The shapes of the result of `gather`."""
+        """The shapes of these blocks, as `gather` copies them."""
         parts = zip(self.split(blocks), self.widths, strict=True)
         return [(len(part), width) for part, width in parts]
 
     def scatter(self, flat: Tensor, blocks: Tensor, values: Sequence[Tensor]) -> None:
-        """Writes values in the format of `gather`."""
+        """Writes these blocks of a flat tensor, from the format of `gather`."""
         for rows, at, new in zip(self.rows(flat), self.split(blocks), values, strict=True):
             rows.index_copy_(0, at.to(flat.device), new)
 
@@ -123,7 +124,7 @@ class Layout:
         norms = []
         scratch = torch.empty(max(SCRATCH, *self.widths), device=a.device)
         for x, y in zip(self.rows(a), self.rows(b), strict=True):
-            some = _some(x.shape[1])
+            some = _batch_rows(x.shape[1])
             for part, other in zip(torch.split(x, some), torch.split(y, some), strict=True):
                 difference = scratch[: part.numel()].view(part.shape)
                 torch.sub(part, other, out=difference)
@@ -132,15 +133,15 @@ class Layout:
         return torch.cat(norms).square().cpu()
 
 
-def _some(width: int) -> int:
-    """Rows per batch of work."""
+def _batch_rows(width: int) -> int:
+    """Rows of a block group in a batch of work."""
     return max(1, SCRATCH // width)
 
 
 def choose(rank: Tensor, taken: Tensor, count: int) -> Tensor:
-    """The numbers of `count` blocks, ascending, int64: those never sent first, then those of the
-    least `rank`, float64 [blocks]; ties go to the lower number. `taken`: int64 [blocks], the step
-    of a block's last sent value, or NEVER."""
+    """The numbers of `count` blocks for a snapshot's update, ascending, int64: those never sent
+    first, then those of the least `rank`, float64 [blocks]; ties go to the lower number. `taken`:
+    int64 [blocks], the step of a block's last sent value, or NEVER."""
     rank = rank.masked_fill(taken == NEVER, -math.inf)
     return torch.argsort(rank, stable=True)[:count].sort().values
 
@@ -149,7 +150,7 @@ def choose(rank: Tensor, taken: Tensor, count: int) -> Tensor:
 
 
 def quantize(rows: Tensor, toward_zero: bool = False) -> tuple[Tensor, Tensor]:
-    """Scales, float32 [k, pieces], and codes, uint8 [k, width] (bits of int8), of float32 rows.
+    """Rows in int8, from float32: scales, float32 [k, pieces], and codes, uint8 [k, width].
 
     A piece has at most 256 values of one row; its scale is max(abs) / 127. A value's error is at
     most half a scale; with `toward_zero` at most one, and never upwards.
@@ -168,7 +169,7 @@ def dequantize(scales: Tensor, codes: Tensor) -> Tensor:
 
 
 def quantize_second_moment(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Tops, int32 [k, pieces], and codes, uint8 [k, width], of non-negative rows.
+    """Second moments in 8 bits: tops, int32 [k, pieces], and codes, uint8 [k, width].
 
     A code is sqrt(v), rounded *up* to 4 mantissa bits, relative to the largest of its piece. Codes
     have 16 values per factor of two, down to a 50,000th of the largest; smaller values round up to
@@ -211,7 +212,7 @@ def _rows(pieces: Tensor, width: int) -> Tensor:
 def encode(
     layout: Layout, blocks: Tensor | None, tensors: Sequence[Tensor], codec: Codec
 ) -> tuple[Tensor, list[Tensor]]:
-    """The update's bytes, uint8 on the CPU, and the weights as the receiver restores them.
+    """A snapshot's update as bytes, uint8 on the CPU, and the weights that its receiver restores.
 
     `tensors`: weights, or weights and moments, flat; `blocks`: int64 [k], ascending, or None
     for all. The bytes: block numbers (int32; omitted for all blocks), the values of four
@@ -248,7 +249,8 @@ def encode(
 def decode(
     layout: Layout, payload: Tensor, count: int, tensors: int, codec: Codec
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """The blocks, int64 [count], and the values of each of the `tensors` (1 to 3), as `gather`.
+    """A received update: its blocks, int64 [count], and their values in each of `tensors` (1 to 3)
+    tensors, as `gather`.
 
     With codec none the values share the payload's memory. Raises UpdateError for a wrong size,
     block numbers not ascending or out of range, and negative second moments; raises ValuesError
@@ -269,7 +271,7 @@ def decode(
         values = [[reader.take(shape, torch.float32) for shape in shapes] for _ in range(tensors)]
     else:
         heads = [
-            [reader.take(_heads(shape), _head_dtype(of)) for shape in shapes]
+            [reader.take(_heads(shape), HEAD_DTYPES[of]) for shape in shapes]
             for of in range(tensors)
         ]
         values = [
@@ -293,15 +295,11 @@ def _quantize(tensor: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _dequantize(tensor: int, heads: Tensor, codes: Tensor) -> Tensor:
     restore = dequantize_second_moment if tensor == 2 else dequantize
     values = torch.empty(codes.shape)
-    some = _some(codes.shape[1])
+    some = _batch_rows(codes.shape[1])
     pieces = (torch.split(of, some) for of in (values, heads, codes))
     for rows, head, code in zip(*pieces, strict=True):
         rows.copy_(restore(head, code))
     return values
-
-
-def _head_dtype(tensor: int) -> torch.dtype:
-    return torch.int32 if tensor == 2 else torch.float32
 
 
 def _heads(shape: tuple[int, int]) -> tuple[int, int]:
@@ -354,7 +352,7 @@ class _Reader:
 
 
 def _sizes(shapes: Iterable[tuple[int, int]], codec: Codec) -> tuple[int, int]:
-    """Bytes of the values of four bytes, and of the codes, in a tensor of an update."""
+    """The sizes of an update's tensor in bytes: of values of four bytes, and of codes."""
     shapes = list(shapes)
     values = sum(map(math.prod, shapes))
     if codec == "none":
@@ -363,13 +361,13 @@ def _sizes(shapes: Iterable[tuple[int, int]], codec: Codec) -> tuple[int, int]:
 
 
 def bytes_of_all(layout: Layout, tensors: int, codec: Codec) -> int:
-    """Bytes in which updates send each block once, with `tensors` tensors."""
+    """Bytes of the updates that send each block of a stage once, with `tensors` tensors."""
     shapes = zip([group.rows for group in layout.groups], layout.widths, strict=True)
     return 4 * layout.blocks + tensors * sum(_sizes(shapes, codec))
 
 
 def largest_update(layout: Layout, tensors: int) -> int:
-    """Upper bound in bytes of an update with `tensors` tensors, in any codec."""
+    """Most bytes of a snapshot's update with `tensors` tensors, in any codec."""
     return 4 * layout.blocks + 4 * layout.values * tensors
 
 
@@ -377,7 +375,7 @@ def largest_update(layout: Layout, tensors: int) -> int:
 
 
 class SnapshotUpdate(NamedTuple):
-    """One update to a holder."""
+    """One update of a running snapshot, for a holder."""
 
     payload: Tensor  # uint8 on the CPU; valid until the next `take`, and permanently after `lost`
     blocks: int
@@ -390,7 +388,7 @@ class Sent(Protocol):
     """The record of what a holder was sent, which determines the next update."""
 
     def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
-        """The next update, from the flat tensors at this lineage and step."""
+        """Makes the holder's next update of the flat tensors at this lineage and step."""
 
     def lost(self, step: int) -> None:
         """Records that updates of `step` may not have arrived."""
@@ -405,7 +403,7 @@ class Sent(Protocol):
 
 
 class SentWhole:
-    """All of a state, weights and moments, once."""
+    """The record of a holder that is sent a whole state, weights and moments, once."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -431,8 +429,8 @@ class SentWhole:
 
 
 class SentSnapshot:
-    """A running snapshot: each update has a fraction of the blocks, those that changed most; at
-    first, while the holder lacks blocks, at least the fraction `at_first`.
+    """The record of a running snapshot: each update has a fraction of the blocks, those that
+    changed most; at first, while the holder lacks blocks, at least the fraction `at_first`.
 
     `sent`: float32 [values], the holder's weights (with int8 the restored ones), on the device of
     the weights; `taken`: int64 [blocks], the step of each, or NEVER.
@@ -500,7 +498,7 @@ class SentSnapshot:
 
 
 class Staleness(NamedTuple):
-    """The steps of the blocks in a snapshot."""
+    """The steps that the blocks of a held snapshot are of."""
 
     oldest: int
     mean: float
@@ -518,14 +516,14 @@ class HeldSnapshot:
         self.missing = layout.blocks  # number of blocks
 
     def overlay(self, step: int, blocks: Tensor, values: Sequence[Sequence[Tensor]]) -> None:
-        """Writes a result of `decode`."""
+        """Writes the blocks of a decoded update."""
         for flat, parts in zip(self.tensors, values, strict=True):
             self._layout.scatter(flat, blocks, parts)
         self.taken[blocks] = step
         self.missing = int((self.taken == NEVER).sum())
 
     def staleness(self) -> Staleness:
-        """The staleness of the blocks. Raises ValueError while blocks are missing."""
+        """How old the snapshot's blocks are. Raises ValueError while blocks are missing."""
         if self.missing:
             raise ValueError(f"{self.missing} of {self._layout.blocks} blocks haven't come yet")
         steps = self.taken
@@ -533,7 +531,8 @@ class HeldSnapshot:
 
     @classmethod
     def whole(cls, layout: Layout, step: int, payload: Tensor, tensors: int) -> HeldSnapshot:
-        """A complete copy whose tensors share the memory of a payload checked by `decode`."""
+        """A whole state as a snapshot; its tensors share the memory of the payload, which `decode`
+        has checked."""
         held = cls(layout, 0)
         held.tensors = list(torch.split(payload.view(torch.float32), layout.values))
         assert len(held.tensors) == tensors
@@ -555,7 +554,7 @@ def steps_between(fraction: float, period: int) -> int:
 
 
 class CopyRoute(NamedTuple):
-    """The sender and the holders of a state."""
+    """The sender and the holders of a stage's snapshot."""
 
     sender: str
     holders: tuple[str, ...]
@@ -575,10 +574,10 @@ def route(
 ) -> CopyRoute | None:
     """The route of the snapshot of `stage` among members (node, stage); None: no sender.
 
-    A stage's first node, by name, sends. The snapshot goes to `holder_count` holders.
-    `machine`: maps a node to its machine. A holder on a machine
-    that serves the stage would be lost with it, and two holders need two machines. So other stages
-    replace unsuitable ones; the result may have no holder.
+    A stage's first node, by name, sends. The snapshot goes to `holder_count` holders. `machine`:
+    maps a node to its machine. A holder on a machine that serves the stage would be lost with it,
+    and two holders need two machines. So other stages replace unsuitable ones; the result may have
+    no holder.
     """
     at: dict[int, list[str]] = {}
     for node, of in sorted(members):
@@ -587,7 +586,7 @@ def route(
         return None
     most, used = holder_count(stage, stages), {machine(node) for node in at[stage]}
     holders: list[str] = []
-    for of in _candidates(stage, stages) * most:
+    for of in _holder_stages(stage, stages) * most:
         holder = next((node for node in at.get(of, ()) if machine(node) not in used), None)
         if holder is not None and len(holders) < most:
             holders.append(holder)
@@ -595,8 +594,8 @@ def route(
     return CopyRoute(at[stage][0], tuple(holders))
 
 
-def _candidates(stage: int, stages: int) -> list[int]:
-    """Stages whose nodes may be holders, by preference."""
+def _holder_stages(stage: int, stages: int) -> list[int]:
+    """The stages whose nodes may hold the snapshot of `stage`, by preference."""
     ring, first = stages + 1, holder_stage(stage, stages)
     return sorted(
         (of for of in range(ring) if of != stage),

@@ -21,7 +21,7 @@ MARGIN: Final = 0.75
 
 
 def share_of_rows(whole: float, training: float) -> float:
-    """The share of a stage's rows that a step sends.
+    """The share of a stage's rows that its running snapshot gets in a step.
 
     `whole`: bytes of the snapshots of all stages; `training`: bytes that cross between stages in a
     step.
@@ -30,7 +30,7 @@ def share_of_rows(whole: float, training: float) -> float:
 
 
 class Pace:
-    """Whether the link to a holder carries a snapshot fast enough.
+    """How fast the link to a holder carries a snapshot, and whether that is fast enough.
 
     Where its rows would be older than a limit, on average, a guess costs no more. Then one update
     in `RECENT` steps tries the link. Pure.
@@ -50,8 +50,8 @@ class Pace:
         return self._period if self.kept else RECENT
 
     def arrived(self, steps: int) -> bool:
-        """Record that an update took so many steps, or would have taken. Returns whether `kept` has
-        changed."""
+        """Record that an update of the snapshot took so many steps, or would have taken. Returns
+        whether `kept` has changed."""
         self._ages.append(max(steps, self._period) / (2 * self._fraction))
         self.age = median(self._ages) if self.kept else self._ages[-1]
         slow = self.kept and len(self._ages) == UPDATES and self.age > self._limit

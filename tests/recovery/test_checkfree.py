@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import checkfree
-from planaria.recovery.checkfree import Trained, average, guess, weights_of
+from planaria.recovery.checkfree import GuessSource, average, guess, neighbour_shares
 
 omegas = st.floats(0, allow_infinity=False, allow_nan=False)
 values = st.floats(width=32, allow_infinity=False, allow_nan=False)
@@ -39,8 +39,8 @@ def test_a_guess_has_the_shares_of_its_method(
     stage: int, method: str, expected: list[float]
 ) -> None:
     sources = [
-        Trained(1, torch.tensor([0.0, 4.0]), omega=9.0),
-        Trained(4, torch.tensor([3.0, 1.0]), omega=1.0),
+        GuessSource(1, torch.tensor([0.0, 4.0]), omega=9.0),
+        GuessSource(4, torch.tensor([3.0, 1.0]), omega=1.0),
     ]
     weights, omega = guess(stage, method, sources)
     assert weights.tolist() == pytest.approx(expected)
@@ -99,26 +99,26 @@ def test_sources_stay_as_they_are_and_blocks_do_not_show(monkeypatch: pytest.Mon
 
 @given(omegas, omegas)
 def test_shares_sum_to_one(omega_before: float, omega_after: float) -> None:
-    before, after = weights_of(omega_before, omega_after)
+    before, after = neighbour_shares(omega_before, omega_after)
     assert 0 <= before <= 1
     assert before + after == pytest.approx(1, rel=1e-15)
-    assert (after, before) == weights_of(omega_after, omega_before)
+    assert (after, before) == neighbour_shares(omega_after, omega_before)
     if omega_before > omega_after:
         assert before >= after
 
 
 def test_shares_go_by_the_squared_norms() -> None:
-    assert weights_of(9.0, 1.0) == pytest.approx((0.9, 0.1))
-    assert weights_of(1.7e308, 1.7e308) == (0.5, 0.5)
-    assert weights_of(0.0, 0.0) == (0.5, 0.5)
+    assert neighbour_shares(9.0, 1.0) == pytest.approx((0.9, 0.1))
+    assert neighbour_shares(1.7e308, 1.7e308) == (0.5, 0.5)
+    assert neighbour_shares(0.0, 0.0) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
 def test_impossible_norms_are_named(bad: float) -> None:
     with pytest.raises(ValueError, match=f"before the lost one is {bad}"):
-        weights_of(bad, 1.0)
+        neighbour_shares(bad, 1.0)
     with pytest.raises(ValueError, match=f"after the lost one is {bad}"):
-        weights_of(1.0, bad)
+        neighbour_shares(1.0, bad)
 
 
 def test_weights_that_do_not_match_are_refused() -> None:

@@ -248,7 +248,7 @@ class Stage:
         if sync.method in INEXACT:
             stages = sorted({source.stage for source in sync.sources})
             sources = [
-                checkfree.Trained(stage, state.tensors["weights"], state.omega)
+                checkfree.GuessSource(stage, state.tensors["weights"], state.omega)
                 for stage, state in zip(stages, states, strict=True)
             ]
             weights, self.omega = checkfree.guess(self.stage, sync.method, sources)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from planaria.recovery import relearning
 from planaria.recovery.learner import Learner, learn, residual_error, squared_distance
-from planaria.recovery.relearning import rate, shuffled, updates_to_look
+from planaria.recovery.relearning import rate, shuffled, updates_per_check
 
 MEASURING = 1 / 3
 """Of an update's passes, forward and backward, a forward pass."""
@@ -77,7 +77,7 @@ class Lesson:
     @property
     def looks(self) -> bool:
         """Whether the residual is to be measured now."""
-        return self.done % updates_to_look(len(self.pieces)) == 0
+        return self.done % updates_per_check(len(self.pieces)) == 0
 
     def update(self) -> None:
         piece = self.pieces[self._place()]

@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from planaria.node.data.mixture import open_data
-from planaria.recovery.checkfree import weights_of
+from planaria.recovery.checkfree import neighbour_shares
 from planaria_lab.convergence.study import Job, Study
 from planaria_lab.convergence.training import TrainingSwarm
 from planaria_lab.origin import origin
@@ -75,7 +75,7 @@ def table(study: Study, lines: Iterable[Norms]) -> str:
         body = range(1, len(norms.sizes))
         over = [median(at[1] / at[stage] for at in measured) for stage in body[1:]]
         shares = [
-            median(weights_of(at[stage - 1], at[stage + 1])[0] for at in measured)
+            median(neighbour_shares(at[stage - 1], at[stage + 1])[0] for at in measured)
             for stage in body[1:-1]
         ]
         cells = [

@@ -40,7 +40,7 @@ from planaria.node.state.stage_state import TENSORS
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
-from planaria.recovery.checkfree import Trained
+from planaria.recovery.checkfree import GuessSource
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import Learner, Muon, UpdateRule
@@ -70,7 +70,7 @@ class LostError(Exception):
     """The run can't go on; the message says what is lost."""
 
 
-def going_by(kind: Omega, source: Trained, clip: float) -> float:
+def going_by(kind: Omega, source: GuessSource, clip: float) -> float:
     """`clip`: the norm to which a stage's gradient is clipped."""
     norm = math.sqrt(source.omega)
     shares = {"squared": source.omega, "norm": norm, "uniform": 1.0}
@@ -812,7 +812,7 @@ class TrainingSwarm:
         number, ablation = decision.stage, self.ablation
         stage = self.stages[number]
         sources = [
-            Trained(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
+            GuessSource(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
             for s in decision.sources
         ]
         _, stage.omega = guess_stage(self.beginning, number, decision.method, sources)

@@ -26,7 +26,7 @@ from planaria.node.data.mixture import inputs_and_targets, windows
 from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.run_file import RunFile, from_fields, loads, override
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.recovery.checkfree import Trained, average, weights_of
+from planaria.recovery.checkfree import GuessSource, average, neighbour_shares
 from planaria_lab.bench.peft_losses import losses_of_peft
 from planaria_lab.convergence.training import (
     Ablation,
@@ -633,7 +633,8 @@ def test_a_stage_lost_in_a_round_comes_from_the_other_pipeline_its_start_or_a_gu
         other, hit = swarm.pipelines
         sides = [hit[of] for of in (2, 4)]
         guess = average(
-            *(side.optimizer.weights for side in sides), *weights_of(*(s.omega for s in sides))
+            *(side.optimizer.weights for side in sides),
+            *neighbour_shares(*(s.omega for s in sides)),
         )
         (line,) = swarm.lose([3])
         assert line["samples"] == 2 * 4  # of two steps, half of each window
@@ -807,12 +808,12 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
         swarm = TrainingSwarm(run, corpus, Ablation(omega=omega))
         swarm.step()
         sides = [(of, swarm.stages[of]) for of in (2, 4)]
-        sources = [Trained(of, s.optimizer.weights, s.omega) for of, s in sides]
+        sources = [GuessSource(of, s.optimizer.weights, s.omega) for of, s in sides]
         shares = [going_by(omega, source, run.training.clip) for source in sources]
         swarm.lose([3])
         guessed.append(swarm.stages[3].optimizer.weights)
         assert guessed[-1].equal(
-            average(*(source.weights for source in sources), *weights_of(*shares))
+            average(*(source.weights for source in sources), *neighbour_shares(*shares))
         )
     assert not any(a.equal(b) for a, b in itertools.combinations(guessed, 2))
 

@@ -162,7 +162,7 @@ class TorchStage:
             return self._learned()
         stages = sorted({source.stage for source in sync.sources})
         sources = [
-            checkfree.Trained(stage, state.tensors["weights"], state.omega)
+            checkfree.GuessSource(stage, state.tensors["weights"], state.omega)
             for stage, state in zip(stages, states, strict=True)
         ]
         weights, self._omega = guess_stage(self._beginning, self.stage, sync.method, sources)
@@ -247,7 +247,7 @@ class TorchStage:
 
 
 def guess_stage(
-    beginning: Beginning, stage: int, method: str, sources: Sequence[checkfree.Trained]
+    beginning: Beginning, stage: int, method: str, sources: Sequence[checkfree.GuessSource]
 ) -> tuple[Tensor, float]:
     """`checkfree.guess` of each tensor that all sources have in its shape, at its relative depth.
     Others begin anew, and are named in the log. A source's ω counts in relation to its layers."""

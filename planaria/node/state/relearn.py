@@ -33,7 +33,7 @@ from planaria.node.wire.exchange import (
     Lost,
 )
 from planaria.node.wire.frames import Form, Frame, WireError, check_forms
-from planaria.recovery.relearning import parts, rate, ratio, shuffled, updates_to_look
+from planaria.recovery.relearning import parts, rate, ratio, shuffled, updates_per_check
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -316,7 +316,7 @@ class _Joiner:
     async def _train_until_enough(self, residual: float, end: float) -> float:
         """Train while other stages wait for it. The rest is learned later, so the rate doesn't fall
         with the time. Returns the residual error."""
-        most, between = self.course.updates, updates_to_look(len(self.course.pieces))
+        most, between = self.course.updates, updates_per_check(len(self.course.pieces))
         exchanges = self.node.exchanges
         while residual > self.terms.enough and self.updates < most and exchanges.now < end:
             await self._train(min(most, self.updates + between), end)

@@ -13,7 +13,7 @@ from planaria.node.model.layout import weights
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import Beginning
-from planaria.recovery.checkfree import Trained, guess
+from planaria.recovery.checkfree import GuessSource, guess
 from tests.node.state.small_saves import model
 
 CUTS = {
@@ -36,7 +36,7 @@ def test_each_layer_comes_from_those_at_its_relative_depth(
         size = config.trained_in(stage) // cut[stage - 1]
         return torch.tensor(config.layers_of(stage)).float().repeat_interleave(size)
 
-    sources = [Trained(stage, numbers(stage), omega) for stage, omega in omegas.items()]
+    sources = [GuessSource(stage, numbers(stage), omega) for stage, omega in omegas.items()]
     found, its_omega = guess_stage(Beginning(RunFile(), config), lost, "checkfree", sources)
     assert found.view(cut[lost - 1], -1).unique(dim=1).flatten().tolist() == layers
     assert its_omega == pytest.approx(omega)
@@ -49,7 +49,7 @@ def test_of_equal_stages_it_is_the_average_to_the_last_bit(
     config = model(3 * size, 3)
     drawn = torch.Generator().manual_seed(seed)
     values = torch.rand(2, config.trained_in(1), generator=drawn)
-    sources = [Trained(1, values[0], before), Trained(3, values[1], after)]
+    sources = [GuessSource(1, values[0], before), GuessSource(3, values[1], after)]
     expected, omega = guess(2, "checkfree", sources)
     found = guess_stage(Beginning(RunFile(), config), 2, "checkfree", sources)
     assert torch.equal(found[0], expected)

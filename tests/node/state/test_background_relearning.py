@@ -19,7 +19,7 @@ from planaria.recovery.learner import (
     residual_error,
     squared_distance,
 )
-from planaria.recovery.relearning import pull, rate, shuffled, updates_to_look
+from planaria.recovery.relearning import pull, rate, shuffled, updates_per_check
 from tests.node.state.test_relearn import SHAPE, TERMS, Student, alone, crossed, fetched_by, student
 
 PASS = 8 * SHAPE[0]
@@ -42,7 +42,7 @@ def test_training_goes_on_once_the_guess_is_good_enough() -> None:
     enough = (whole.residual_before + whole.residual_after) / 2
     one, _, _, told = before_enough(pairs, enough)
     assert 0 < told.updates < whole.passes * PASS
-    assert told.updates % updates_to_look(PASS) == 0
+    assert told.updates % updates_per_check(PASS) == 0
     assert told.left == whole.passes * PASS - told.updates
     assert told.residual_after <= enough < told.residual_before
     assert len(one.updates) == told.updates

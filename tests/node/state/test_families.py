@@ -33,7 +33,10 @@ def trained(config: ModelConfig, stage: int) -> tuple[Stage, StageOptimizer]:
 @NEW
 def test_checkfree_averages_each_tensor_with_its_like(config: ModelConfig) -> None:
     (before, first), (after, second) = (trained(config, stage) for stage in (1, 3))
-    sources = [checkfree.Trained(1, first.weights, 3.0), checkfree.Trained(3, second.weights, 1.0)]
+    sources = [
+        checkfree.GuessSource(1, first.weights, 3.0),
+        checkfree.GuessSource(3, second.weights, 1.0),
+    ]
     weights, _ = checkfree.guess(2, "checkfree", sources)
     module, optimizer = trained(config, 2)
     optimizer.load([("weights", weights)], 0)
