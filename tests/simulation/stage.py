@@ -73,13 +73,13 @@ class Work(VirtualWork):
     def __init__(self, owner: Stage) -> None:
         self.owner = owner
         self.step = 0
-        self.lets_through = self.tainted = False  # what is not finite; by what came last
+        self.lets_non_finite_through = self.tainted = False  # what is not finite; by what came last
         super().__init__(owner.name, owner.stage)
         self.gradient = owner.gradient.numpy()
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         super().begin(ballot, begin)
-        self.step, self.lets_through = begin.step, begin.non_finite
+        self.step, self.lets_non_finite_through = begin.step, begin.non_finite
         if ballot != NEVER:
             self.owner.cluster.check_start(self.owner.seat, ballot, begin)
 
@@ -109,7 +109,7 @@ class Work(VirtualWork):
                 raise DamagedError("its checksum is another one")
             values = np.frombuffer(payload, np.float32)
             self.tainted = not np.isfinite(values[0])
-            if self.tainted and not self.lets_through:
+            if self.tainted and not self.lets_non_finite_through:
                 raise NonFiniteError("it is not finite")
         except WireError as error:
             reason = f"{frame.kind} from {peer}: {error}"

@@ -36,7 +36,7 @@ class Dying(Sick):
 
 CREDULOUS = patch.object(DivergenceRepair, "look", lambda repair, vote, step: ([], ""))
 """The driver commits whatever its replicas have."""
-LENIENT = patch.object(FaultPolicy, "lets_through", lambda policy, training: True)
+LENIENT = patch.object(FaultPolicy, "lets_non_finite_through", lambda policy, training: True)
 """The driver lets what is not finite through, and skips the step."""
 
 

@@ -15,9 +15,9 @@ from planaria.recovery.facts import Held, Left, Source
 
 
 @dataclass
-class Coming:
-    """A newer view, which the driver adopts at a step boundary. A newcomer that is still building
-    its stage can't answer, so the driver doesn't wait for it yet."""
+class ComingView:
+    """A newer view than the driver's, which it adopts at a step boundary. A newcomer that is still
+    building its stage can't answer, so the driver doesn't wait for it yet."""
 
     view: registry.View
     since: float
@@ -44,7 +44,7 @@ class Standing:
     """The step after which a stage was guessed, by stage; 0: never."""
 
     def sync(self, method: str, reason: str, sources: Iterable[Source], **more: Any) -> pb.Sync:
-        """The `Sync` that brings a node to this state."""
+        """The `Sync` that orders a node to get this state."""
         named = [
             pb.Source(node=s.node, stage=s.stage, step=s.step, lineage=s.lineage) for s in sources
         ]
@@ -75,8 +75,8 @@ class Answers:
         return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=age_of)
 
     def having(self) -> dict[str, pb.Status]:
-        """The answers with the newest state. A joiner's state doesn't count if no training member
-        of its stage has it: the stage was rebuilt while it followed."""
+        """The answers of the members that have the newest state. A joiner's state doesn't count if
+        no training member of its stage has it: the stage was rebuilt while it followed."""
         age, statuses = age_of(self.newest), self.statuses.items()
         newest = {
             n: s
@@ -94,17 +94,13 @@ class Answers:
         }
 
     def standing(self) -> Standing:
-        newest = self.newest
-        boosted_at = {self.members[n]: status.boosted_at for n, status in self.having().items()}
-        return Standing(newest.lineage, newest.committed, self._with_records(), boosted_at)
-
-    def _with_records(self) -> pb.Commit:
-        """The newest commit, with its records if any member has them."""
-        newest = self.newest
-        commits = (s.last for s in self.having().values() if has_records(s.last))
-        return next(
-            (commit for commit in commits if hash_of(commit) == hash_of(newest.last)), newest.last
-        )
+        """The newest state that a member has; its commit has its records if any member has them."""
+        newest, having = self.newest, self.having()
+        boosted_at = {self.members[node]: status.boosted_at for node, status in having.items()}
+        recorded = (status.last for status in having.values() if has_records(status.last))
+        same = (commit for commit in recorded if hash_of(commit) == hash_of(newest.last))
+        last = next(same, newest.last)
+        return Standing(newest.lineage, newest.committed, last, boosted_at)
 
     def all_lost(self, view: registry.View) -> str:
         """Why the run can't go on from the newest state; empty: it can."""
@@ -134,7 +130,7 @@ class Answers:
         ]
 
     def missing_one(self) -> list[str]:
-        """Joiners that may lack only the newest commit: they haven't received it for certain."""
+        """Joiners that may lack the newest commit, and nothing before it."""
         newest = self.newest
         return [
             node
@@ -145,8 +141,9 @@ class Answers:
         ]
 
     def held(self) -> list[Held]:
-        """What members keep of other stages and in files, and their own states. A stage's received
-        weights don't count if some of its nodes are distrusted: they may come from those."""
+        """The states that members keep: their own ones, in files, and of other stages. A stage's
+        received weights don't count if some of its nodes are distrusted: they may come from
+        those."""
         doubted = {at for node, at in self.members.items() if node in self.distrusted}
         own = [
             Held(
@@ -171,6 +168,7 @@ class Answers:
         ]
 
     def left(self) -> Left:
+        """What is left of the run by these answers, as recovery/decide.py needs it."""
         newest = self.newest
         survivors: dict[int, list[str]] = {}
         trained = set()
@@ -208,7 +206,7 @@ class Answers:
                 nodes.setdefault(self.members[node], []).append(node)
         return nodes
 
-    def checkpoint(self, stage: int) -> list[str]:
+    def checkpoint_holders(self, stage: int) -> list[str]:
         """Nodes with the stage's checkpoint weights, where those aren't trained."""
         return [
             node
@@ -219,7 +217,7 @@ class Answers:
     def without_checkpoint(self) -> list[int]:
         """Stages whose checkpoint weights no node has."""
         stages = {self.members[n] for n, status in self.statuses.items() if status.weightless}
-        return sorted(stage for stage in stages if not self.checkpoint(stage))
+        return sorted(stage for stage in stages if not self.checkpoint_holders(stage))
 
     def twins(self, stage: int) -> dict[str, bytes]:
         """Digests of the stage's twins of the newest step, by the node that keeps them."""
@@ -233,10 +231,6 @@ class Answers:
             and holding.digest
         }
 
-    def having_view(self) -> list[str]:
-        """Members that know the members of this view."""
-        return [node for node, status in self.statuses.items() if not status.viewless]
-
     def ledgers(self) -> dict[str, pb.Recording]:
         return {n: s.recording for n, s in self.statuses.items() if self.members[n] == 0}
 
@@ -248,5 +242,5 @@ class Answers:
 
 
 def age_of(status: pb.Status) -> tuple[int, int]:
-    """Lineage and committed step."""
+    """Lineage and committed step of a member's state."""
     return status.lineage, status.committed

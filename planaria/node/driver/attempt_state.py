@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from planaria.node.driver.takeover import Takeover
 from planaria.node.transaction.commits import collapsed
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.plan_encoding import in_order
-from planaria.node.transaction.routing import Pair, paces, plan, share_out
+from planaria.node.transaction.routing import Pair, nodes_by_stage, paces, plan, share_out
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.commit_chain import hash_of_records, head
@@ -62,17 +62,18 @@ class Vote:
         return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
 
     def relearned(self, stages: int) -> list[int]:
-        """Relearning updates that enter, by stage; 0 where other nodes have the stage, too."""
+        """The relearning updates that enter with the commit, by stage; 0 where other nodes have the
+        stage, too."""
         replicas = Counter(self.stages.values())
         alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
         return [alone[of] if replicas[of] == 1 else 0 for of in range(stages)]
 
     def relearning(self) -> set[int]:
-        """Stages that go on relearning."""
+        """Stages that go on relearning, by their nodes' votes."""
         return {self.stages[node] for node, ready in self.ready.items() if ready.relearning}
 
     def norms(self) -> list[float]:
-        """Norms of all stages' gradients, on which replicas agree; NaN: not finite."""
+        """The norm of each stage's gradient, by the votes, which agree; NaN: not finite."""
         norms = {
             self.stages[node]: math.sqrt(ready.squared_norm) if ready.finite else math.nan
             for node, ready in self.ready.items()
@@ -80,7 +81,8 @@ class Vote:
         return [norm for _, norm in sorted(norms.items())]
 
     def dissents_from(self, stage: int, ready: pb.Ready) -> str:
-        """The replica with other weights or another gradient, if that counts; empty: none."""
+        """A voter of the stage with other weights or another gradient than a joiner's vote has;
+        empty: none, or the joiner's gradient isn't finite."""
         replica = next(node for node in sorted(self.ready) if self.stages[node] == stage)
         other = self.ready[replica]
         same = (ready.squared_norm, ready.digest) == (other.squared_norm, other.digest)
@@ -88,7 +90,7 @@ class Vote:
 
 
 class Planning(NamedTuple):
-    """By what a new plan shares out microbatches."""
+    """What a new plan of an attempt goes by when it shares out microbatches."""
 
     rules: TransactionRules
     seconds: Mapping[str, float]  # per microbatch, by node
@@ -118,7 +120,7 @@ class AttemptState:
     """Microbatches that a node was too slow for, and won't compute in this attempt, by node."""
 
     def explain(self) -> str:
-        held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
+        held_up = "".join(f"; held up by {who}" for who in self._held_up_by().values())
         held_up += f"; waiting for {self.takeover}" if self.takeover is not None else ""
         if self.is_home():
             return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
@@ -126,7 +128,7 @@ class AttemptState:
         computed = f"step {self.begin.step}: {done} of {planned} microbatches computed{held_up}"
         return computed + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
 
-    def _held_up(self) -> dict[str, str]:
+    def _held_up_by(self) -> dict[str, str]:
         return {
             place.node: f"{place.node} of stage {place.stage}: {self.held_up[place.node]}"
             for place in self.begin.members
@@ -135,16 +137,16 @@ class AttemptState:
 
     def waited_for(self) -> dict[str, str]:
         """The nodes that hold up the attempt, each with a sentence about why, as far as known."""
-        if held_up := self._held_up():
+        if held_up := self._held_up_by():
             return held_up
         if self.is_home():
             return {node: node for node in self.vote.awaited}
         awaited = self.inquest.awaited(self.begin, self.homes)
         return {visit.node: str(visit) for visit in reversed(awaited)}  # the first of each
 
-    def missing(self) -> set[frozenset[str]]:
-        """Pairs of nodes between which something was lost, as far as accounts show."""
-        return set() if self.is_home() else self.inquest.missing(self.begin, self.homes)
+    def lost_between(self) -> set[frozenset[str]]:
+        """Pairs of nodes between which a microbatch was lost, as far as accounts show."""
+        return set() if self.is_home() else self.inquest.lost_between(self.begin, self.homes)
 
     @property
     def awaited(self) -> list[str]:
@@ -164,15 +166,10 @@ class AttemptState:
         if identity >= len(plan) or plan[identity].source != peer:
             return False
         first = self.scored.setdefault(identity, home)
-        if (
-            first is not home and first.SerializeToString() != home.SerializeToString()
-        ):  # NaN != NaN
+        # As bytes, since NaN differs from itself.
+        if first is not home and first.SerializeToString() != home.SerializeToString():
             raise ValueError(f"two results of microbatch {identity} in one attempt")
         return True
-
-    def came_home(self, home: pb.Home, now: float) -> None:
-        self.homes[home.microbatch] = home
-        self.progressed = now
 
     def is_home(self) -> bool:
         return len(self.homes) == len(self.begin.plan)
@@ -182,7 +179,8 @@ class AttemptState:
         scored = sum(home.tokens for home in self.homes.values())
         return math.fsum(home.loss for home in self.homes.values()) / max(1, scored)
 
-    def heard(self, peer: str, ready: pb.Ready, now: float) -> None:
+    def voted(self, peer: str, ready: pb.Ready, now: float) -> None:
+        """Takes in the vote of a training member or a joiner."""
         if peer not in self.vote.stages:
             self.vote.joiners[peer] = ready
             return
@@ -192,7 +190,7 @@ class AttemptState:
             self.vote.complete = self.vote.complete or now
 
     def tokens_of_replicas(self) -> dict[int, dict[str, int]]:
-        """By stage and node, the tokens that are scored in the node's microbatches."""
+        """The tokens scored in each node's microbatches, by stage and node."""
         tokens: dict[int, dict[str, int]] = {}
         for place in self.begin.members:
             tokens.setdefault(place.stage, {})[place.node] = 0
@@ -205,13 +203,12 @@ class AttemptState:
     def commit(
         self, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
     ) -> pb.Commit:
-        vote = self.vote
-        norms = vote.norms()
+        """The commit of the attempt's step, not signed yet."""
+        norms, records = self.vote.norms(), self.vote.records
         total = math.hypot(*norms)
         skipped = bool(why_skipped(norms, at.last))
         scale = 0.0 if skipped else min(1.0, rules.clip / (total + 1e-6))
-        records = vote.records
-        relearned = [] if skipped else vote.relearned(len(norms))
+        relearned = [] if skipped else self.vote.relearned(len(norms))
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
@@ -234,9 +231,9 @@ class AttemptState:
     # --- going on without lost nodes
 
     def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
-        """Whether all of them train, and every microbatch has a remaining node at each of their
-        stages that hasn't given it up."""
-        if not rules.masking or self.begin.kind != pb.Begin.TRAIN:
+        """Whether the attempt can go on without these training nodes: every microbatch has a
+        remaining node at each of their stages that hasn't given it up."""
+        if not self.may_replan(rules):
             return False
         trains = {place.node for place in self.begin.members}
         nobodys: dict[int, frozenset[int]] = {}  # by stage, given up by all remaining nodes
@@ -252,31 +249,28 @@ class AttemptState:
         counted at each stage. Members that were ready must reduce again."""
         masked = self.masked.union(nodes)
         begin, moved = self._plan_without(masked, by)
-        same_source = [
-            a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)
-        ]
-        scored = {identity: home for identity, home in self.scored.items() if same_source[identity]}
-        homes = {identity: home for identity, home in self.homes.items() if same_source[identity]}
+        plans = enumerate(zip(begin.plan, self.begin.plan, strict=True))
+        stay = {identity for identity, (a, b) in plans if a.source == b.source}
         attempt = replace(
-            self, begin=begin, masked=masked, scored=scored, homes=homes, progressed=now
+            self,
+            begin=begin,
+            masked=masked,
+            scored={identity: home for identity, home in self.scored.items() if identity in stay},
+            homes={identity: home for identity, home in self.homes.items() if identity in stay},
+            progressed=now,
         )
         return attempt, moved
-
-    def awaited_seat(self) -> str:
-        """The new node of a lost seat, while it has no part in the attempt."""
-        return self.takeover.seat if self.takeover is not None else ""
 
     def taken_over(self, by: Planning, now: float) -> tuple[AttemptState, int]:
         """The attempt by a plan that gives the lost node's microbatches to the new seat, and their
         number."""
         assert self.takeover is not None
         entering = {self.takeover.seat: self.takeover.stage}
-        begin, moved = self._plan_without(self.lost, by, entering=entering)
-        attempt = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
-        return attempt, moved
+        begin, moved = self._plan_without(self.lost, by, entering)
+        return replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None), moved
 
-    def may_relieve(self, rules: TransactionRules) -> bool:
-        """Whether others may do what a slow node hasn't begun."""
+    def may_replan(self, rules: TransactionRules) -> bool:
+        """Whether this attempt may go on by another plan."""
         return rules.masking and self.begin.kind == pb.Begin.TRAIN
 
     def relieved(
@@ -301,7 +295,8 @@ class AttemptState:
         by: Planning,
         entering: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
-        """`entering`: nodes new in the attempt, with their stages."""
+        """A plan that gives others what masked nodes have, or nodes have given up, and the number
+        of moved visits. `entering`: nodes new in the attempt, with their stages."""
         begin = pb.Begin()
         begin.CopyFrom(self.begin)
         begin.since.CopyFrom(self.since.message())
@@ -315,7 +310,10 @@ class AttemptState:
         replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
         everywhere = [[_server(self.begin, m, stage) for m in self.begin.plan] for stage in stages]
         pace = [paces(nodes, by.seconds) for nodes in replicas]
-        busy = _busy(everywhere, pace)
+        busy = defaultdict[str, float](float)  # seconds that a node computes, in all its seats
+        for served, seconds in zip(everywhere, pace, strict=True):
+            for node in served:
+                busy[node_of(node)] += seconds.get(node, 0.0)
         apart = [pair for pair in by.apart if pair.isdisjoint(masked)]
         for stage, served in enumerate(everywhere):
             lost = [
@@ -344,24 +342,12 @@ class AttemptState:
         return begin, moved
 
     def unreachable(self, now: float) -> tuple[str, str]:
-        """The member that says that the attempt must be given up though all links of the driver are
-        up, and why. Reports about links have no effect while microbatches come home."""
+        """The member by whose report the attempt must be given up, though all links of the driver
+        are up, and why. Reports about links have no effect while microbatches come home."""
         for node, (since, by, why) in self.unreached.items():
             if node not in self.lost and now - max(since, self.progressed) >= UNREACHED:
                 return by, why
         return "", ""
-
-
-def _busy(
-    everywhere: Iterable[Iterable[str]], pace: Iterable[Mapping[str, float]]
-) -> dict[str, float]:
-    """Seconds that each node computes in all its seats, by the node of each microbatch at each
-    stage; of nodes with a known pace."""
-    busy = defaultdict[str, float](float)
-    for served, seconds in zip(everywhere, pace, strict=True):
-        for node in served:
-            busy[node_of(node)] += seconds.get(node, 0.0)
-    return busy
 
 
 def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
@@ -378,11 +364,11 @@ def planned(
     idle: Collection[str] = (),
     apart: Collection[Pair] = (),
 ) -> list[pb.Microbatch]:
-    """A microbatch for each of these orders, with a node for each visit. `members`: stages by node,
-    in the order of names. `idle` nodes get none where their stage has others. As few as possible go
-    between nodes that are `apart`."""
-    everybody = _by_stage(members)
-    at_work = _by_stage({node: at for node, at in members.items() if node not in idle})
+    """The plan of an attempt: a microbatch for each order, with a node for each visit. `members`:
+    stages by node, in the order of names. `idle` nodes get none where their stage has others. As
+    few as possible go between nodes that are `apart`."""
+    everybody = nodes_by_stage(members)
+    at_work = nodes_by_stage({node: at for node, at in members.items() if node not in idle})
     replicas = [at_work[stage] or everybody[stage] for stage in range(len(orders[0]) + 1)]
     index = {node: index for index, node in enumerate(members)}
     return [
@@ -394,10 +380,3 @@ def planned(
         )
         for identity, route in enumerate(plan(orders, replicas, seconds, apart))
     ]
-
-
-def _by_stage(members: Mapping[str, int]) -> defaultdict[int, list[str]]:
-    by_stage = defaultdict[int, list[str]](list)
-    for node, stage in members.items():
-        by_stage[stage].append(node)
-    return by_stage

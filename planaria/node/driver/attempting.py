@@ -22,7 +22,7 @@ from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.driver.records import unrecorded
 from planaria.node.driver.skipping import why_paused
 from planaria.node.driver.spot_checks import WRONG, CheckedVisit, UndecidedCheck, WrongResult
-from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
+from planaria.node.driver.takeover import Takeover, to_be_taken_over, twin_holders
 from planaria.node.report.events import (
     AttemptMasked,
     ComputedWrong,
@@ -51,6 +51,8 @@ vain reports for which node."""
 
 
 class Attempting(Phase):
+    """The phase in which the members compute a step, until the driver commits it or gives up."""
+
     state: AttemptState
 
     def __init__(self, driver: Driver, state: AttemptState) -> None:
@@ -77,7 +79,8 @@ class Attempting(Phase):
             case "home" if of_attempt:
                 if (wrong := self._scored(peer, [message.home], now)) is not None:
                     return wrong
-                self.state.came_home(message.home, now)
+                self.state.homes[message.home.microbatch] = message.home
+                self.state.progressed = now
                 return self._if_all_home(now)
             case "ready" if is_current:
                 return self._voted(peer, message.ready, now)
@@ -91,7 +94,7 @@ class Attempting(Phase):
             case "account" if of_attempt:
                 return self._accounted(peer, message.account, now)
             case "cut" if of_attempt:
-                return self._cut(peer, message.cut, now)
+                return self._complained(peer, message.cut, now)
             case "compared" if is_current:
                 return self._compared(peer, message.compared, now)
         return super().received(peer, message, now)
@@ -101,13 +104,13 @@ class Attempting(Phase):
         driver = self.driver
         known = driver.members.keys() | (active(driver.coming.view) if driver.coming else {})
         stay = active(view)
-        coming, gone = driver.greets(view, now)
+        coming, gone = driver.adopt_later(view, now)
         effects = self._lose(gone, view.reason, now)
         if effects is None:
             return None
         takeover, former = self.state.takeover, self.seat
         if takeover is not None and not stay.keys() & {takeover.lost, former}:
-            takeover.choose(stay, known, holders(self.state.begin, takeover.stage, self.lost))
+            takeover.choose(stay, known, twin_holders(self.state.begin, takeover.stage, self.lost))
             if not takeover.seat and takeover.stage in stay.values():
                 return None  # a node that had joined before waits for the next attempt
             driver.members = {n: s for n, s in driver.members.items() if n != former}
@@ -142,7 +145,7 @@ class Attempting(Phase):
             effects += self.give_up_following(node, why, now).effects
         by, why = state.unreachable(now)
         if by:
-            driver.fails(now)
+            driver.count_failure(now)
             effects += driver.charge_holdup(by, why)
         takeover = state.takeover
         if why := why or (takeover.overdue(now) if takeover is not None else ""):
@@ -167,7 +170,7 @@ class Attempting(Phase):
         return self.stays()
 
     def _after_step(self, step: pb.Step, now: float) -> Turn:
-        """A step boundary: adopts a newer view, if there is one."""
+        """Sends the commit and begins what comes next; adopts a newer view first, if one is due."""
         driver, coming, why = self.driver, self.driver.coming, self.state.regather
         if coming is not None and coming.is_due(now, driver.rules.progress):
             why = f"view {coming.view.number}: {coming.view.reason}"
@@ -183,7 +186,8 @@ class Attempting(Phase):
     # --- microbatches
 
     def _scored(self, peer: str, scored: Iterable[pb.Home], now: float) -> Turn | None:
-        """Takes in losses from a source. None: all are valid, and still of this source."""
+        """Takes in the losses of microbatches from their source. None: all are valid, and still of
+        this source."""
         for home in scored:
             if not (math.isfinite(home.loss) or self.state.begin.non_finite):
                 why = f"its loss in microbatch {home.microbatch} is not finite"
@@ -209,8 +213,8 @@ class Attempting(Phase):
             *ballot.send_all(sorted(self.driver.joining.caught_up()), reduce=pb.Reduce()),
         ]
 
-    def _hurry(self) -> list[Effect]:
-        """Once all microbatches are home, asks for the votes."""
+    def _ask_for_votes(self) -> list[Effect]:
+        """Asks for the votes once all microbatches are home; before, sends the records."""
         effects, vote = self._send_records(), self.state.vote
         if self.state.takeover is None and self.state.is_home() and not vote.hurried:
             vote.hurried = True
@@ -221,14 +225,13 @@ class Attempting(Phase):
     def _if_all_home(self, now: float) -> Turn:
         driver, state = self.driver, self.state
         if state.begin.kind == pb.Begin.TRAIN:
-            effects = self._hurry()
-            return self._if_all_ready(now).after(effects)
+            return self._if_all_ready(now).after(self._ask_for_votes())
         if not state.is_home():
             return self.stays()
         driver.validated = driver.standing.committed, state.mean_loss()
         event = Validated(step=driver.validated[0], loss=driver.validated[1])
-        spoilt = driver.faults.spoilt(state.begin, driver.members)
-        return self._after_step(pb.Step(), now).after([event, *spoilt])
+        accused = driver.faults.accuse_non_finite(state.begin, driver.members)
+        return self._after_step(pb.Step(), now).after([event, *accused])
 
     # --- votes
 
@@ -239,7 +242,7 @@ class Attempting(Phase):
             return self.invalid(peer, why, now)
         if peer not in self.driver.joining.joiners:
             self.driver.seconds[peer] = ready.seconds_per_microbatch
-        self.state.heard(peer, ready, now)
+        self.state.voted(peer, ready, now)
         return self._if_all_ready(now)
 
     def _if_all_ready(self, now: float) -> Turn:
@@ -269,7 +272,7 @@ class Attempting(Phase):
     def _decide(self, now: float) -> Turn:
         """All members are ready: commits, and begins what comes next in the same message."""
         driver, vote = self.driver, self.state.vote
-        effects = self._let_in(vote, now) + driver.commit(self.state, now)
+        effects = self._let_joiners_in(vote, now) + driver.commit(self.state, now)
         if copying := driver.joining.no_longer_wait(vote.relearning(), now):
             self.state.regather = f"{', '.join(copying)} can get a state now"
         step = pb.Step(commit=driver.standing.last)
@@ -281,8 +284,8 @@ class Attempting(Phase):
         driver.paused = driver.members, halt
         return driver.halt(halt, now).after(effects + turn.effects)
 
-    def _let_in(self, vote: Vote, now: float) -> list[Effect]:
-        """Lets joiners train that have the attempt's gradient and agree with a replica on it."""
+    def _let_joiners_in(self, vote: Vote, now: float) -> list[Effect]:
+        """Makes joiners training members that have voted as a replica of their stage has."""
         driver, effects, step = self.driver, list[Effect](), self.driver.standing.committed
         for node, joiner in driver.joining.voting(vote):
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
@@ -302,8 +305,8 @@ class Attempting(Phase):
         return driver.node not in nodes and self.state.can_do_without(nodes, driver.rules)
 
     def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
-        """Goes on without these nodes, after a takeover if one leaves its stage without any. None:
-        the attempt can't."""
+        """Goes on without these lost nodes, after a takeover if one leaves its stage without any.
+        None: the attempt can't go on."""
         driver = self.driver
         nodes = [node for node in nodes if node not in self.lost | {self.seat}]
         if not nodes:
@@ -321,7 +324,7 @@ class Attempting(Phase):
         return self._mask(others, why, now) if others else []
 
     def _mask(self, nodes: Sequence[str], why: str, now: float) -> list[Effect]:
-        """Goes on by a plan that gives these nodes' microbatches to others."""
+        """Goes on with the attempt by a plan that gives these nodes' microbatches to others."""
         driver = self.driver
         state, moved = self.state.without(nodes, driver.planning(), now)
         step, names = state.begin.step, tuple(sorted(nodes))
@@ -329,17 +332,16 @@ class Attempting(Phase):
         return [event, *self._go_on(state)]
 
     def _go_on(self, state: AttemptState) -> list[Effect]:
-        """Goes on by a new plan, which has no votes yet."""
+        """Sends the attempt's new plan, and drops the votes by the former one."""
         driver, self.state = self.driver, state
         driver.ballot = driver.ballot.next()
         driver.checks.over()
         effects = driver.tell_step(pb.Step(begin=state.begin))
         state.vote = Vote(driver.training(), driver.keepers)
-        return effects + self._hurry()
+        return effects + self._ask_for_votes()
 
-    def _cut(self, peer: str, cut: pb.Cut, now: float) -> Turn:
-        """`peer` can't reach a node, which is lost or may be found to be; or it can't use what that
-        node has sent."""
+    def _complained(self, peer: str, cut: pb.Cut, now: float) -> Turn:
+        """Handles a member's complaint: it can't reach another node, or use what that has sent."""
         driver = self.driver
         if cut.node in self.lost or cut.node not in driver.members:
             return self.stays()  # a view that has yet to come here may have it already
@@ -371,7 +373,7 @@ class Attempting(Phase):
                 return self.stays(self._taken_over(now))  # it has initial weights, as all have
             case "status" if not takeover.ordered:
                 begin = self.state.begin
-                twins = holders(begin, takeover.stage, self.lost)
+                twins = twin_holders(begin, takeover.stage, self.lost)
                 ordered, sync = takeover.order(begin.step, twins, at)
                 return self.stays([ordered, self.driver.ballot.send(takeover.seat, sync=sync)])
             case "synced" if takeover.ordered and message.synced.step == at.committed:
@@ -398,8 +400,8 @@ class Attempting(Phase):
         if not driver.hanging.is_late(now - state.began) or not state.inquest.is_due(now):
             return []
         effects: list[Effect] = [*driver.ballot.send_all(driver.present(), inquiry=pb.Inquiry())]
-        if driver.hanging.usual and state.may_relieve(driver.rules):
-            for node in state.inquest.slow(state.begin.members):
+        if driver.hanging.usual and state.may_replan(driver.rules):
+            for node in state.inquest.slow(state.begin):
                 if state.can_do_without([node], driver.rules):
                     effects.append(driver.ballot.send(node, inquiry=pb.Inquiry(relieve=True)))
         return effects
@@ -409,7 +411,7 @@ class Attempting(Phase):
         driver.account(peer, account, now)
         inquest.heard(peer, account, now)
         turn = self.stays()
-        if account.given_up and self.state.may_relieve(driver.rules):
+        if account.given_up and self.state.may_replan(driver.rules):
             turn = self._relieve(peer, account.given_up, now)
         hanging = driver.hanging.still_for_too_long(inquest.standing_still())
         if account.hang:
@@ -433,8 +435,8 @@ class Attempting(Phase):
         return self.stays([event, *self._go_on(state)])
 
     def _held_up(self, node: str, why: str, now: float) -> Turn:
-        """Goes on, or begins again, without a hanging node. A node that alone has its stage's state
-        is named, and awaited until `rules.progress` is over."""
+        """Goes on with the attempt, or begins again, without a hanging node. A node that alone has
+        its stage's state is named, and awaited until `rules.progress` is over."""
         driver, held_up, stages = self.driver, self.state.held_up, self.driver.training()
         if node in held_up or node not in stages:
             return self.stays()
@@ -491,7 +493,7 @@ class Attempting(Phase):
         return self.gather(f"{node} made non-finite values: {reason}", now).after([event])
 
     def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
-        """Goes on without the guilty, if possible; else the attempt has failed."""
+        """Goes on without the members that are found guilty; else the attempt has failed."""
         driver = self.driver
         guilty = driver.faults.convicted(peer, failed, driver.members)
         others = driver.faults.successors(driver.training())
@@ -504,8 +506,9 @@ class Attempting(Phase):
         return self._failed(peer, failed, now)
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+        """Gives up the attempt, since a member can't go on with it."""
         driver = self.driver
-        driver.fails(now)
+        driver.count_failure(now)
         accusations = driver.charge_holdup(peer, failed.reason)
         effects = driver.accuse(peer, failed)
         pair = frozenset({peer, *failed.accused})
@@ -520,7 +523,8 @@ class Attempting(Phase):
         return turn.after(effects + accusations)
 
     def _out_of_patience(self, now: float) -> Turn:
-        """Gives up after `rules.progress` without any; asks a late attempt's members before."""
+        """Gives up the attempt after `rules.progress` seconds without any progress; asks the
+        members of a late attempt for accounts before."""
         driver, state = self.driver, self.state
         seconds, voting = now - state.progressed, state.is_home()
         if seconds < driver.rules.progress + (COMPLAINED if voting else 0):
@@ -534,5 +538,5 @@ class Attempting(Phase):
             effects += driver.charge_holdup(node, waited, HELD_UP // UNVOTED)
         hanging = state.held_up.keys() - {driver.node, *driver.hanging.why}  # may be copied first
         effects += [Suspect(node, state.held_up[node], HANG) for node in sorted(hanging)]
-        effects += driver.lost_between(state.missing(), waited)
+        effects += driver.lost_between(state.lost_between(), waited)
         return self.gather(waited, now).after(effects)

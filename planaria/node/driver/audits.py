@@ -24,7 +24,7 @@ BLOCKS: Final = 4
 
 
 class Audits:
-    """The driver's audits."""
+    """The driver's audits: which sums of gradients it has audited, and which members failed."""
 
     def __init__(self, rules: TransactionRules, chance: Random) -> None:
         self._rules, self._chance = rules, chance
@@ -33,7 +33,7 @@ class Audits:
         self._named: set[str] = set()
 
     def restore(self, last: pb.Commit) -> None:
-        """Goes on after the last commit, which another driver may have decided."""
+        """Takes over the suspicions that the last commit has, by whichever driver."""
         self._suspicions.restore(last.suspicions)
         self._audited = 0
 

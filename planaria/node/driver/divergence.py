@@ -50,8 +50,8 @@ class ReplicaDigest(NamedTuple):
 def changed(
     digests: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY
 ) -> set[str]:
-    """Nodes whose weights or moments have changed since their last update. `accepted`: digests, by
-    node, of changed ones with which the run goes on."""
+    """The replicas whose weights or moments have changed since their last update. `accepted`: the
+    digests of changed ones with which the run goes on, by node."""
     return {
         node
         for node, digest in digests.items()
@@ -134,14 +134,15 @@ def _outvoted(
 
 
 def _distance(norm: float, usual: float) -> float:
-    """Absolute difference of logarithms; inf: undefined."""
+    """How far a squared norm is from the usual one: the absolute difference of their logarithms;
+    inf: undefined."""
     if not (0 < norm < math.inf and 0 < usual < math.inf):
         return 0.0 if norm == usual else math.inf
     return abs(math.log(norm) - math.log(usual))
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedWeights:
     """Changed weights with which the run goes on, since no node has the right ones."""
 
     node: str
@@ -155,21 +156,23 @@ class Accepted:
 
 
 class DivergenceRepair:
-    """Repairs diverged replicas. `step` is always the newest committed one."""
+    """Detects replicas that have diverged, and has them copied or accused. `step` is always the
+    newest committed one."""
 
     def __init__(self) -> None:
         self.distrusted: set[str] = set()  # nodes whose state differs from their replicas'
-        self.accepted: dict[str, Accepted] = {}  # by node: weights that changed outside an update
+        self.accepted: dict[
+            str, AcceptedWeights
+        ] = {}  # by node: weights that changed outside an update
         self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
-        self._open: dict[
-            int, dict[str, ReplicaDigest]
-        ] = {}  # by stage: digests that leave the right replica open
+        # By stage: digests that leave open which replica is right.
+        self._open: dict[int, dict[str, ReplicaDigest]] = {}
         self._norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
 
     # --- trust
 
     def trust(self, node: str) -> None:
-        """The node has copied its state, or knows that it needs one."""
+        """Trusts a replica again: it has copied its state, or knows that it needs one."""
         self.distrusted.discard(node)
         self.accepted.pop(node, None)
         for digests in self._open.values():
@@ -184,14 +187,14 @@ class DivergenceRepair:
         }
 
     def went_back(self) -> None:
-        """The run went back: all weights have changed."""
+        """Drops the open doubts about replicas: the run went back, so all weights have changed."""
         self._open.clear()
 
     # --- votes
 
     def look(self, vote: Vote, step: int) -> tuple[list[Effect], str]:
-        """Events about replicas that differ, and why the step can't be committed: a wrong replica
-        must copy its state, or which one is wrong is unknown. Empty: they agree."""
+        """Compares the replicas' digests in the votes. Returns events about those that differ, and
+        why the step can't be committed; empty: they agree."""
         effects: list[Effect] = []
         wrong: dict[str, str] = {}
         for stage, digests in sorted(vote.replicas().items()):
@@ -216,7 +219,7 @@ class DivergenceRepair:
     def differ(
         self, stage: int, replicas: Collection[str], wrong: Mapping[str, str], step: int
     ) -> list[Effect]:
-        """Events about wrong replicas; accuses a node that is wrong for the third time."""
+        """Reports wrong replicas; accuses a node that is wrong for the third time."""
         if not wrong:
             return []
         reasons = "; ".join(f"{node}: {reason}" for node, reason in wrong.items())
@@ -235,7 +238,7 @@ class DivergenceRepair:
     # --- once the holdings are known
 
     def settle(self, answers: Answers, rules: TransactionRules, step: int) -> list[Effect]:
-        """Decides about the stages in doubt."""
+        """Decides which replicas are wrong at the stages in doubt, by what members keep."""
         effects: list[Effect] = []
         doubted, self._open = self._open, {}
         for stage, before in sorted(doubted.items()):
@@ -243,7 +246,7 @@ class DivergenceRepair:
             if not digests:
                 continue
             if changed(digests, self._digests()) == digests.keys() and (
-                rebuild := self._restorable(answers, stage, digests, rules)
+                rebuild := self._how_to_restore(answers, stage, digests, rules)
             ):
                 self._open[stage] = digests  # a holding may turn out to be damaged
                 if not digests.keys() <= self.distrusted:
@@ -252,7 +255,7 @@ class DivergenceRepair:
                 effects += self._believe(stage, digests, answers.twins(stage), step)
         return effects
 
-    def _restorable(
+    def _how_to_restore(
         self, answers: Answers, stage: int, nodes: Collection[str], rules: TransactionRules
     ) -> Rebuild | None:
         """How to restore the stage's right weights without these nodes' state; None: impossible."""
@@ -266,6 +269,7 @@ class DivergenceRepair:
     def _restore(
         self, stage: int, digests: Mapping[str, ReplicaDigest], rebuild: Rebuild, step: int
     ) -> list[Effect]:
+        """Distrusts all of these replicas, so that they get the state of `rebuild`."""
         self.distrusted |= digests.keys()
         if len(digests) > 1:
             reason = f"its {STATE} have changed since its last update; {rebuild.reason}"
@@ -290,7 +294,7 @@ class DivergenceRepair:
         self.distrusted |= wrong.keys()
         for node in sorted(changed(replicas, digests) - wrong.keys()):
             self.distrusted.discard(node)
-            self.accepted[node] = Accepted(node, stage, step, replicas[node].now)
+            self.accepted[node] = AcceptedWeights(node, stage, step, replicas[node].now)
             if not wrong:
                 self.strikes[node] += 1
                 effects.append(WeightsChanged(node=node, stage=stage, step=step, restored=False))

@@ -21,7 +21,7 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.operator_orders import in_words, last_step
 from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.examination import AuditResult
-from planaria.node.driver.answers import Answers, Coming, Standing
+from planaria.node.driver.answers import Answers, ComingView, Standing
 from planaria.node.driver.attempt_state import AttemptState, Planning, Vote, planned
 from planaria.node.driver.attempting import Attempting
 from planaria.node.driver.audits import Audits
@@ -64,7 +64,7 @@ class Driver:
         self.drivers: dict[int, registry.Member] = {}  # by view, of the last ones
         self.keepers = frozenset[str]()  # get the attempt's records before they vote
         self.recorded = frozenset[str]()  # got that commit's records before they voted
-        self.coming: Coming | None = None
+        self.coming: ComingView | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.ballot = NEVER
         self.standing = Standing()
@@ -106,7 +106,7 @@ class Driver:
             rebuilds, self.rebuilds = self.rebuilds, Rebuilds()
             return rebuilds.events(now)  # the next driver doesn't know of them
         if (turn := self.current.viewed(view, now)) is None:
-            self.coming = Coming(view, now, set())
+            self.coming = ComingView(view, now, set())
             turn = self.current.gather(f"view {view.number}: {view.reason}", now)
         return self._take(turn)
 
@@ -172,8 +172,9 @@ class Driver:
         return turn.effects
 
     def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
-        """`peer` has promised itself to a newer ballot. If it is of another view, the registry will
-        say which node drives. If it is of this one, only this driver could have made it."""
+        """Handles that `peer` has promised itself to a newer ballot. If it is of another view, the
+        registry will say which node drives. If it is of this one, only this driver could have made
+        it."""
         if newer.view != self.ballot.view or newer <= self.ballot:
             return []
         made = self.ballot.attempt
@@ -202,14 +203,16 @@ class Driver:
         masked = self.current.masked
         return sorted(masked & active(self._newest_view()).keys()) if masked else []
 
-    def greets(self, view: registry.View, now: float) -> tuple[Coming, list[str]]:
-        """A view to adopt later; and the members that it lacks."""
+    def adopt_later(self, view: registry.View, now: float) -> tuple[ComingView, list[str]]:
+        """Notes a view to adopt at a step boundary; also returns the training members that it
+        lacks."""
         stay = active(view)
         gone = [node for node, stage in self.training().items() if stay.get(node) != stage]
-        self.coming = Coming(view, now, stay.keys() - self.members.keys())
+        self.coming = ComingView(view, now, stay.keys() - self.members.keys())
         return self.coming, gone
 
     def planning(self) -> Planning:
+        """What another plan of the attempt goes by."""
         relays = self._newest_view().relays
         apart = self.faults.cuts | {frozenset((relay.a, relay.b)) for relay in relays}
         return Planning(self.rules, self.seconds, apart)
@@ -220,19 +223,19 @@ class Driver:
     # --- faults
 
     def accuse(self, by: str, failed: pb.Failed, harmed: bool = True) -> list[Effect]:
-        """What follows from an accusation, as in `FaultPolicy.accuse`."""
+        """Handles a member's accusation of others, as `FaultPolicy.accuse` does."""
         return self.faults.accuse(by, failed, self.members, harmed)
 
     def charge_holdup(self, node: str, why: str, times: int = 1) -> list[Effect]:
-        """What follows from a failure that `node` reports or causes by silence."""
+        """Charges a node with a failure that it reports, or causes by silence."""
         return self.faults.charge_holdup(node, why, self.members, self.training(), times)
 
     def lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
-        """What follows from messages that were lost between the nodes of each pair."""
+        """Handles that messages were lost between the nodes of each pair."""
         return self.faults.lost_between(pairs, why, self.members, self.training())
 
-    def fails(self, now: float) -> None:
-        """Counts a failed attempt or rebuild."""
+    def count_failure(self, now: float) -> None:
+        """Counts a failed attempt or rebuild; after several, the driver pauses before the next."""
         self.faults.failures.count += 1
         if pause := self.faults.failures.pause():
             self.pause_until = now + pause
@@ -266,21 +269,24 @@ class Driver:
         return Turn([*queries], Gathering(self, answers, taken_over))
 
     def known_facts(self) -> KnownFacts:
+        """What this driver knows without trusting the members' answers."""
         at, view = self.standing, self.view
         decided = (at.lineage, at.committed) if self.knows else None
         registered = view.lineage, view.committed
         return KnownFacts(self.node, registered, decided, view.run, self.drivers)
 
     def agree(self, answers: Answers) -> None:
-        """The newest state that a member has is the run's."""
+        """Takes the newest state that a member has for the run's."""
         self.standing, self.ledgers = answers.standing(), answers.ledgers()
         if not self.knows:
             self.audits.restore(self.standing.last)
         self.knows = True
-        self.encoder.doubt(self.view.number, self.members, answers.having_view())
+        having_view = (node for node, s in answers.statuses.items() if not s.viewless)
+        self.encoder.doubt(self.view.number, self.members, having_view)
 
     def open_lineage(self, answers: Answers, step: int) -> None:
-        """Opens a lineage: commits after `step` differ from earlier ones."""
+        """Opens a lineage, since the run goes back to `step`: later commits differ from former
+        ones."""
         lineages = [holding.source.lineage for holding in answers.held()]
         lineage = 1 + max(self.standing.lineage, self.view.lineage, *lineages)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
@@ -299,6 +305,7 @@ class Driver:
         return self.finish(now) if begin is None else self.send_step(pb.Step(begin=begin), now)
 
     def is_over(self) -> bool:
+        """Whether the run's last step is committed and validated."""
         step = self.standing.committed
         validated = not self.rules.validation_microbatches or self.validated[0] == step
         return step >= self.last_step and validated
@@ -332,7 +339,7 @@ class Driver:
                 for stage in range(rules.stages + 1)
             )
         begin.plan.extend(self._plan(members, orders))
-        begin.non_finite = self.faults.lets_through(members)
+        begin.non_finite = self.faults.lets_non_finite_through(members)
         for node, stage in members.items():
             begin.members.add(node=node, stage=stage)
         begin.joining.extend(self.joining.listed())
@@ -358,7 +365,7 @@ class Driver:
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.faults.committed()
         self.hanging.committed(commit.seconds, vote.ready)
-        effects += self.faults.spoilt(state.begin, self.members)
+        effects += self.faults.accuse_non_finite(state.begin, self.members)
         effects += [StepSkipped(step=commit.step, reason=skipped)] if skipped else []
         return [*effects, Committed(step=commit.step, loss=commit.loss)]
 
@@ -374,11 +381,13 @@ class Driver:
         return effects
 
     def finish(self, now: float) -> Turn:
+        """Ends the run: all members halt."""
         self.finished = True
         step, loss = self.standing.committed, self.validated[1]
         return self.halt(pb.Halt(finished=True, step=step, validation_loss=loss), now)
 
     def halt(self, halt: pb.Halt, now: float) -> Turn:
+        """Has all members halt, since the run is over or can't go on."""
         why = "all steps are committed" if halt.finished else halt.reason
         effects = self.ballot.send_all(sorted(self.members), halt=halt)
         events = self._report_rebuilds(now)
@@ -407,8 +416,8 @@ class Driver:
     def tell_step(
         self, step: pb.Step, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({})
     ) -> list[Effect]:
-        """Sends a step to all present: of a plan, each node's part. `checks`: spot checks by
-        node."""
+        """Sends a commit and a plan to all present members: each gets its part of the plan.
+        `checks`: spot checks by node."""
         present = self.present()
         if not step.HasField("begin"):
             return [*self.tell_commit(present)]
@@ -433,7 +442,7 @@ class Driver:
         return [Send.copy(node, with_records if node in keep else without) for node in nodes]
 
     def to_note(self) -> list[str]:
-        """Nodes that are sent the last step's records once more."""
+        """Nodes of stage 0 to record the last step once more, since no ledger has it."""
         at, last = self.standing, self.standing.last
         again = self.noted_again == (at.lineage, at.committed)
         return to_replicate(self.ledgers) if has_records(last) and not again else []

@@ -37,8 +37,8 @@ Verdict = list[Effect]
 
 
 class FaultPolicy:
-    """The charges against members since a driver drives, and what followed. `node`: the driver's
-    seat, which believes its own observations."""
+    """A driver's charges against members, and what follows from them. `node`: the driver's seat,
+    which believes its own observations."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -49,7 +49,7 @@ class FaultPolicy:
         self.cuts: set[Pair] = set()  # pairs of members without a link at one end
 
     def keep(self, members: Collection[str]) -> None:
-        """Drops nodes that are no longer members."""
+        """Drops charges of and against nodes that are no longer members."""
         self.cuts = {pair for pair in self.cuts if pair <= set(members)}
         for part in (self.idle, self.spoiling, self.charges, self.failures):
             part.keep(members)
@@ -60,19 +60,19 @@ class FaultPolicy:
         self.idle.committed()
 
     def is_here(self, seat: str) -> bool:
-        """Whether it is a seat of the driver's node, which ends when it suspects itself."""
+        """Whether this is a seat of the driver's node, which ends when it suspects itself."""
         return node_of(seat) == node_of(self.node)
 
     # --- accusations
 
     def is_known(self, by: str, node: str, members: Stages) -> bool:
-        """Whether that accusation is already known."""
+        """Whether `by` has accused `node` since the last commit."""
         return self.failures.accused.get(by, {}).get(members[node]) == node
 
     def accuse(self, by: str, failed: pb.Failed, members: Stages, harmed: bool = True) -> Verdict:
-        """An accusation by a member or, for its own observations, by the driver. `harmed`: whether
-        the attempt or the rebuild failed by it; if not, the accused stays a member, whoever accuses
-        it."""
+        """Handles an accusation by a member or, for its own observations, by the driver. `harmed`:
+        whether the attempt or the rebuild failed by it; if not, the accused stays a member, whoever
+        accuses it."""
         verdict: Verdict = []
         for node in self.failures.guilty(by, failed, members):
             if failed.cause == SILENT:
@@ -82,9 +82,9 @@ class FaultPolicy:
                 self.idle.stop([node])
                 verdict += self._suspects(node, failed)
             else:
-                if self.charges.keeps(by, node):
+                if self.charges.has_rest(by, node):
                     self.idle.rest(node, members[by] == members[node])
-                if self.charges.in_vain(by):
+                if self.charges.is_in_vain_again(by):
                     why = f"it has accused others {VAIN} times, {node} the last time, and "
                     verdict += self._accuse(by, why + NOBODY_ELSE, members)
             accuser = by if by != node else self.node
@@ -97,24 +97,24 @@ class FaultPolicy:
         return [] if self.is_here(node) else [Suspect(node, failed.reason, failed.cause)]
 
     def _accuse(self, node: str, why: str, members: Stages) -> Verdict:
-        """The driver itself accuses the node: it gets no more work."""
+        """Accuses a node in the driver's own name: it gets no more work."""
         self.idle.stop([node])
         event = Accused(node=node, stage=members[node], by=self.node, reason=why)
         return [event, *([Suspect(node, why, NUMBERS)] if node != self.node else [])]
 
     def believes(self, by: str, node: str) -> bool:
-        """Whether the driver believes an accusation. It believes its own observations, and no other
-        member alone: its accusation of a node must not rest on one member's."""
+        """Whether the driver believes that member's accusation. It believes its own observations,
+        and no other member alone: its accusation of a node must not rest on one member's."""
         if by in (node, self.node):
             return True
-        believed = self.charges.believes(by, node)
-        if believed:
-            self.failures.proven(node)
-        return believed
+        if not self.charges.add(by, node):
+            return False
+        self.failures.corroborated(node)
+        return True
 
     def convicted(self, by: str, failed: pb.Failed, members: Stages) -> list[str]:
-        """The accused that are found guilty. A single accuser gets as little as possible to do with
-        the others, so that other members can find out."""
+        """The accused members that are found guilty. A single accuser gets as little as possible to
+        do with the other accused, so that other members can find out."""
         accused = self.failures.guilty(by, failed, members)
         guilty = [node for node in accused if self.believes(by, node)]
         self.cuts |= {frozenset((by, node)) for node in accused if node not in guilty}
@@ -123,9 +123,9 @@ class FaultPolicy:
     # --- failures without an accusation
 
     def given_up(self, why: str, waited_for: Mapping[str, str]) -> tuple[str, Verdict]:
-        """Why an attempt is given up. Suspects the awaited nodes, each with a sentence about why,
-        if two in a row fail for the same reason."""
-        if not self.failures.again(why) or not waited_for:
+        """Why an attempt is given up. If two in a row fail for the same reason, the nodes that it
+        waited for are suspected; `waited_for` has a sentence about each."""
+        if not self.failures.is_same_reason(why) or not waited_for:
             return why, []
         why += f"; it waited for {', '.join(waited_for.values())}"
         return why, [Suspect(node, why) for node in waited_for if node != self.node]
@@ -136,7 +136,7 @@ class FaultPolicy:
         """Charges a node that alone prevents commits, by its reports, link or silence. After enough
         charges it is accused. If it is the driver, it joins anew, provided that another node can
         drive."""
-        if not self.failures.alone(node, times):
+        if not self.failures.charge(node, times):
             return []
         why = f"it holds up the run repeatedly, and {NOBODY_ELSE}: {why}"
         if node != self.node:
@@ -147,9 +147,9 @@ class FaultPolicy:
     def lost_between(
         self, pairs: Collection[Pair], why: str, members: Stages, training: Stages
     ) -> Verdict:
-        """Messages were lost between the nodes of each pair. Until it is known which one is wrong,
-        one rests: then all goes well, or the other one loses something, too."""
-        if guilty := self.failures.between(pairs):
+        """Handles that messages were lost between the nodes of each pair. Until it is known which
+        one is wrong, one rests: then all goes well, or the other one loses something, too."""
+        if guilty := self.failures.common_loser(pairs):
             known = guilty in members
             return self.charge_holdup(guilty, why, members, training, HELD_UP) if known else []
         for pair in sorted(pairs, key=sorted):
@@ -157,12 +157,12 @@ class FaultPolicy:
         return []
 
     def _let_one_rest(self, pair: Pair, training: Stages) -> None:
-        common = self.failures.lost_at
+        """Lets a node of the pair rest if its stage has others that work."""
         working = Counter(stage for node, stage in training.items() if node not in self.idle)
         candidates = sorted(pair & training.keys() - {self.node})
         able = [n for n in candidates if working[training[n]] > (n not in self.idle)]
         if able:
-            node = min(able, key=lambda node: node not in common)
+            node = min(able, key=lambda node: node not in self.failures.lost_at)
             by_replica = {training.get(node) for node in pair} == {training[node]}
             self.idle.rest(node, by_replica)
 
@@ -173,18 +173,18 @@ class FaultPolicy:
 
     # --- non-finite values
 
-    def lets_through(self, training: Stages) -> bool:
-        """Whether the model causes the step's non-finite values: all working nodes of a stage make
-        them."""
+    def lets_non_finite_through(self, training: Stages) -> bool:
+        """Whether the model causes the step's non-finite values, since all working nodes of a stage
+        make them."""
         working = {node: stage for node, stage in training.items() if node not in self.idle}
         left = {stage for node, stage in working.items() if node not in self.spoiling.why}
         return bool(self.spoiling.why) and left != set(working.values())
 
-    def spoilt(self, begin: pb.Begin, members: Stages) -> Verdict:
+    def accuse_non_finite(self, begin: pb.Begin, members: Stages) -> Verdict:
         """Accuses repeated sources of non-finite values at the end of a step. If only one member
         reported a source, others are to find out."""
         verdict: Verdict = []
-        for node, reason in self.spoiling.over(begin).items():
+        for node, reason in self.spoiling.end_step(begin).items():
             reporters = self.spoiling.by.get(node, set())
             several = len({*map(node_of, reporters)}) > 1
             by = self.node if several else min(reporters, default=node)
@@ -198,7 +198,7 @@ class FaultPolicy:
 
 @dataclass
 class FailedAttempts:
-    """Failures since the last commit, which resets them."""
+    """Failed attempts since the last commit, which resets them, and whose fault they may be."""
 
     count: int = 0  # attempts in a row
     last: str = ""  # kind of the last reason for giving up
@@ -208,24 +208,24 @@ class FailedAttempts:
     by_node: Counter[str] = field(default_factory=Counter)  # failures by node
 
     def pause(self) -> float:
-        """Seconds until the next attempt."""
+        """Seconds from a failure until the next attempt."""
         return min(LONGEST_PAUSE, 0.1 * 2.0 ** min(self.count, 10)) if self.count > 1 else 0.0
 
-    def again(self, why: str) -> bool:
-        """Whether this reason is of the same kind as the last one."""
+    def is_same_reason(self, why: str) -> bool:
+        """Whether an attempt failed for a reason of the same kind as the last one; notes it."""
         kind = re.sub(r"\b\d+(\.\d+)?\b", "#", why)  # reasons that differ only in numbers
         before, self.last = self.last, kind
         return self.last == before
 
-    def alone(self, peer: str, by: int = 1) -> bool:
-        """Adds `by` failures of this node; whether it reached the limit."""
-        self.by_node[node_of(peer)] += by
-        times = self.by_node[node_of(peer)]
+    def charge(self, seat: str, times: int) -> bool:
+        """Adds so many failures of this seat's node; whether it reached the limit."""
+        self.by_node[node_of(seat)] += times
+        times = self.by_node[node_of(seat)]
         return 2 * times - self.by_node.total() >= HELD_UP or times >= HELD_UP_BY_SEVERAL
 
-    def between(self, pairs: Collection[frozenset[str]]) -> str:
-        """Messages were lost between the nodes of each pair. Returns the one node that explains all
-        such losses; empty: not known yet."""
+    def common_loser(self, pairs: Collection[frozenset[str]]) -> str:
+        """The one node that explains all losses so far, those between the nodes of each of these
+        pairs included; empty: not known yet."""
         if not pairs:
             return ""
         self.lost += 1
@@ -243,7 +243,7 @@ class FailedAttempts:
 
     def guilty(self, peer: str, failed: pb.Failed, members: Mapping[str, int]) -> list[str]:
         """The members that `peer` accuses; or `peer`, if it has accused another replica of their
-        stage: then it is what the accusations have in common."""
+        stage before: then all accusations have it in common."""
         accused = [node for node in failed.accused if node in members]
         if failed.cause == SILENT:
             return accused
@@ -252,9 +252,9 @@ class FailedAttempts:
             return [peer]
         return accused
 
-    def proven(self, accused: str) -> None:
-        """Several nodes accuse that node. Its accusers may accuse another node of its stage without
-        being suspected for it."""
+    def corroborated(self, accused: str) -> None:
+        """Drops the accusations of a node that several nodes accuse. Its accusers may accuse
+        another node of its stage without being suspected for it."""
         for by in self.accused.values():
             for stage in [stage for stage, node in by.items() if node == accused]:
                 del by[stage]
@@ -270,9 +270,9 @@ class Charges:
         self._kept: dict[str, str] = {}  # by accuser: the accused node that rests
         self._vain: Counter[str] = Counter()  # uncorroborated accusations, less one per commit
 
-    def believes(self, accuser: str, accused: str) -> bool:
-        """Adds an accusation; whether several nodes accuse it, so that it is removed or the attempt
-        goes on without it. Idempotent."""
+    def add(self, accuser: str, accused: str) -> bool:
+        """Adds an accusation; whether several nodes make it, so that the accused is removed or the
+        attempt goes on without it. Idempotent."""
         by = self._by.setdefault(accused, set())
         by.add(accuser)
         if len({*map(node_of, by)}) < 2:
@@ -281,12 +281,12 @@ class Charges:
             self._vain.pop(other, None)
         return True
 
-    def keeps(self, accuser: str, accused: str) -> bool:
-        """Whether the accusation is enough to keep the accused from work."""
+    def has_rest(self, accuser: str, accused: str) -> bool:
+        """Whether this accuser's word makes the accused rest: it does for one accused node."""
         return self._kept.setdefault(accuser, accused) == accused
 
-    def in_vain(self, accuser: str) -> bool:
-        """Adds an uncorroborated accusation; whether it reached the limit."""
+    def is_in_vain_again(self, accuser: str) -> bool:
+        """Counts an accusation that nobody corroborates; whether that makes too many."""
         self._vain[accuser] += 1
         return self._vain[accuser] >= VAIN
 
@@ -302,8 +302,10 @@ class Charges:
 
 
 class RestingMembers:
-    """Members that get no microbatches where their stage has others: those to be removed, and for
-    some steps those that one member alone accuses. Meanwhile others may corroborate it; if none
+    """Members that get no microbatches where their stage has others.
+
+    Those are the nodes to be removed, and for some steps those that one member alone accuses.
+    Meanwhile others may corroborate it; if none
     does, the next rest takes twice as many steps, so false accusations soon cost little. A member
     that a replica of its stage accuses, from which no plan can keep it apart, has no part in
     attempts: it follows as a joiner does."""
@@ -327,12 +329,13 @@ class RestingMembers:
         return node in self._apart
 
     def stop(self, nodes: Collection[str]) -> None:
-        """The nodes are to be removed."""
+        """Gives these nodes no more work: they are to be removed."""
         self._steps |= dict.fromkeys(nodes, math.inf)
         self._apart |= set(nodes)
 
     def rest(self, node: str, by_replica: bool) -> None:
-        """Starts a rest for some steps, unless the node rests already."""
+        """Starts a node's rest for some steps, unless it rests already. `by_replica`: a replica of
+        its stage accuses it, so it has no part in attempts."""
         if by_replica:
             self._apart.add(node)
         if node not in self._steps:
@@ -351,7 +354,7 @@ class RestingMembers:
 
 
 class NonFiniteSources:
-    """Nodes that make non-finite values."""
+    """Nodes that make non-finite values: in this step, and repeatedly."""
 
     def __init__(self) -> None:
         self.why: dict[str, str] = {}  # by node, in this step
@@ -362,9 +365,9 @@ class NonFiniteSources:
         self.why[node] = reason
         self.by.setdefault(node, set()).add(by)
 
-    def over(self, begin: pb.Begin) -> dict[str, str]:
-        """Ends the step. A node with non-finite values whose replicas had none was wrong. Returns
-        the nodes that were often enough, and why."""
+    def end_step(self, begin: pb.Begin) -> dict[str, str]:
+        """Ends the step: a node with non-finite values whose replicas had none was wrong. Returns
+        the nodes that were wrong often enough, and why."""
         accused: dict[str, str] = {}
         why, self.why = self.why, {}
         for node, reason in why.items():

@@ -14,16 +14,16 @@ from planaria.node.driver.answers import Answers
 from planaria.node.driver.hangs import is_last
 from planaria.node.driver.joiners import FOLLOWS
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
-from planaria.node.driver.rebuilds import copy_twins, decide_each, name_checkpoint, rebuild
+from planaria.node.driver.rebuilds import (
+    copy_twins,
+    decide_each,
+    name_checkpoint_givers,
+    order_rebuilds,
+)
 from planaria.node.driver.records import unrecorded, unwritten
 from planaria.node.driver.status_validation import to_reject
 from planaria.node.driver.syncing import Syncing
-from planaria.node.report.events import (
-    Paused,
-    Resuming,
-    RolledBack,
-    Waiting,
-)
+from planaria.node.report.events import Paused, Resuming, RolledBack, Waiting
 from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.wire import stage_pb2 as pb
@@ -47,6 +47,8 @@ REPLACED = 2.0
 
 
 class Gathering(Phase):
+    """The phase in which the driver queries all members, until it can go on by their answers."""
+
     _kind = DriverPhase.GATHERING
 
     def __init__(self, driver: Driver, answers: Answers, taken_over: bool) -> None:
@@ -83,7 +85,7 @@ class Gathering(Phase):
         if now - self.suspected >= ANSWER:
             self.suspected = now
             why = f"no answer to the driver's query for {ANSWER:.0f} s"
-            hanging = driver.hanging.condemned(driver.members, answers.statuses, now)
+            hanging = driver.hanging.to_remove(driver.members, answers.statuses, now)
             effects += [
                 Suspect(node, hanging[node], HANG) if node in hanging else Suspect(node, why)
                 for node in unheard
@@ -93,6 +95,7 @@ class Gathering(Phase):
     # --- all members have answered: agree on the step
 
     def _resolve(self, now: float) -> Turn:
+        """Decides by the answers which step is the run's, and what the driver does next."""
         driver, answers, rules = self.driver, self.answers, self.driver.rules
         effects = driver.divergence.settle(answers, rules, driver.standing.committed)
         verdict = to_reject(answers.statuses, driver.known_facts(), driver.divergence.distrusted)
@@ -136,8 +139,9 @@ class Gathering(Phase):
         return self._sync(now).after(effects)
 
     def _without_part(self) -> set[str]:
-        """Nodes that only follow, since replicas can't use what they send, or they must go. While
-        their stage has others, they can copy from those, and no node has to wait for them."""
+        """The nodes that must only follow, since replicas can't use what they send, or they must
+        go. While their stage has others, they can copy from those, and no node has to wait for
+        them."""
         driver, answers = self.driver, self.answers
         if driver.is_over() or driver.rules.policy.waits or not answers.newest.committed:
             return set()
@@ -162,6 +166,8 @@ class Gathering(Phase):
     # --- everything is lost
 
     def _start_again(self, all_lost: str, now: float) -> Turn:
+        """Has the run begin anew, as only the checkpoint policy does, or stop: all states are
+        lost."""
         if not self.driver.rules.policy.checkpoints:
             reason = (
                 f"everything is lost: {all_lost}; start nodes that have saves (--save-dir) of it, "
@@ -199,7 +205,7 @@ class Gathering(Phase):
         sources: Sequence[tuple[str, Source]],
         now: float,
     ) -> Turn:
-        """Nodes go back to what they have themselves, each by its method."""
+        """Sends nodes back to states that they have themselves, each by its method."""
         driver = self.driver
         driver.open_lineage(self.answers, event.step)
         effects: list[Effect] = [event]
@@ -207,12 +213,13 @@ class Gathering(Phase):
             sync = driver.standing.sync(method, reason, [source])
             effects.append(driver.ballot.send(source.node, sync=sync))
         if driver.rules.adapters:
-            name_checkpoint(effects, self.answers)
+            name_checkpoint_givers(effects, self.answers)
         return self._wait_for_state(effects, now)
 
     # --- state for those without it
 
     def _sync(self, now: float) -> Turn:
+        """Gets state to the members without it; begins what comes next if nobody lacks a state."""
         driver, answers, rules = self.driver, self.answers, self.driver.rules
         vacant, decisions = answers.vacant(), decide_each(answers, rules)
         saved = {save.stage: save.step for save in driver.view.awaited}
@@ -238,7 +245,8 @@ class Gathering(Phase):
         for stage in self._put_off(lacking, now):
             rebuilds.pop(stage, None)
         follow = not vacant and all(self._may_follow(d, lacking) for d in rebuilds.values())
-        syncs = rebuild(answers, rebuilds, lacking, rules, follow, self._time_to_relearn(now))
+        relearning = self._time_to_relearn(now)
+        syncs = order_rebuilds(answers, rebuilds, lacking, rules, follow, relearning)
         if follow:
             driver.joining.begin(syncs, answers, now)
             fetching = {effect.to for effect in syncs if isinstance(effect, Send)}
@@ -259,7 +267,7 @@ class Gathering(Phase):
         return self._go_on(now).after(effects)
 
     def _go_on(self, now: float) -> Turn:
-        """Nobody lacks a state: begins what comes next, unless there is a reason to wait."""
+        """Begins what comes next, since nobody lacks a state, unless there is a reason to wait."""
         driver, answers = self.driver, self.answers
         if node := driver.hanging.to_replace(driver.members, answers.having(), now):
             return self._replace(node, now)
@@ -275,6 +283,8 @@ class Gathering(Phase):
         return driver.next(now)
 
     def _go_on_following(self, now: float) -> list[Effect]:
+        """Lets joiners with the newest state in, and sends the last commit to those that lack
+        it."""
         driver = self.driver
         rebuilt, over = driver.rebuilds.stages(), driver.is_over()
         unsure, entered = driver.joining.go_on(self.answers, rebuilt, over, now)
@@ -282,16 +292,16 @@ class Gathering(Phase):
         return [*driver.tell_commit(unsure)]
 
     def _put_off(self, lacking: Mapping[int, list[str]], now: float) -> set[int]:
-        """Stages that no node copies yet, since they relearn while they train. A leaving node's
-        stage is copied at once."""
+        """The stages that no node may copy yet, since they relearn while they train. A leaving
+        node's stage is copied at once."""
         driver = self.driver
         leaving = {stage for m in driver.view.members if m.leaving for stage in stages_of(m)}
         relearning = set() if driver.is_over() else self.answers.relearning() - leaving
         return driver.joining.put_off(lacking, relearning, now)
 
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
-        """Whether nodes may follow. Replicas of a just rebuilt stage are awaited, as was its first
-        node; with some policies, all are."""
+        """Whether nodes may get this rebuild while the others train. Replicas of a just rebuilt
+        stage are awaited, as was its first node; with some policies, all are."""
         driver = self.driver
         tried = any(driver.joining.failures[node] >= FOLLOWS for node in lacking[decision.stage])
         new = decision.stage in driver.rebuilds.stages()
@@ -301,6 +311,7 @@ class Gathering(Phase):
         return copied and not (tried or new or driver.is_over())
 
     def _time_to_relearn(self, now: float) -> float:
+        """Seconds that relearning may take while all others wait."""
         driver, rebuilds = self.driver, self.driver.rebuilds
         stalled = now if rebuilds.stalled is None else rebuilds.stalled
         trained = 0.0 if driver.trains_since is None else stalled - driver.trains_since
@@ -309,19 +320,21 @@ class Gathering(Phase):
     # --- what the driver waits for
 
     def _wait_for_state(self, effects: list[Effect], now: float) -> Turn:
+        """Sends these `Sync`s, and waits until their receivers have the state."""
         awaited = {effect.to for effect in effects if isinstance(effect, Send)}
         for node in awaited:
             self.driver.joining.joiners.pop(node, None)
         return Turn(effects, Syncing(self.driver, self.answers, awaited, now))
 
     def _wait_for_nodes(self, stages: Sequence[int]) -> Turn:
-        """Waits for nodes of vacant stages, or for those that were lost and have saves."""
+        """Waits for nodes to join vacant stages, or for lost nodes that have saves."""
         why = [in_words(save for save in self.driver.view.awaited if save.stage in stages)]
         if vacant := ", ".join(map(str, self.answers.vacant())):
             why.append(f"waiting for a node to join stage {vacant}: planaria node --join ...")
         return self._wait(stages, "; ".join(filter(None, why)))
 
     def _wait_for_origin(self, stages: Sequence[int]) -> Turn:
+        """Waits for a node with the checkpoint from which the run begins, for these stages."""
         why = (
             "waiting for a node that has the checkpoint which the run begins from, for stage "
             f"{', '.join(map(str, stages))}: planaria node --join ... --model DIR"

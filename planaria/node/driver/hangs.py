@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from planaria.node.transaction.routing import Route, routes
+from planaria.node.transaction.routing import Route, nodes_by_stage, routes, stages_in
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.seat_names import node_of
 
@@ -32,7 +32,7 @@ SLOW: Final = 10.0
 
 
 class OverdueVisit(NamedTuple):
-    """The next visit of a microbatch that isn't home."""
+    """The visit that a microbatch waits for, since it isn't home."""
 
     microbatch: int
     node: str
@@ -53,7 +53,7 @@ class _MemberAccount:
 
 
 class StragglerDetector:
-    """The accounts of one attempt; `now` is the driver's clock."""
+    """Finds the members that delay one attempt, by their accounts; `now` is the driver's clock."""
 
     def __init__(self) -> None:
         self._inquired_at = -math.inf
@@ -61,13 +61,14 @@ class StragglerDetector:
         self._reported: set[str] = set()  # stragglers already returned
 
     def is_due(self, now: float) -> bool:
-        """Whether an inquiry is due; counts it as sent."""
+        """Whether the members are to be asked for accounts now; counts the inquiry as sent."""
         due = now - self._inquired_at >= ASK
         if due:
             self._inquired_at = now
         return due
 
     def heard(self, peer: str, account: pb.Account, now: float) -> None:
+        """Takes in a member's account of its computing."""
         before, still, busy = self._accounts.get(peer), now, now
         if before is not None and now - before.at < LAPSE and before.account.computing:
             busy = before.busy
@@ -83,14 +84,11 @@ class StragglerDetector:
             if member.account.computing
         }
 
-    def slow(self, members: Iterable[pb.Place]) -> list[str]:
-        """Nodes that have computed for a while when no other node of their stage has work. Each is
-        returned once."""
-        stages: dict[int, list[str]] = {}
-        for place in members:
-            stages.setdefault(place.stage, []).append(place.node)
+    def slow(self, begin: pb.Begin) -> list[str]:
+        """Slow nodes: those that have computed for a while when no other node of their stage has
+        work. Each is returned once."""
         slow_nodes = []
-        for nodes in stages.values():
+        for nodes in nodes_by_stage(stages_in(begin)).values():
             busy = [node for node in nodes if self._is_computing(node)]
             if 1 == len(busy) < len(nodes) and self._accounts.keys() >= set(nodes):
                 slow_nodes += [
@@ -104,7 +102,7 @@ class StragglerDetector:
         member = self._accounts.get(node)
         return member is not None and member.account.computing
 
-    def missing(self, begin: pb.Begin, home: Collection[int]) -> set[frozenset[str]]:
+    def lost_between(self, begin: pb.Begin, home: Collection[int]) -> set[frozenset[str]]:
         """Pairs of nodes between which a microbatch's next frame was lost: one has done its part,
         and the other has no work. A single node if it hasn't reported that a microbatch is home."""
         pairs: set[frozenset[str]] = set()
@@ -132,8 +130,8 @@ class StragglerDetector:
                 yield microbatch, route, passes, max(newest, default=-1)
 
     def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[OverdueVisit]:
-        """The next visits of microbatches that aren't home. Excludes those that their source keeps
-        until others are home."""
+        """The next visits of the microbatches that aren't home, without those that their source
+        keeps until others are."""
         overdue: list[OverdueVisit] = []
         not_begun: list[OverdueVisit] = []
         for microbatch, route, passes, newest in self._under_way(begin, home):
@@ -145,7 +143,8 @@ class StragglerDetector:
 
 
 def _passes(route: Route, training: bool) -> list[tuple[int, bool]]:
-    """Position and direction of each pass, in order. At the head there is only a forward pass."""
+    """The position and direction of each pass of a microbatch, in order. At the head there is only
+    a forward pass."""
     last = len(route.nodes) - 1
     forward = [(position, False) for position in range(last + 1)]
     return forward + [(position, True) for position in reversed(range(last))] * training
@@ -166,21 +165,21 @@ class HangDetector:
 
     @property
     def usual(self) -> float:
-        """Usual seconds of a step; 0: unknown."""
+        """The usual duration of a step in seconds; 0: unknown."""
         return statistics.median(self._steps) if self._steps else 0.0
 
     def is_late(self, seconds: float) -> bool:
-        """Whether an attempt should be over after so many seconds."""
+        """Whether an attempt of so many seconds should be over by now."""
         usual = self.usual
         return seconds >= (max(LATE_SECONDS, LATE * usual) if usual else self._progress / 4)
 
     def committed(self, seconds: float, trained: Iterable[str]) -> None:
-        """A step was committed by these nodes."""
+        """Takes in the duration of a committed step, and the nodes that have trained in it."""
         self._steps.append(seconds)
         self._proven.update(trained)
 
     def knows(self, node: str) -> None:
-        """The node has trained before, perhaps with another driver."""
+        """Notes that a node has trained before, perhaps with another driver."""
         self._proven.add(node)
 
     def patience(self, node: str) -> float:
@@ -201,7 +200,7 @@ class HangDetector:
     # --- hanging nodes
 
     def hear(self, node: str, why: str, now: float) -> None:
-        """Takes in a node's own report; empty: it doesn't hang."""
+        """Takes in a node's own report that it hangs, and why; empty: it doesn't."""
         if why:
             self.why[node] = why
             self._since.setdefault(node, now)
@@ -216,9 +215,9 @@ class HangDetector:
             self.hear(node, "", 0.0)
 
     def to_replace(self, stages: Mapping[str, int], having: Iterable[str], now: float) -> str:
-        """A node to be replaced before anything begins; empty: none. The last node with its stage's
-        state is replaced once the run has waited for it, and one at a time. `stages`: of all
-        members; `having`: members with the newest state."""
+        """A hanging node to be replaced before anything begins; empty: none. The last node with its
+        stage's state is replaced once the run has waited for it, and one at a time. `stages`: of
+        all members; `having`: members with the newest state."""
         sound = [node for node in having if node not in self.why]
         for node in sorted(self.why.keys() & stages.keys()):
             waited = now - self._since[node] >= self._progress / 2
@@ -226,22 +225,23 @@ class HangDetector:
                 return node
         return ""
 
-    def condemned(
+    def to_remove(
         self, stages: Mapping[str, int], heard: Collection[str], now: float
     ) -> dict[str, str]:
-        """Nodes that hang in the middle of an update and can't answer, and why. They are removed at
-        once where others of their stage answer. `heard`: members that have answered."""
+        """The node that hangs in the middle of an update and can't answer a query, and why; or
+        none. It is removed at once where others of its stage answer. `heard`: members that have
+        answered."""
         node = self.to_replace(stages, heard, now)
         return {node: self.why[node]} if node and node not in heard else {}
 
     def heir_has_time(self, node: str, now: float) -> bool:
-        """Whether the heir still has time to take over from it."""
+        """Whether the heir of a hanging node still has time to take over from it."""
         return now - self._heir_asked.setdefault(node, now) < HEIR
 
 
 def is_last(node: str, stages: Mapping[str, int], sound: Iterable[str]) -> bool:
-    """Whether a seat of the same node is at a stage without `sound` seats of other nodes. `node`: a
-    seat; `stages`: of all seats."""
+    """Whether a stage would lose its last `sound` seat with this seat's node. `node`: a seat;
+    `stages`: of all seats."""
     own = node_of(node)
     left = {stages[seat] for seat in sound if seat in stages and node_of(seat) != own}
     return any(node_of(seat) == own and stage not in left for seat, stage in stages.items())

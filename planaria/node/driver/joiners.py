@@ -32,7 +32,7 @@ IN_VAIN = 7
 
 @dataclass
 class FollowingTry:
-    """One try to follow."""
+    """One try of a joiner to copy its stage's state while the others train."""
 
     stage: int
     step: int  # of the state that it copies
@@ -46,7 +46,7 @@ class FollowingTry:
     failed: bool = False
 
     def entered(self, node: str, now: float) -> StageRebuilt:
-        """The event of its entry."""
+        """The event that the joiner has entered, and trains."""
         synced = self.caught_up or pb.Synced(step=self.step, method=self.method)
         return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
@@ -63,6 +63,7 @@ class Joiners:
         self.waiting: dict[str, tuple[int, float]] = {}  # stage that relearns, since when
 
     def listed(self) -> list[pb.Joiner]:
+        """The joiners as an attempt's `Begin` has them."""
         return [
             pb.Joiner(node=node, stage=joiner.stage, step=joiner.step)
             for node, joiner in sorted(self.joiners.items())
@@ -73,7 +74,7 @@ class Joiners:
     def go_on(
         self, answers: Answers, rebuilt: Collection[int], is_over: bool, now: float
     ) -> tuple[list[str], dict[str, FollowingTry]]:
-        """Sorts members: those with the newest state are in, those on the way to it go on, and the
+        """Sorts joiners: those with the newest state are in, those on the way to it go on, and the
         others begin again. Returns the joiners that lack the last commit, and those that are in.
         `rebuilt`: stages whose state differs from the one that joiners are on the way to."""
         before, self.joiners = self.joiners, {}
@@ -107,7 +108,7 @@ class Joiners:
     def put_off(
         self, lacking: Mapping[int, Collection[str]], relearning: Collection[int], now: float
     ) -> set[int]:
-        """Relearning stages that no member copies yet, because that would end the relearning.
+        """The relearning stages that no member copies yet, because that would end the relearning.
         `lacking`: members without the state, by stage."""
         before, self.waiting = self.waiting, {}
         stages: set[int] = set()
@@ -119,7 +120,7 @@ class Joiners:
         return stages
 
     def no_longer_wait(self, relearning: Collection[int], now: float) -> list[str]:
-        """Members that may get their state now."""
+        """The waiting members that may get their state now, since their stage relearns no more."""
         return [
             node
             for node, (stage, since) in self.waiting.items()
@@ -136,12 +137,13 @@ class Joiners:
     # --- while the others train
 
     def fetches(self, node: str, fetched: int, now: float) -> None:
-        """So many bytes of its state have come."""
+        """Takes in how many bytes of its state a joiner has fetched."""
         joiner = self.joiners.get(node)
         if joiner is not None and fetched > joiner.fetched:
             joiner.fetched, joiner.progressed = fetched, now
 
     def caught_up(self) -> dict[str, FollowingTry]:
+        """The joiners that have the newest state, and may enter."""
         return {
             node: joiner
             for node, joiner in self.joiners.items()
@@ -154,7 +156,7 @@ class Joiners:
         return [(n, j) for n, j in joiners if n in vote.joiners and not self.stays_out(n)]
 
     def gives_up(self, node: str) -> bool:
-        """Gives up its try; whether it hadn't before."""
+        """Gives up a joiner's try; whether it hadn't been given up before."""
         joiner = self.joiners[node]
         if joiner.failed:
             return False
@@ -163,7 +165,8 @@ class Joiners:
         return True
 
     def hopeless(self, now: float, limit: float) -> dict[str, str]:
-        """Tries that take longer than `limit` seconds or are awaited in vain; and why."""
+        """The joiners whose tries take longer than `limit` seconds, or are awaited in vain; and
+        why."""
         reasons: dict[str, str] = {}
         for node, joiner in self.joiners.items():
             if joiner.vain >= IN_VAIN:

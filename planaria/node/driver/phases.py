@@ -29,7 +29,7 @@ class DriverPhase(enum.Enum):
 
 
 class Turn(NamedTuple):
-    """What an event leads to: effects to carry out, in order, and the next phase."""
+    """What an event at the driver leads to: effects to carry out, in order, and the next phase."""
 
     effects: list[Effect]
     phase: Phase
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
 
 class Phase:
-    """One activity of a driver; by itself it ignores whatever happens."""
+    """One activity of a driver; this base class ignores whatever happens."""
 
     _kind = DriverPhase.INACTIVE
     state: AttemptState | None = None  # only while a step is attempted
@@ -59,13 +59,14 @@ class Phase:
 
     @property
     def lost(self) -> frozenset[str]:
-        """These, and one that no other node replaces yet."""
+        """The masked members, and the lost one whose seat is to be taken over."""
         return self.state.lost if self.state is not None else frozenset()
 
     @property
     def seat(self) -> str:
-        """The new node of a lost seat, while it has no part in the attempt."""
-        return self.state.awaited_seat() if self.state is not None else ""
+        """The seat that takes over from a lost one, while it has no part in the attempt."""
+        takeover = self.state.takeover if self.state is not None else None
+        return takeover.seat if takeover is not None else ""
 
     def stays(self, effects: Sequence[Effect] = ()) -> Turn:
         return Turn([*effects], self)
@@ -76,7 +77,7 @@ class Phase:
     # --- events
 
     def received(self, peer: str, message: pb.Message, now: float) -> Turn:
-        """A valid message has come from a member."""
+        """Handles a valid message of a member."""
         driver, joiner = self.driver, self.driver.joining.joiners.get(peer)
         match message.WhichOneof("body"):
             case "synced" if joiner is not None:
@@ -110,26 +111,26 @@ class Phase:
         return self.wronged(peer, failed, now)
 
     def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
-        """`peer` accuses nodes for cause."""
+        """Handles the accusation of nodes by a member, `peer`."""
         return self.stays(self.driver.accuse(peer, failed))
 
     def viewed(self, view: registry.View, now: float) -> Turn | None:
-        """A newer view has come. None: it must be adopted now."""
+        """Handles a newer view. None: the driver must adopt it now."""
         return None
 
     def link_lost(self, lost: NodeLost, why: str, now: float) -> Turn:
-        """Messages to or from a member may be lost."""
+        """Handles the loss of the link to a member: messages may be lost with it."""
         wrong = self.driver.charge_holdup(lost.node, why)
         return self.gather(why, now).after([lost, *wrong])
 
     def tick(self, now: float) -> Turn:
-        """Does what has become due."""
+        """Does what has become due in this phase."""
         return self.stays()
 
     # --- ends
 
     def gather(self, why: str, now: float) -> Turn:
-        """Ends this phase: what comes next depends on what the members have."""
+        """Ends this phase: the driver queries all members anew."""
         return self.driver.gather(why, now)
 
     def give_up_following(self, peer: str, reason: str, now: float) -> Turn:
@@ -140,12 +141,12 @@ class Phase:
         return self.unfollowed(peer, why, now).after([RebuildFailed(node=peer, reason=why)])
 
     def unfollowed(self, peer: str, why: str, now: float) -> Turn:
-        """A joiner's try is given up."""
+        """What the phase does after a joiner's try to follow is given up."""
         return self.stays()
 
 
 class Resting(Phase):
-    """The driver asks nothing of any member."""
+    """The phase of a driver that asks nothing of any member: it waits, pauses, or is inactive."""
 
     def __init__(self, driver: Driver, kind: DriverPhase, why: str = "") -> None:
         super().__init__(driver)

@@ -27,17 +27,19 @@ from planaria.recovery.orders import adjoining, all_orders, blocks
 
 @dataclass
 class Rebuilds:
-    """Events of rebuilds for when the run goes on, and how long nothing trained."""
+    """The rebuilds since the last attempt began, as events for when the run goes on; and how long
+    nothing trained."""
 
     stalled: float | None = None  # since when
     spent: float = 0.0  # seconds of that on abandoned rebuilds
     rebuilt: list[StageRebuilt] = field(default_factory=list)
 
     def stages(self) -> set[int]:
-        """Stages whose state no node had any more."""
+        """The rebuilt stages whose state no node had any more."""
         return {event.stage for event in self.rebuilt if event.method not in COPIED}
 
     def events(self, now: float) -> list[Effect]:
+        """The events of the rebuilds, now that the run goes on."""
         stall = 0.0 if self.stalled is None else now - self.stalled
         return [
             replace(event, stall_seconds=stall) if math.isnan(event.stall_seconds) else event
@@ -46,8 +48,8 @@ class Rebuilds:
 
 
 def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
-    """The event of a node's rebuild. `stall`: seconds without training because of it; NaN: until
-    all go on."""
+    """The event that a node has its stage's state. `stall`: seconds without training because of it;
+    NaN: until all go on."""
     has_relearned = synced.HasField("relearned")
     return StageRebuilt(
         stall_seconds=stall,
@@ -67,7 +69,8 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
 
 
 def decide_each(answers: Answers, rules: TransactionRules) -> dict[int, Decision]:
-    """Decides about each stage of which some node, or every one, lacks the newest state."""
+    """Decides how nodes without the newest state get it, for each stage that has some, or no
+    node."""
     left = replace(answers.left(), adapters=rules.adapters)
     if (left.lineage, left.step) == (0, 0) and not answers.distrusted:
         return {
@@ -83,7 +86,7 @@ def decide_each(answers: Answers, rules: TransactionRules) -> dict[int, Decision
     }
 
 
-def rebuild(
+def order_rebuilds(
     answers: Answers,
     rebuilds: Mapping[int, Rebuild],
     lacking: Mapping[int, list[str]],
@@ -91,9 +94,9 @@ def rebuild(
     follow: bool = False,
     relearning: float = 0.0,
 ) -> list[Effect]:
-    """One node rebuilds a lost stage; its replicas copy from it later, so that they are identical.
-    `lacking`: nodes without the state, by stage; `follow`: no node waits for them; `relearning`:
-    seconds that it may take."""
+    """The `Sync`s that carry out these rebuilds, with their events. One node rebuilds a lost stage;
+    its replicas copy from it later, so that they are identical. `lacking`: nodes without the state,
+    by stage; `follow`: no node waits for them; `relearning`: seconds that it may take."""
     standing, joiners = answers.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
@@ -123,23 +126,23 @@ def rebuild(
                 if answers.members[node] == lost_stage
             )
         for node in joiners[stage]:
-            effects.append(ordered(node, decision))
+            effects.append(order_event(node, decision))
             effects.append(answers.ballot.send(node, sync=sync))
-    return name_checkpoint(effects, answers) if rules.adapters else effects
+    return name_checkpoint_givers(effects, answers) if rules.adapters else effects
 
 
-def name_checkpoint(effects: list[Effect], answers: Answers) -> list[Effect]:
+def name_checkpoint_givers(effects: list[Effect], answers: Answers) -> list[Effect]:
     """Names the giver of checkpoint weights in each Sync to a node that lacks those."""
     for effect in effects:
         if not isinstance(effect, Send) or not answers.statuses[effect.to].weightless:
             continue
         stage = answers.members[effect.to]
-        effect.message.sync.giver = giver(stage, answers.checkpoint(stage))
+        effect.message.sync.giver = giver(stage, answers.checkpoint_holders(stage))
     return effects
 
 
 def copy_twins(answers: Answers, rules: TransactionRules) -> list[Effect]:
-    """Copies the next stage, with redundant computation, to nodes without a twin of this step."""
+    """The `Sync`s to nodes that lack a twin of the next stage, with redundant computation."""
     standing = answers.standing()
     if not rules.policy.twins or (standing.lineage, standing.committed) == (0, 0):
         return []
@@ -148,9 +151,7 @@ def copy_twins(answers: Answers, rules: TransactionRules) -> list[Effect]:
         next_stage = (stage + 1) % (rules.stages + 1)
         wanted = ("redundant", next_stage, standing.committed, standing.lineage)
         holdings = answers.statuses[node].holdings
-        if wanted not in [
-            (holding.kind, holding.stage, holding.step, holding.lineage) for holding in holdings
-        ]:
+        if wanted not in [(kept.kind, kept.stage, kept.step, kept.lineage) for kept in holdings]:
             sources = [
                 Source(n, next_stage, standing.committed, standing.lineage)
                 for n in answers.nodes_of(next_stage)
@@ -161,8 +162,8 @@ def copy_twins(answers: Answers, rules: TransactionRules) -> list[Effect]:
     return effects
 
 
-def ordered(node: str, decision: Rebuild) -> RebuildOrdered:
-    """The event of a `Sync` to the node."""
+def order_event(node: str, decision: Rebuild) -> RebuildOrdered:
+    """The event that a node is sent the `Sync` of a rebuild."""
     return RebuildOrdered(
         node=node,
         stage=decision.stage,

@@ -7,12 +7,12 @@ records grows neither with the nodes nor with the stages. All others have the re
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from heapq import nsmallest
 from itertools import zip_longest
 from typing import Final
 
+from planaria.node.transaction.routing import nodes_by_stage
 from planaria.node.wire import stage_pb2 as pb
 
 LEDGERS: Final = 8
@@ -29,7 +29,9 @@ RANK: Final = {
 """A node that recorded the previous steps goes on with it."""
 
 
-def _first(count: int, nodes: Iterable[str], ledgers: Mapping[str, pb.Recording]) -> list[str]:
+def _best_recorders(
+    count: int, nodes: Iterable[str], ledgers: Mapping[str, pb.Recording]
+) -> list[str]:
     def rank(node: str) -> tuple[int, str]:
         return RANK.get(ledgers.get(node, pb.LEDGER_WRITTEN), len(RANK)), node
 
@@ -37,12 +39,11 @@ def _first(count: int, nodes: Iterable[str], ledgers: Mapping[str, pb.Recording]
 
 
 def record_holders(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> set[str]:
-    """The record holders among these nodes, given by stage; `ledgers`: their known states."""
-    by_stage = defaultdict[int, list[str]](list)
-    for node, stage in stages.items():
-        by_stage[stage].append(node)
-    ledgered = _first(LEDGERS, by_stage.pop(0, []), ledgers)
-    others = [_first(MEMORIES, by_stage[stage], ledgers) for stage in sorted(by_stage)]
+    """The nodes that keep a step's records, of those with these stages; `ledgers`: the known states
+    of their ledgers."""
+    by_stage = nodes_by_stage(stages)
+    ledgered = _best_recorders(LEDGERS, by_stage.pop(0, []), ledgers)
+    others = [_best_recorders(MEMORIES, by_stage[stage], ledgers) for stage in sorted(by_stage)]
     in_turn = [node for nodes in zip_longest(*others) for node in nodes if node is not None]
     return {*ledgered, *in_turn[:MEMORIES]}
 
@@ -52,9 +53,8 @@ def to_replicate(ledgers: Mapping[str, pb.Recording]) -> list[str]:
     has it, or no node keeps one."""
     if {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING} & set(ledgers.values()):
         return []
-    return sorted(node for node, recording in ledgers.items() if recording == pb.LEDGER_SPARE)[
-        :LEDGERS
-    ]
+    spare = [node for node, recording in ledgers.items() if recording == pb.LEDGER_SPARE]
+    return sorted(spare)[:LEDGERS]
 
 
 def unrecorded(ledgers: Iterable[pb.Recording]) -> str:

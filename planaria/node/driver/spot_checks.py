@@ -14,7 +14,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.registry_pb2 import NUMBERS
-from planaria.node.transaction.routing import Route, route
+from planaria.node.transaction.routing import Route, nodes_by_stage, route, stages_in
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.seat_names import node_of
 
@@ -45,7 +45,7 @@ class UndecidedCheck(NamedTuple):
 
 @dataclass
 class CheckedVisit:
-    """A visit that several nodes compute."""
+    """A visit that several nodes compute, so that their results can be compared."""
 
     microbatch: int
     position: int
@@ -60,11 +60,8 @@ class CheckedVisit:
     """Differences of the gradients of its input, by pair."""
 
     def message(self) -> pb.Check:
-        """The check of the newest double."""
+        """The message by which a neighbour gives the newest double the visit."""
         return pb.Check(microbatch=self.microbatch, position=self.position, double=self.doubles[-1])
-
-    def comparer(self, backward: bool) -> str:
-        return self.before if backward else self.behind
 
 
 class SpotChecks:
@@ -90,19 +87,17 @@ class SpotChecks:
         checks_of: defaultdict[str, list[pb.Check]] = defaultdict(list)
         if not self.share or begin.kind != pb.Begin.TRAIN:
             return checks_of
-        replicas: defaultdict[int, list[str]] = defaultdict(list)
-        for place in begin.members:
-            replicas[place.stage].append(place.node)
+        replicas = nodes_by_stage(stages_in(begin))
         may = {stage for stage, alike in replicas.items() if len(alike) > 1}
         share, chance = self.share, self._chance.random
         for microbatch in begin.plan:
             for position, stage in enumerate(microbatch.order, 1):
                 if stage in may and chance() < share:
                     path = route(begin, microbatch)
-                    self._check(microbatch.id, position, replicas[stage], path, checks_of)
+                    self._draw_double(microbatch.id, position, replicas[stage], path, checks_of)
         return checks_of
 
-    def _check(
+    def _draw_double(
         self,
         microbatch: int,
         position: int,
@@ -110,6 +105,7 @@ class SpotChecks:
         path: Route,
         checks_of: Mapping[str, list[pb.Check]],
     ) -> None:
+        """Draws the second node for a checked visit."""
         before, node, behind = path.nodes[position - 1 : position + 2]
         index = self._chance.randrange(len(replicas) - 1)  # of the others
         double = replicas[index + (index >= replicas.index(node))]
@@ -134,11 +130,13 @@ class SpotChecks:
     def compared(
         self, peer: str, comparison: pb.Compared
     ) -> WrongResult | UndecidedCheck | CheckedVisit | None:
-        """The outcome of a comparison: a wrong node, a check by a third node (both neighbours get
-        its `message`), an undecided check, or none."""
+        """Takes in a neighbour's comparison; returns its outcome: a wrong node, a check by a third
+        node (both neighbours get its `message`), an undecided check, or none."""
         checked = self.checked.get((comparison.microbatch, comparison.position))
-        if checked is None or peer != checked.comparer(comparison.backward):
+        if checked is None:
             return None  # of an attempt that is over
+        if peer != (checked.before if comparison.backward else checked.behind):
+            return None
         pair = frozenset((comparison.node, comparison.other))
         if len(pair) < 2 or not pair <= {checked.node, *checked.doubles}:
             return None
@@ -180,7 +178,7 @@ class SpotChecks:
         return WrongResult(alone, by, self.step, far, len(self.wrong[alone]))
 
     def take_doubted(self) -> list[pb.Doubted]:
-        """The nodes doubted since the last commit, for its record."""
+        """Removes and returns the nodes doubted since the last commit, for the next one."""
         doubted, self.doubted = self.doubted, []
         return doubted
 

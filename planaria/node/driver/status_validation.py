@@ -39,9 +39,7 @@ class KnownFacts:
 
     seat: str
     registered: Age  # the newest that the registry knew at the view
-    decided: Age | None = (
-        None  # the newest that it has decided itself; None: it has just taken over
-    )
+    decided: Age | None = None  # the newest that it decided itself; None: it has just taken over
     run: str = ""
     drivers: Mapping[int, Member] = field(default_factory=dict)  # drivers, by view
 
@@ -55,6 +53,8 @@ class KnownFacts:
 
 @dataclass
 class StatusVerdict:
+    """Which members' statuses don't count, and why the run must stop, if it must."""
+
     lies: dict[str, str] = field(default_factory=dict)  # why the claim is impossible
     unproven: set[str] = field(default_factory=set)
     """Claims that may be true, but from which no member can go on."""
@@ -99,7 +99,7 @@ def _judge(
     known: KnownFacts,
     verdict: StatusVerdict,
 ) -> None:
-    """Checks whether that commit is possible."""
+    """Checks whether the newest commit, which only the claimants have, is possible."""
     (lineage, step), ballot = claim
     others = {node: status for node, status in statuses.items() if node not in claimants}
     before = [status.lineage for status in others.values() if status.trained]
@@ -111,9 +111,8 @@ def _judge(
     elif before and lineage > max(before):  # its opener may have died then
         most = max(*before, known.registered[0])
         if lineage > most + LINEAGES:
-            verdict.lies |= dict.fromkeys(
-                claimants, f"{claimed}; the newest that others know is {most}"
-            )
+            why = f"{claimed}; the newest that others know is {most}"
+            verdict.lies |= dict.fromkeys(claimants, why)
         else:
             verdict.unproven |= set(claimants)
     elif against := [n for n, status in others.items() if _denies(status, claim)]:
@@ -136,8 +135,8 @@ def _outweighs(
     step: int,
     known: KnownFacts,
 ) -> bool:
-    """Whether a claim stands without a known signature. The validating driver believes itself. On a
-    tie, the distance to the registry's step decides."""
+    """Whether a claimed commit stands without a known signature. The validating driver believes
+    itself. On a tie, the distance to the registry's step decides."""
     if known.seat in in_favour or known.seat in against:
         return known.seat in in_favour
     yes, no = ({node_of(seat) for seat in seats} for seats in (in_favour, against))
@@ -153,8 +152,8 @@ def _compare(
     known: KnownFacts,
     verdict: StatusVerdict,
 ) -> None:
-    """Checks that all members have the same commit of an attempt. A commit that a run went back to
-    may be a different one at each stage."""
+    """Checks that all claimants have the same commit of an attempt. A commit that a run went back
+    to may be a different one at each stage."""
     last = {node: statuses[node].last for node in sorted(claimants)}
     if all(commit.lineage != statuses[node].lineage for node, commit in last.items()):
         return
@@ -166,7 +165,7 @@ def _compare(
         if statuses[node].trained:  # else it would have refused it
             verdict.lies[node] = UNSIGNED.format(last[node].step)
     if len({hashes[node] for node in signed}) > 1:
-        verdict.parted = _sentence({node: last[node] for node in signed}, known)
+        verdict.parted = _why_parted({node: last[node] for node in signed}, known)
     believed = signed or [*hashes]
     counts = Counter(hashes[node] for node in believed)
     most = max(counts, key=lambda commit: (counts[commit], commit))
@@ -196,13 +195,13 @@ def _compare_previous(
             verdict.lies[node] = UNSIGNED.format(step - 1)
         elif known.has_signed(status.last) and known.has_signed(commit):
             commits = {other: statuses[other].last for other in sorted(claimants)}
-            verdict.parted = _sentence({**commits, node: status.last}, known)
+            verdict.parted = _why_parted({**commits, node: status.last}, known)
         else:
             verdict.unproven.add(node)
 
 
-def _sentence(commits: Mapping[str, pb.Commit], known: KnownFacts) -> str:
-    """Why the run stops, with the commits by the members that applied them."""
+def _why_parted(commits: Mapping[str, pb.Commit], known: KnownFacts) -> str:
+    """Why the run stops: members have applied different commits of a step, both signed."""
     step = min(commit.step for commit in commits.values())
     nodes: dict[str, list[str]] = {}
     for node, commit in commits.items():
@@ -220,7 +219,7 @@ def _sentence(commits: Mapping[str, pb.Commit], known: KnownFacts) -> str:
 
 
 def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
-    """Whether it knows the commit, or was ready for it."""
+    """Whether that member voted for the claimed commit, or has received it."""
     (lineage, step), ballot = claim
     ready = Ballot.of(status.ready_ballot) == ballot and status.ready == step
     heard = (status.following_lineage, status.heard) == (lineage, step) and status.following > 0
@@ -228,6 +227,7 @@ def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
 
 
 def _denies(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
+    """Whether that member should have voted for the claimed commit, and hasn't."""
     (lineage, step), _ = claim
     older = status.lineage == lineage and status.committed < step
     return status.trained and older and not _voted(status, claim)

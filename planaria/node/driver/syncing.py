@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class Syncing(Phase):
+    """The phase in which members fetch states, until all awaited ones have theirs."""
+
     _kind = DriverPhase.SYNCING
 
     def __init__(self, driver: Driver, answers: Answers, awaited: set[str], now: float) -> None:
@@ -44,15 +46,15 @@ class Syncing(Phase):
                 case "failed":
                     return self.wronged(peer, message.failed, now)
                 case "account" if peer in self.awaited:
-                    self._fetches(peer, message.account.fetched, now)
+                    self._note_fetched(peer, message.account.fetched, now)
         return super().received(peer, message, now)
 
     def viewed(self, view: registry.View, now: float) -> Turn | None:
-        coming, gone = self.driver.greets(view, now)
+        coming, gone = self.driver.adopt_later(view, now)
         return None if gone else self.stays(coming.greetings())
 
     def tick(self, now: float) -> Turn:
-        """Gives up after `rules.progress` without any."""
+        """Gives up waiting after `rules.progress` seconds without any progress."""
         driver, hanging = self.driver, self.driver.hanging.why
         seconds = now - self.progressed
         if seconds < driver.rules.progress:
@@ -67,7 +69,7 @@ class Syncing(Phase):
         return self.gather(waited, now).after(suspects)
 
     def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
-        self.driver.fails(now)
+        self.driver.count_failure(now)
         accusations = self.driver.accuse(peer, failed)
         event = RebuildFailed(node=peer, reason=failed.reason)
         return self.gather(f"{peer} says: {failed.reason}", now).after([*accusations, event])
@@ -78,41 +80,37 @@ class Syncing(Phase):
         return super().gather(why, now)
 
     def _synced(self, peer: str, synced: pb.Synced, now: float) -> Turn:
-        if synced.method != "twin":
-            self.driver.divergence.trust(peer)
-        self.driver.rebuilds.rebuilt += self._came(peer, synced, now)
-        return self.stays() if self.awaited else self.gather("state is in place", now)
-
-    def _came(self, peer: str, synced: pb.Synced, now: float) -> list[StageRebuilt]:
-        """The peer has its state; returns the events of its rebuild."""
         self.awaited.discard(peer)
         self.progressed = now
-        if synced.method == "twin":
-            return []
-        stage = self.answers.members[peer]
-        event = rebuilt(peer, stage, synced, now - self.began, math.nan)
-        if synced.method in ARRIVED and synced.sources:
-            step = synced.sources[0].step
-            return [replace(event, oldest_step=step, mean_step=step)]
-        return [self._with_staleness(event, synced) if synced.method == "snapshot" else event]
+        if synced.method != "twin":
+            self.driver.divergence.trust(peer)
+            seconds = now - self.began
+            event = rebuilt(peer, self.answers.members[peer], synced, seconds, math.nan)
+            self.driver.rebuilds.rebuilt.append(self._with_staleness(event, synced))
+        return self.stays() if self.awaited else self.gather("state is in place", now)
 
-    def _fetches(self, peer: str, fetched: int, now: float) -> None:
-        """So many bytes of its state have come; they are progress if they come fast enough."""
+    def _note_fetched(self, peer: str, fetched: int, now: float) -> None:
+        """Takes in how many bytes of its state a member has; that is progress if it is fast
+        enough."""
         expected = SLOWEST * (now - self.began - self.driver.rules.progress)
         if fetched > max(self.fetched[peer], expected):
             self.progressed = now
         self.fetched[peer] = max(self.fetched[peer], fetched)
 
     def _with_staleness(self, event: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
-        """Adds the staleness of the snapshot used, as its holder reported it."""
+        """Adds to a rebuild's event how old the state is: a snapshot's as its holder reported
+        it."""
+        if synced.method in ARRIVED and synced.sources:
+            step = synced.sources[0].step
+            return replace(event, oldest_step=step, mean_step=step)
         snapshots = [
             holding
             for source in synced.sources[:1]
             for holding in self.answers.statuses.get(source.node, pb.Status()).holdings
             if (holding.kind, holding.stage) == ("snapshot", source.stage)
         ]
-        if not snapshots:
-            return event  # another snapshot than planned was used
+        if synced.method != "snapshot" or not snapshots:  # another one than planned was used
+            return event
         return replace(
             event,
             oldest_step=snapshots[0].oldest_step,

@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from planaria.node.driver.answers import Standing
-from planaria.node.driver.rebuilds import ordered
+from planaria.node.driver.rebuilds import order_event
 from planaria.node.report.events import RebuildOrdered, SeatTaken
+from planaria.node.transaction.routing import stages_in
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.seat_names import node_of
@@ -27,7 +28,7 @@ ASK_AGAIN = 0.25
 
 @dataclass
 class Takeover:
-    """The takeover that an attempt waits for."""
+    """The takeover of a lost node's seat, for which an attempt waits."""
 
     lost: str
     stage: int
@@ -42,17 +43,19 @@ class Takeover:
         return f"{successor}, for {self.why}"
 
     def may_ask(self, now: float) -> bool:
+        """Whether to query the new seat again, which hasn't answered yet."""
         return bool(self.seat) and not self.ordered and now - self.asked >= ASK_AGAIN
 
     def overdue(self, now: float) -> str:
-        """Why the attempt stops waiting; empty: it waits. A taken seat has longer: its state is on
-        the way."""
+        """Why the attempt stops waiting for the takeover; empty: it waits. A taken seat has longer:
+        its state is on the way."""
         if self.seat or now - self.since < VACANT:
             return ""
         return f"no node has taken the seat of {self.lost} in {VACANT:g} s: {self.why}"
 
     def order(self, step: int, holders: list[str], at: Standing) -> tuple[RebuildOrdered, pb.Sync]:
-        """The `Sync` to the seat, from one of these nodes that have its state."""
+        """Makes the event and the `Sync` by which the seat gets its state from one of these
+        holders."""
         near = beside(self.seat, holders)  # no link is between them; others, if that is lost
         holders = near + [node for node in holders if node not in near]
         reason = (
@@ -63,10 +66,10 @@ class Takeover:
         decision = Rebuild(self.stage, "redundant", tuple(sources), exact=True, reason=reason)
         self.ordered = True
         sync = at.sync("redundant", reason, sources, last=at.last)
-        return ordered(self.seat, decision), sync
+        return order_event(self.seat, decision), sync
 
     def taken(self, step: int, moved: int, now: float) -> SeatTaken:
-        """The event of its end; `moved`: the microbatches that the seat gets."""
+        """The event that the seat has taken over; `moved`: the microbatches that it gets."""
         return SeatTaken(
             step=step,
             stage=self.stage,
@@ -87,11 +90,11 @@ class Takeover:
 
 
 def beside(seat: str, others: Collection[str]) -> list[str]:
-    """Seats among `others` on the same node."""
+    """The seats among `others` that are on the same node as `seat`."""
     return [other for other in others if node_of(other) == node_of(seat)]
 
 
-def holders(begin: pb.Begin, stage: int, lost: Collection[str]) -> list[str]:
+def twin_holders(begin: pb.Begin, stage: int, lost: Collection[str]) -> list[str]:
     """Members of the attempt that have a twin of the stage, without the lost ones."""
     return [p.node for p in begin.members if p.stage == stage - 1 and p.node not in lost]
 
@@ -101,10 +104,10 @@ def to_be_taken_over(begin: pb.Begin, lost: Collection[str], rules: TransactionR
     go on without the others; otherwise None."""
     if not (rules.policy.twins and rules.masking) or begin.kind != pb.Begin.TRAIN:
         return None
-    stages = {place.node: place.stage for place in begin.members}
+    stages = stages_in(begin)
     left = {stage for node, stage in stages.items() if node not in lost}
     last = [node for node in lost if node in stages and stages[node] not in left]
     if len(last) != 1 or not stages.keys() >= set(lost):
         return None
     (node,) = last
-    return node if stages[node] > 0 and holders(begin, stages[node], lost) else None
+    return node if stages[node] > 0 and twin_holders(begin, stages[node], lost) else None

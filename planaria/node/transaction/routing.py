@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -219,6 +219,19 @@ def _untangle(
         else:
             hopeless.add((node, beside[number]))
     return changed
+
+
+def nodes_by_stage(stages: Mapping[str, int]) -> defaultdict[int, list[str]]:
+    """The nodes of each stage, in the order of `stages`, the stage of each node."""
+    nodes = defaultdict[int, list[str]](list)
+    for node, stage in stages.items():
+        nodes[stage].append(node)
+    return nodes
+
+
+def stages_in(begin: pb.Begin) -> dict[str, int]:
+    """The stages of an attempt's members, by node."""
+    return {place.node: place.stage for place in begin.members}
 
 
 def routes(begin: pb.Begin) -> dict[int, Route]:

@@ -1817,12 +1817,12 @@ def test_of_two_between_whom_something_gets_lost_one_rests():
 def test_who_loses_things_to_one_after_the_other_is_the_one():
     failures = FailedAttempts()
     ab, bc, cd = map(frozenset, ("ab", "bc", "cd"))
-    assert failures.between([ab]) == ""
-    assert failures.between([ab]) == "", "it is one of two"
-    assert failures.between([]) == ""
-    assert failures.between([bc]) == "b"
-    assert failures.between([cd]) == "", "so it is something else"
-    assert FailedAttempts().between([ab, bc]) == "", "once is no proof"
+    assert failures.common_loser([ab]) == ""
+    assert failures.common_loser([ab]) == "", "it is one of two"
+    assert failures.common_loser([]) == ""
+    assert failures.common_loser([bc]) == "b"
+    assert failures.common_loser([cd]) == "", "so it is something else"
+    assert FailedAttempts().common_loser([ab, bc]) == "", "once is no proof"
 
 
 def test_by_one_members_word_no_driver_goes():

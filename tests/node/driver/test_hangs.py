@@ -72,10 +72,10 @@ def test_a_driver_that_was_held_up_itself_accuses_nobody_for_that_time(seconds: 
 def test_who_works_when_its_replicas_have_nothing_to_do_is_slow_and_told_once() -> None:
     asked = Asked()
     asked.answers(2.0, busy="bc")
-    assert asked.inquest.slow(BEGIN.members) == []
+    assert asked.inquest.slow(BEGIN) == []
     asked.answers(2.0, busy="abd")
-    assert asked.inquest.slow(BEGIN.members) == ["b"], "a and d have no replicas"
-    assert asked.inquest.slow(BEGIN.members) == []
+    assert asked.inquest.slow(BEGIN) == ["b"], "a and d have no replicas"
+    assert asked.inquest.slow(BEGIN) == []
 
 
 def test_it_is_known_which_visit_of_which_microbatch_is_awaited() -> None:
