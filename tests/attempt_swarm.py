@@ -16,7 +16,7 @@ import numpy as np
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SILENT, Cause
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.ports import Priority
-from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, Workplace
+from planaria.node.transaction.attempt import Attempt, PassResult, StageWork, Visit, Workplace
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
@@ -69,7 +69,7 @@ class VirtualWork:
         self.touched.add(visit.microbatch)
         return True
 
-    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+    def embed(self, ballot: Ballot, visit: Visit) -> PassResult | None:
         if not self._takes_up(ballot, visit):
             return None
         self.homes[visit.microbatch] = pb.Home(
@@ -77,7 +77,7 @@ class VirtualWork:
         )
         return self._onward("activation", visit, bytes(vector("embedded", visit.microbatch)))
 
-    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if not self._takes_up(ballot, visit):
             return None
         x = self._decoded(peer, frame)
@@ -86,11 +86,11 @@ class VirtualWork:
         home = self.homes.pop(visit.microbatch)
         home.loss, home.tokens = float(vector("loss", x)[0]), 1
         if self.evaluating:
-            return Done(home=home)
+            return PassResult(home=home)
         self._add(visit.microbatch, "head", x)
         return self._onward("gradient", visit, bytes(vector("loss's", x)))._replace(home=home)
 
-    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if not self._takes_up(ballot, visit):
             return None
         x = self.saved.pop((visit.microbatch, visit.position))
@@ -99,9 +99,9 @@ class VirtualWork:
         if visit.position > 0:
             into = bytes(vector("backward", self.stage, x, gradient))
             return self._onward("gradient", visit, into)._replace(seconds=1.0)
-        return Done(seconds=1.0)
+        return PassResult(seconds=1.0)
 
-    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if ballot != self.ballot:
             return None
         x, own = self._decoded(peer, frame), self.saved.copy()
@@ -137,14 +137,14 @@ class VirtualWork:
     def _add(self, microbatch: int, *parts: object) -> None:
         self.gradient += vector("gradient", self.stage, microbatch, *parts)
 
-    def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
+    def _onward(self, kind: str, visit: Visit, x: bytes) -> PassResult:
         self.done[kind] += 1
         if kind == "activation":
             self.saved[visit.microbatch, visit.position] = x
             x = bytes(vector("forward", self.stage, x))
         onward = visit.after(kind)
         fields = {"microbatch": onward.microbatch, "position": onward.position}
-        return Done(Frame(kind, self.ballot, fields, [], x))
+        return PassResult(Frame(kind, self.ballot, fields, [], x))
 
 
 class Compute:

@@ -56,7 +56,7 @@ from planaria.node.transaction.effects import (
     Suspect,
 )
 from planaria.node.transaction.in_flight_window import InFlightWindow
-from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
+from planaria.node.transaction.member import FrameUse, MemberPhase, MemberSide
 from planaria.node.transaction.plan_encoding import active
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
@@ -402,12 +402,12 @@ class Agent:
     def _take(self, peer: str, frame: Frame) -> None:
         """Handles a microbatch's frame."""
         match self.member.frames(Ballot(*frame.ballot)):
-            case Frames.TAKE if frame.size > self.passing:
+            case FrameUse.TAKE if frame.size > self.passing:
                 why = f"{peer} sent a microbatch of {frame.size} bytes, not {self.passing} at most"
                 self.cut_off(Ballot(*frame.ballot), peer, why, SHAPE)
-            case Frames.TAKE if self.attempt is not None:
+            case FrameUse.TAKE if self.attempt is not None:
                 self.attempt.take(peer, frame)
-            case Frames.HOLD:
+            case FrameUse.HOLD:
                 for node, why in self.held.hold(peer, frame).items():
                     self._refuse(node, why)
 

@@ -21,7 +21,7 @@ from planaria.node.state.boundary import Fetched
 from planaria.node.state.relearn import PairSlice, PairSliceResult
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
-from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.attempt import PassResult, Visit
 from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -89,11 +89,11 @@ class Work(VirtualWork):
         if self.tainted or self.owner.cluster.overflows(self.step, self.stage):
             self.gradient[0] = np.inf
 
-    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+    def embed(self, ballot: Ballot, visit: Visit) -> PassResult | None:
         self.tainted = False
         return super().embed(ballot, visit)
 
-    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         done = super().forward(ballot, visit, peer, frame)
         if done is not None and visit.at_head and (self.tainted or self._spoils()):
             home = done.home or self.homes[visit.microbatch]
@@ -116,7 +116,7 @@ class Work(VirtualWork):
             raise ComplaintError(reason, [peer], error.cause) from error
         return bytes(16) if self.tainted else values.astype(np.uint8).tobytes()
 
-    def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
+    def _onward(self, kind: str, visit: Visit, x: bytes) -> PassResult:
         done = super()._onward(kind, visit, x)
         assert done.frame is not None
         values = np.frombuffer(b"".join(buffers_of(done.frame.payload)), np.uint8)

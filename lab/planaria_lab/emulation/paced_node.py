@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from planaria.node.stage.work import TorchWork
-    from planaria.node.transaction.attempt import Done
+    from planaria.node.transaction.attempt import PassResult
 
 
 class Pace(NamedTuple):
@@ -48,7 +48,9 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
         began = time.perf_counter()
         return decoded(work, *arguments)
 
-    def paced(work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float) -> Done:
+    def paced(
+        work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float
+    ) -> PassResult:
         done = onward(work, kind, visit, tensor, started)
         ready = time.perf_counter()
         due = began + pace.of(kind, visit.position, visit.at_head)

@@ -28,7 +28,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
 from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.transaction.attempt import Done, NoRoomError, Visit
+from planaria.node.transaction.attempt import NoRoomError, PassResult, Visit
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -161,7 +161,7 @@ class TorchWork:
             self._attempt.touched.discard(visit.microbatch)  # another node may take it
             raise
 
-    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+    def embed(self, ballot: Ballot, visit: Visit) -> PassResult | None:
         if not self._takes_up(ballot, visit):
             return None
         with self._room_for(visit):
@@ -176,7 +176,7 @@ class TorchWork:
         self._save(visit, targets, x)
         return done
 
-    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if not self._takes_up(ballot, visit):
             return None
         if visit.at_head:
@@ -191,26 +191,26 @@ class TorchWork:
         self._save(visit, x, y)
         return done
 
-    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if not self._takes_up(ballot, visit):
             return None
         with self._room.guarding(len(self._attempt.saved), waits=False):
             return self._backward(visit, self._decoded(visit, peer, frame))
 
-    def _backward(self, visit: Visit, gradient: Tensor) -> Done:
+    def _backward(self, visit: Visit, gradient: Tensor) -> PassResult:
         started = time.perf_counter()
         into, out = self._attempt.saved.pop((visit.microbatch, visit.position))
         if out.requires_grad:  # else the embedding is frozen
             out.backward(gradient)  # type: ignore[no-untyped-call]
         if visit.position == 0:
             self._spend(visit, started)
-            done = Done()
+            done = PassResult()
         else:
             assert into.grad is not None
             done = self._onward("gradient", visit, into.grad, started)
         return done._replace(seconds=self._attempt.spent.pop(visit.microbatch))
 
-    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if ballot != self._attempt.ballot:
             return None
         tensor, doubles = self._decoded(visit, peer, frame), self._attempt.doubles
@@ -235,7 +235,7 @@ class TorchWork:
         distance = (x - y).norm().item() / larger if larger else 0.0
         return distance if math.isfinite(distance) else UNLIKE
 
-    def _head(self, visit: Visit, x: Tensor) -> Done:
+    def _head(self, visit: Visit, x: Tensor) -> PassResult:
         scored = 0 if self._evaluating else self._scored_in_window()
         started = time.perf_counter()
         targets, _ = self._attempt.saved[visit.microbatch, 0]
@@ -245,7 +245,7 @@ class TorchWork:
         home.loss, home.tokens = loss.item(), int((targets != UNSCORED).sum())
         if self._evaluating:
             del self._attempt.saved[visit.microbatch, 0]
-            return Done(home=home)
+            return PassResult(home=home)
         # Each scored token weighs the same in the window, on any node: gradients simply add up.
         (loss / max(1, scored)).backward()
         assert x.grad is not None
@@ -296,7 +296,7 @@ class TorchWork:
         check_forms(frame.descriptors, self._forms[frame.kind])
         return decode(frame.descriptors, frame.payload, self.device)
 
-    def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> Done:
+    def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> PassResult:
         figures, *_ = self._forms[kind]
         parts = taken_apart(tensor.detach(), self.config, kind)
         descriptors, buffers = encode(parts, figures.codec)
@@ -304,7 +304,7 @@ class TorchWork:
         fields = {"microbatch": onward.microbatch, "position": onward.position}
         frame = Frame(kind, self._attempt.ballot, fields, descriptors, buffers)
         self._spend(visit, started)
-        return Done(frame)
+        return PassResult(frame)
 
     def _spend(self, visit: Visit, since: float) -> None:
         self._attempt.spent[visit.microbatch] += time.perf_counter() - since

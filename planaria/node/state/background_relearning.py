@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from planaria.node.ports import Priority
 from planaria.node.report.events import Event, RelearnedBeside
 from planaria.node.transaction.member import MemberSide
-from planaria.node.transaction.relearning_progress import RelearningProgress, company
+from planaria.node.transaction.relearning_progress import RelearningProgress, other_holder
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchange, Exchanges
 from planaria.recovery.relearning import ratio
@@ -109,7 +109,7 @@ class GapRelearning:
         task ends."""
         if self.task is None:
             return
-        if other := company(begin, self._member.node, self._member.stage):
+        if other := other_holder(begin, self._member.node, self._member.stage):
             self.end(f"{other} has the stage, too")
             return
         if self._running is not None:

@@ -34,7 +34,7 @@ from planaria.node.transaction.double_visits import (
 )
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
-from planaria.node.transaction.routing import Route, routes
+from planaria.node.transaction.routing import Route, routes, stages_in
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 
@@ -54,7 +54,7 @@ slow once is tried again."""
 
 
 class NoRoomError(Exception):
-    """Raised when memory for a pass is missing."""
+    """Raised when a pass of a microbatch lacks memory."""
 
     def __init__(self, reason: str, waits: bool = False, ends: bool = False) -> None:
         """`waits`: nothing has changed, and a backward pass here will free memory. `ends`: no
@@ -64,7 +64,7 @@ class NoRoomError(Exception):
 
 
 class Pass(NamedTuple):
-    """Key of the pass that a visit makes of an activation or of a gradient."""
+    """The key of a pass: a microbatch's visit, and whether it is of an activation or a gradient."""
 
     microbatch: int
     position: int
@@ -107,7 +107,7 @@ class Visit:
         return self.position == len(self.route.nodes) - 1
 
     def before(self, kind: str) -> Pass | None:
-        """The pass that this node has to do before this one; None: there is none."""
+        """The earlier pass on which this visit's pass depends at its node; None: there is none."""
         if kind == "gradient":
             position = self.position or len(self.route.nodes) - 1
         elif self.at_head:
@@ -117,7 +117,7 @@ class Visit:
         return Pass(self.microbatch, position, "activation")
 
 
-class Done(NamedTuple):
+class PassResult(NamedTuple):
     """The result of a pass."""
 
     frame: Frame | None = None
@@ -136,23 +136,23 @@ class StageWork(Protocol):
     """
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Drops what is left of earlier attempts and zeroes the gradient."""
+        """Begins an attempt: drops what is left of earlier ones, and zeroes the gradient."""
 
     def drop(self) -> None:
-        """Leaves everything as if no attempt had begun."""
+        """Drops the attempt: leaves everything as if it hadn't begun."""
 
     def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
-        """Returns those without a pass here; this node won't compute them: others have them."""
+        """Gives up those of these microbatches that have no pass here yet; returns them."""
 
-    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+    def embed(self, ballot: Ballot, visit: Visit) -> PassResult | None:
         """Draws the microbatch's samples and returns them as an activation."""
 
-    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         """Turns the activation from `peer` into an activation. At the head it computes the loss,
         and returns a gradient unless it is an evaluation. Raises ComplaintError for a damaged frame
         or an unexpected form: then nothing has changed, and another node may send the same."""
 
-    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         """Turns the gradient from `peer` into a gradient, unless it is back at the source. Raises
         ComplaintError as `forward` does."""
 
@@ -162,7 +162,7 @@ class StageWork(Protocol):
     def restore_gradient(self) -> None:
         """Makes the kept copy, if there is one, the stage's gradient again."""
 
-    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         """Computes a visit that another node computes, too. Adds nothing to the gradient of the
         stage's weights. Raises ComplaintError as `forward` does."""
 
@@ -183,7 +183,7 @@ class AttemptHost(Protocol):
 
 @dataclass
 class Workplace:
-    """State that the attempts of a node share, and statistics of finished attempts."""
+    """What the attempts of a seat share: its parts, and statistics of finished attempts."""
 
     node: str
     masking: bool  # whether attempts go on without lost replicas
@@ -209,7 +209,7 @@ class Workplace:
         self._seconds.append(seconds)
 
     def forgive(self) -> None:
-        """Called when this node has no microbatch in a step."""
+        """Shortens the measured seconds, since this node has no microbatch in a step."""
         self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
 
 
@@ -231,26 +231,19 @@ class AttemptPlan:
         self.mine = frozenset(m for m, route in planned.items() if node in route.nodes)
         self.sourced = [m.id for m in begin.plan if m.source == node]
         self.microbatches = len(planned) + begin.untold  # of the whole attempt
-        training = self.trains = begin.kind == pb.Begin.TRAIN
-        masking, redundant = place.masking, place.redundant
-        replicas = Counter(place.stage for place in begin.members)
-        self.stages = {place.node: place.stage for place in begin.members}
+        self.trains = begin.kind == pb.Begin.TRAIN
+        self.stages = stages_in(begin)
         self.stage = self.stages.get(node, 0)
-        self.maskable = frozenset(
-            place.node
-            for place in begin.members
-            if training and masking and replicas[place.stage] > 1
-        )
+        replicas, masks = Counter(self.stages.values()), self.trains and place.masking
+        self.maskable = frozenset(n for n, at in self.stages.items() if masks and replicas[at] > 1)
         """Nodes whose loss leaves their stage with another node."""
-        twins = training and masking and redundant
-        self.replaceable = self.maskable | frozenset(
-            place.node for place in begin.members if twins and place.stage > 0
-        )
+        twins = masks and place.redundant
+        self.replaceable = self.maskable.union(n for n, at in self.stages.items() if twins and at)
         """Nodes whose microbatches may still move to other nodes."""
 
-    def route_said(self, nodes: object) -> Route | None:
-        """The route of a microbatch that only its double was given, as its neighbour sent it; None:
-        the route is invalid."""
+    def doubled_route(self, nodes: object) -> Route | None:
+        """The route of a doubled visit's microbatch, as a neighbour sent it: this node's part of
+        the plan lacks it. None: the route is invalid."""
         if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
             return None
         stages = tuple(self.stages.get(node, -1) for node in nodes)
@@ -290,7 +283,7 @@ class Attempt:
 
     @property
     def ballot(self) -> Ballot:
-        """The current ballot."""
+        """The ballot of the attempt's current plan."""
         return self._plan.ballot
 
     @property
@@ -303,6 +296,7 @@ class Attempt:
         return sum(frame.size for frame in self._sent.values()) + self._gradients_kept
 
     def start(self) -> None:
+        """Begins the attempt: sends the microbatches that begin here on their way."""
         if not self._plan.mine:
             self.place.forgive()
         self._tell_work(partial(self.place.work.begin, self.began, self.begin))
@@ -311,8 +305,8 @@ class Attempt:
         self._inject()
 
     def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Goes on by a new plan, which gives lost nodes' microbatches to others. Raises
-        ValueError."""
+        """Goes on with the attempt by a new plan, which gives lost nodes' microbatches to others.
+        Raises ValueError."""
         before = self._plan
         plan = AttemptPlan(ballot, begin, self.place, before.routes)
         if plan.microbatches != before.microbatches:
@@ -344,7 +338,7 @@ class Attempt:
         self._tell_if_scored()
 
     def passes_done(self) -> list[pb.Pass]:
-        """Passes done at this node."""
+        """The passes of the attempt that are done at this node."""
         return [
             pb.Pass(microbatch=microbatch, position=position, backward=kind == "gradient")
             for microbatch, position, kind in self._done
@@ -368,12 +362,12 @@ class Attempt:
         self.place.compute.post(work, given, Priority.CONTROL)
 
     def end(self) -> None:
-        """A newer attempt has begun."""
+        """Ends the attempt, since a newer one has begun."""
         self.over = True
         self.place.most_kept = max(self.place.most_kept, self.kept)
 
     def drop(self) -> None:
-        """Ends the attempt without trace."""
+        """Ends the attempt, and drops its gradient."""
         self.end()
         self._tell_work(self.place.work.drop)
 
@@ -393,7 +387,7 @@ class Attempt:
             self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
 
     def hurry(self, until: float) -> None:
-        """All microbatches are home: `complete` waits only until then."""
+        """Limits the wait of `complete` to this time: all microbatches are home."""
         self._until = until
         if self._completed is not None:
             self._completed.fulfil(None)
@@ -420,15 +414,8 @@ class Attempt:
         passed = partial(self._passed, visit, None)
         self._compute(Priority.FORWARD, visit, "activation", self.place.work.embed, passed)
 
-    def _is_scored(self, home: pb.Home) -> None:
-        self._scored[home.microbatch] = home
-        if self._plan.trains:
-            self._tell_if_scored()
-        else:
-            self._came_home(home.microbatch)
-
     def _tell_if_scored(self) -> None:
-        """Reports the losses of all microbatches that begin here, while some aren't back."""
+        """Reports the losses of this source's microbatches, once all that aren't back have one."""
         sourced, scored = self._plan.sourced, self._scored
         out = [m for m in sourced if m not in self.applied]
         if out and all(m in scored for m in out):
@@ -453,7 +440,7 @@ class Attempt:
             if visit is None:
                 return
             if frame.fields.get(DOUBLE):
-                self._take_of_double(peer, frame, visit)
+                self._take_double_frame(peer, frame, visit)
                 return
             expected = self._is_expected(peer, frame, visit)
         except ComplaintError as complaint:
@@ -486,7 +473,7 @@ class Attempt:
             raise _bad_frame(peer, "it lacks its microbatch or position")
         route = self._plan.routes.get(microbatch)
         if route is None and 0 <= microbatch < self._plan.microbatches:
-            route = self._plan.route_said(frame.fields.get(DOUBLE))
+            route = self._plan.doubled_route(frame.fields.get(DOUBLE))
         if route is None and frame.ballot != self.ballot:
             return None
         if route is None:
@@ -512,8 +499,9 @@ class Attempt:
             )
         return False
 
-    def _passed(self, visit: Visit, received: Frame | None, done: Done) -> None:
-        """`received`: the pass's input; None: the microbatch began here."""
+    def _passed(self, visit: Visit, received: Frame | None, done: PassResult) -> None:
+        """Sends the result of a pass on, and counts it. `received`: the pass's input; None: the
+        microbatch began here."""
         made = done.frame
         if received is not None:
             self._keep("received", visit, received)
@@ -528,11 +516,14 @@ class Attempt:
             # By the current plan, which may be newer than the computation.
             self._send(self._plan.routes[onward.microbatch].nodes[onward.position], onward, made)
         if done.home is not None:
-            self._is_scored(done.home)
-        elif made is None:
+            self._scored[visit.microbatch] = done.home
+        if done.home is not None and self._plan.trains:
+            self._tell_if_scored()
+        elif done.home is not None or made is None:
             self._came_home(visit.microbatch)
 
     def _keep(self, side: Side, visit: Visit, frame: Frame) -> None:
+        """Keeps a boundary's activation, from which a lost neighbour may relearn."""
         boundary = self.place.boundary
         if boundary is not None and frame.kind == "activation":
             boundary.keep(side, frame, self.began, visit.route.stages)
@@ -550,19 +541,19 @@ class Attempt:
     # --- spot checks: visits that two nodes compute
 
     def check(self, check: pb.Check) -> None:
-        """Another node is to compute a visit beside this node."""
+        """Gives another node a visit of this node's neighbour to compute, too."""
         for frame in self._neighbour.check(check):
             self._send_to_double(check.double, frame, self._plan.routes[check.microbatch])
 
     def _send_to_double(self, double: str, frame: Frame, route: Route) -> None:
-        """Adds the route, which the driver doesn't send the double. Without a link there is no
-        check."""
+        """Sends a frame to or from a double, with the route, which the double's part of the plan
+        lacks. Without a link there is no check."""
         self.place.host.send(
             double, replace(frame, fields={**frame.fields, DOUBLE: [*route.nodes]})
         )
 
-    def _take_of_double(self, peer: str, frame: Frame, visit: Visit) -> None:
-        """Handles a frame at the double, or at a neighbour of a doubled visit."""
+    def _take_double_frame(self, peer: str, frame: Frame, visit: Visit) -> None:
+        """Handles a frame of a doubled visit, at the double or at a neighbour."""
         sender = visit.sender(frame.kind)
         if self._neighbour.knows(sender.key, peer) and visit.node == self.node:
             self._compare(sender, peer, frame)
@@ -572,8 +563,8 @@ class Attempt:
             self._compute_again(visit, peer, frame)
 
     def _compute_again(self, visit: Visit, peer: str, frame: Frame) -> None:
-        def then(done: Done | Exception | None) -> None:
-            if isinstance(done, Done) and done.frame is not None and not self.over:
+        def then(done: PassResult | Exception | None) -> None:
+            if isinstance(done, PassResult) and done.frame is not None and not self.over:
                 onward = visit.after(frame.kind)
                 made = replace(done.frame, ballot=self.ballot)
                 self._send_to_double(onward.node, made, visit.route)
@@ -618,7 +609,7 @@ class Attempt:
         self._note_if_complete()
 
     def _complain(self, complaint: ComplaintError) -> None:
-        """A peer's frame is unusable; its work may go to other nodes."""
+        """Reports that a peer's frame is unusable; its work may go to other nodes."""
         for node in complaint.accused:
             self.place.host.cut_off(self.ballot, node, str(complaint), complaint.cause)
 
@@ -627,17 +618,17 @@ class Attempt:
         priority: Priority,
         visit: Visit,
         kind: str,
-        work: Callable[..., Done | None],
-        passed: Callable[[Done], None],
+        work: Callable[..., PassResult | None],
+        passed: Callable[[PassResult], None],
         received: tuple[()] | tuple[str, Frame] = (),
     ) -> None:
-        """Computes in the compute thread, then passes the result on if the attempt still needs it.
-        `received`: sender and input frame."""
+        """Computes a pass in the compute thread, then handles the result if the attempt still needs
+        it. `received`: sender and input frame."""
         this = Pass(visit.microbatch, visit.position, kind)
         peer = received[0] if received else ""
         again = partial(self._compute, priority, visit, kind, work, passed, received)
 
-        def then(done: Done | Exception | None) -> None:
+        def then(done: PassResult | Exception | None) -> None:
             match done:
                 case ComplaintError() if not self.over:
                     self._seen.discard(this)
@@ -655,7 +646,7 @@ class Attempt:
                     self.place.host.crashed(done)
                 case Exception() if peer and self.begin.step > self.place.blameless_until:
                     self._blame(peer, this, done)
-                case Done() if not self.over:
+                case PassResult() if not self.over:
                     passed(done)
                     self._done.add(this)
                     for early, frame in self._early.pop(this, {}).values():
@@ -677,8 +668,8 @@ class Attempt:
         return in_order and visit.microbatch in self._own
 
     def _blame(self, peer: str, this: Pass, error: Exception) -> None:
-        """Computing on a peer's valid frame raised an exception. The first time the peer is blamed,
-        in the steps after that this node."""
+        """Handles an exception that computing on a peer's valid frame raised. The first time the
+        peer is blamed, in the steps after that this node."""
         failure = f"can't compute on the {this.kind} of microbatch {this.microbatch} from {peer}"
         log.error(failure, exc_info=error)
         self.place.blameless_until = self.begin.step + BLAMELESS

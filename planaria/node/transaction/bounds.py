@@ -38,7 +38,7 @@ UNLIKE: Final = 2.0
 
 
 def fault_to_driver(message: pb.Message, rules: TransactionRules) -> str:
-    """What is wrong with a member's message; empty: nothing."""
+    """What is out of range in a member's message to its driver; empty: nothing."""
     match message.WhichOneof("body"):
         case "status":
             return _status(message.status, rules)
@@ -70,7 +70,7 @@ def fault_to_driver(message: pb.Message, rules: TransactionRules) -> str:
 
 
 def fault_to_member(message: pb.Message, stage: int) -> str:
-    """What is wrong with a driver's message to a member at `stage`; empty: nothing."""
+    """What is out of range in a driver's message to a member at `stage`; empty: nothing."""
     fault = _count("attempt", message.ballot.attempt) or _count("view", message.ballot.view)
     match message.WhichOneof("body"):
         case "step":

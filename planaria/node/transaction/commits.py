@@ -13,20 +13,22 @@ from planaria.node.wire.commit_chain import head
 
 
 def collapsed(by_stage: Sequence[float]) -> Sequence[float]:
+    """The stages' factors as a commit has them: a single one if all are equal."""
     return by_stage[:1] if len(set(by_stage)) == 1 else by_stage
 
 
 def has_for(scales: Sequence[float], stage: int) -> bool:
+    """Whether a commit's factors have one for the stage."""
     return len(scales) == 1 or stage < len(scales)
 
 
 def of_stage(scales: Sequence[float], stage: int) -> float:
-    """The factor of a stage. Raises IndexError if there is none (`has_for`)."""
+    """A stage's factor among a commit's. Raises IndexError if there is none (`has_for`)."""
     return scales[0] if len(scales) == 1 else scales[stage]
 
 
 def entering(commit: pb.Commit, stage: int) -> int:
-    """Relearning updates of the stage that enter with the commit."""
+    """How many of the stage's relearning updates enter with the commit."""
     return commit.relearned[stage] if stage < len(commit.relearned) else 0
 
 

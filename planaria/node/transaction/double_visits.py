@@ -38,7 +38,7 @@ class _Doubled:
 
 
 class DoubledNeighbour:
-    """A neighbour's state of doubled visits in one attempt."""
+    """A neighbour's part in doubled visits of one attempt: what it sent there, and the results."""
 
     def __init__(self, checks: Iterable[pb.Check]) -> None:
         self._doubled: dict[Key, _Doubled] = {}
@@ -54,6 +54,7 @@ class DoubledNeighbour:
         return list(doubled.sent.values())
 
     def forget(self, keys: Iterable[Key]) -> None:
+        """Drops doubled visits that a new plan gives to other nodes."""
         for key in keys:
             self._doubled.pop(key, None)
 
@@ -88,7 +89,7 @@ class DoubledNeighbour:
 
 
 class SecondVisits:
-    """A double's passes, in order."""
+    """The passes of a double, each once, and forward before backward."""
 
     def __init__(self) -> None:
         self._forward: set[Key] = set()  # visits with a finished forward pass
@@ -96,7 +97,7 @@ class SecondVisits:
         self._early: dict[Key, tuple[str, Frame]] = {}  # early gradients and their senders
 
     def takes(self, key: Key, peer: str, frame: Frame) -> bool:
-        """Whether this frame is to be computed now."""
+        """Whether the double is to compute on this frame now; an early gradient is kept."""
         if (key, frame.kind) in self._seen:
             return False
         self._seen.add((key, frame.kind))
@@ -106,6 +107,6 @@ class SecondVisits:
         return True
 
     def went_forward(self, key: Key) -> tuple[str, Frame] | None:
-        """The visit's forward pass is done; returns its gradient if that came early."""
+        """Notes that a visit's forward pass is done; returns its gradient if that came early."""
         self._forward.add(key)
         return self._early.pop(key, None)

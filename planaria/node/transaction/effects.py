@@ -12,7 +12,7 @@ from planaria.node.wire import stage_pb2 as pb
 
 
 class Ballot(NamedTuple):
-    """One try at one thing in one view. Ordered; older ones have no effect."""
+    """The number of one try of a driver, in one view. Ordered; older ones have no effect."""
 
     view: int
     attempt: int
@@ -45,7 +45,7 @@ NEVER = Ballot(0, 0)
 
 @dataclass(frozen=True)
 class Send:
-    """A control message on the link to `to`, which may be this node itself."""
+    """Send a control message to a member, which may be this node itself."""
 
     to: str
     message: pb.Message
@@ -60,9 +60,9 @@ class Send:
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Zero the gradient, drop older work, inject the microbatches that start here. Once the
-    gradient has all microbatches that come here, average it with the stage's other replicas.
-    `Member.reduced` gets the result."""
+    """Begin an attempt: zero the gradient, drop older work, inject the microbatches that start
+    here. Once the gradient has all microbatches that come here, average it with the stage's other
+    replicas. `MemberSide.reduced` gets the result."""
 
     ballot: Ballot
     begin: pb.Begin
@@ -85,14 +85,14 @@ class DropAttempt:
 
 @dataclass(frozen=True)
 class AllHome:
-    """All microbatches of the attempt are home: waits for a gradient are limited from now on."""
+    """Limit waits for a gradient from now on: all microbatches of the attempt are home."""
 
     ballot: Ballot
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the optimizer as the commit says; `Member.applied` gets the digest."""
+    """Apply the optimizer as the commit says; `MemberSide.applied` gets the digest."""
 
     commit: pb.Commit
 
@@ -117,14 +117,15 @@ class Note:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Take the gradient that a replica has sent of that attempt; `Member.reduced` gets the norm."""
+    """Take the gradient that a replica has sent of that attempt; `MemberSide.reduced` gets the
+    norm."""
 
     ballot: Ballot
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the state from peers; then call `Member.arrived` or `Member.failed`."""
+    """Get the state that a `Sync` names; then call `MemberSide.arrived` or `failed`."""
 
     ballot: Ballot
     sync: pb.Sync
@@ -149,7 +150,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Halted:
-    """The run is over, or can't go on; the weights are kept."""
+    """Halt, and keep the weights: the run is over, or can't go on."""
 
     halt: pb.Halt
 

@@ -45,12 +45,13 @@ class FollowingJoiner:
     feeders: dict[Ballot, str] = field(default_factory=dict)  # by attempt, until it is here
 
     def begun(self, ballot: Ballot, begin: pb.Begin, node: str) -> None:
+        """Notes an attempt of the others, and who feeds `node` its gradient."""
         self.attempt = ballot, begin.step
         self.feeders[ballot] = feeders(begin).get(node, NOBODY)
 
     def came(self, ballot: Ballot, feeder: str) -> None:
-        """A gradient has arrived. Links keep order, so the feeder's earlier ones have arrived, too,
-        or are lost."""
+        """Notes that an attempt's gradient has arrived. Links keep order, so the feeder's earlier
+        ones have arrived, too, or are lost."""
         for earlier, by in self.feeders.items():
             if by == feeder and earlier < ballot:
                 self.feeders[earlier] = NOBODY
@@ -58,15 +59,15 @@ class FollowingJoiner:
         self.gradients.add(ballot)
 
     def missed(self, ballot: Ballot) -> None:
-        """A gradient was dropped: too many wait."""
+        """Notes that an attempt's gradient was dropped: too many wait."""
         self.feeders[ballot] = NOBODY
 
     def lost(self, peer: str) -> None:
-        """The gradients that `peer` feeds won't come."""
+        """Notes that the gradients that `peer` feeds won't come."""
         self.feeders = {b: NOBODY if by == peer else by for b, by in self.feeders.items()}
 
     def fault_in(self, commit: pb.Commit, stage: int) -> str:
-        """Why it can't go on with this commit; empty: it can."""
+        """Why the joiner can't go on with this commit; empty: it can."""
         if commit.step > self.heard + 1:
             return f"the commit of step {self.heard + 1} was missed"
         if entering(commit, stage):
@@ -74,24 +75,24 @@ class FollowingJoiner:
         return ""
 
     def hear(self, commit: pb.Commit) -> None:
-        """Adds the commit after `heard`."""
+        """Adds a received commit, the one after `heard`."""
         self.commits.append(commit)
         self.heard = commit.step
 
     def doubt(self) -> None:
-        """A new ballot: the newest commit received may be void, unless it is applied. Earlier ones
-        are certain: all members had applied them before they voted for the newest."""
+        """Drops the newest commit received, unless it is applied: by a new ballot, it may be void.
+        Earlier ones are certain: all members had applied them before they voted for the newest."""
         self.vote = NEVER
         if self.commits:
             self.heard = self.commits.pop().step - 1
 
     def due(self) -> pb.Commit | None:
-        """The next commit to apply, if its gradient has arrived."""
+        """The next commit that the joiner can apply, since its gradient has arrived; None: none."""
         commit = self.commits[0] if self.commits else None
         return commit if commit and Ballot.of(commit.ballot) in self.gradients else None
 
     def applied(self, commit: pb.Commit) -> None:
-        """Drops what belongs to this attempt or an older one."""
+        """Drops the gradients and feeders up to a commit that was applied."""
         if self.commits:
             self.commits.popleft()
         self.heard = max(self.heard, commit.step)
@@ -100,13 +101,13 @@ class FollowingJoiner:
         self.feeders = {other: by for other, by in self.feeders.items() if other > ballot}
 
     def may_vote(self, committed: int) -> bool:
-        """Whether it lacks only the commit of the attempt that it is asked to vote for."""
+        """Whether the joiner lacks only the commit of the attempt that it is asked to vote for."""
         ballot, step = self.attempt
         ready = not self.commits and step == committed + 1
         return ready and ballot == self.vote and ballot in self.gradients
 
     def broken(self) -> str:
-        """Why it can't go on; empty: it can."""
+        """Why the joiner can't go on following; empty: it can."""
         for commit in self.commits:
             if self.feeders.get(Ballot.of(commit.ballot)) == NOBODY:
                 return f"the gradient of step {commit.step} won't come"

@@ -41,16 +41,16 @@ class InFlightWindow:
         self._homes: list[float] = []
 
     def left(self, microbatch: int, now: float) -> None:
-        """The microbatch has left for the next stage."""
+        """Notes that a microbatch has left its source."""
         self._left[microbatch] = now
 
     def home(self, microbatch: int, now: float) -> None:
-        """The microbatch's gradient has come back and was applied."""
+        """Notes that a microbatch's gradient is back at its source."""
         self._trip = min(self._trip, now - self._left.pop(microbatch))
         self._homes.append(now)
 
     def begin(self) -> None:
-        """Begins another attempt."""
+        """Sets the window of the next attempt, by the measurements of the last one."""
         homes = self._homes
         if len(homes) > 1 and homes[-1] > homes[0] and self._trip < math.inf:
             between = (homes[-1] - homes[0]) / (len(homes) - 1)

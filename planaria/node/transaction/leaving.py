@@ -38,8 +38,8 @@ class Leaving:
     def waits(
         self, stage: int, view: registry.View, trains: Iterable[pb.Place], now: float
     ) -> bool:
-        """Whether a successor is to take the stage over, or may be found. `trains`: members of the
-        attempt.
+        """Whether the leaver waits for a successor at the stage, which is appointed or may be
+        found. `trains`: members of the attempt.
 
         Until a view marks this node as leaving, the remaining nodes aren't known: two replicas that
         leave at once may each count on the other. The one that is marked later sees the other's
@@ -56,7 +56,7 @@ class Leaving:
         return may_have_heir(view, self._node) and now < since + APPOINTMENT
 
     def lives_on(self, stage: int, view: registry.View) -> bool:
-        """Whether a replica from before stays."""
+        """Whether another node stays that served the stage when this one was asked to leave."""
         return bool(self._replicas.get(stage, set()) & _staying(view, self._node, stage))
 
     def heir(self, stage: int, view: registry.View, trains: Iterable[pb.Place]) -> str:
@@ -67,7 +67,7 @@ class Leaving:
 
 
 def _staying(view: registry.View, node: str, stage: int) -> set[str]:
-    """The other nodes at the stage that don't leave."""
+    """The nodes at the stage, without this one, that don't leave."""
     return {
         member.node
         for member in view.members

@@ -65,8 +65,8 @@ class MemberPhase(enum.Enum):
         return self.may_vote or self is MemberPhase.READY
 
 
-class Frames(enum.Enum):
-    """What to do with a frame that belongs to some ballot."""
+class FrameUse(enum.Enum):
+    """What a node does with a frame of an attempt: compute on it, keep it for later, or drop it."""
 
     TAKE = enum.auto()
     HOLD = enum.auto()
@@ -74,15 +74,15 @@ class Frames(enum.Enum):
 
 
 class Reports:
-    """What a member reports once, though it happens again. `node`: its seat."""
+    """What a member has reported, so that it reports each fault once. `node`: its seat."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._refused: set[tuple[str, str]] = set()  # in this view: node and kind of message
         self.accused: set[str] = set()  # nodes reported to the registry since the last commit
 
-    def refuses(self, peer: str, body: str) -> bool:
-        """Whether a refused message is the first of its kind in this view."""
+    def is_first_refusal(self, peer: str, body: str) -> bool:
+        """Whether a refused message is the first of its kind from this node in this view."""
         new = (node_of(peer), body) not in self._refused
         self._refused.add((node_of(peer), body))
         return new
@@ -172,7 +172,7 @@ class MemberSide:
             case "sync":
                 return self._synced(peer, ballot, message.sync)
             case "records":
-                return self._recorded(ballot, message.records)
+                return self._keep_records(ballot, message.records)
             case "reduce":
                 return self._all_home(ballot)
             case "halt":
@@ -187,16 +187,17 @@ class MemberSide:
         return self.view.driver == peer != "" and ballot.view <= self.view.number
 
     def _refuse(self, peer: str, body: str, ballot: Ballot) -> list[Effect]:
-        if not self.reports.refuses(peer, body):
+        """Reports a message of a node that doesn't drive."""
+        if not self.reports.is_first_refusal(peer, body):
             return []
         number, driver = self.view.number, self.view.driver or "nobody"
         why = f"{driver} drives view {number}, the newest one here; it is of view {ballot.view}"
         return [MessageRefused(peer=peer, body=body, why=why)]
 
     def reduced(self, ballot: Ballot, ready: pb.Ready) -> list[Effect]:
-        """The stage's gradient is averaged and has every microbatch once. `ready`: its norm,
-        whether it is finite, the digest of the current weights (empty: not computed), seconds per
-        microbatch, and the relearned updates that may enter."""
+        """Votes, since the stage's gradient is averaged and has every microbatch once. `ready`: its
+        norm, whether it is finite, the digest of the current weights (empty: not computed), seconds
+        per microbatch, and the relearned updates that may enter."""
         if not self.phase.may_vote or ballot != self.attempt:
             return []
         self.seconds_per_microbatch = ready.seconds_per_microbatch
@@ -207,8 +208,8 @@ class MemberSide:
         return self._vote()
 
     def _vote(self) -> list[Effect]:
-        """Votes. A record holder first needs the records: then other nodes know a commit's records,
-        whichever receiver of the commit fails."""
+        """Sends the vote. A record holder first needs the records: then other nodes know a commit's
+        records, whichever receiver of the commit fails."""
         if self.ready is None or (self.keeps and not self.records):
             return []
         ready, self.ready = self.ready, None
@@ -220,8 +221,8 @@ class MemberSide:
         return self._changed(digest) + self._follow_on()
 
     def voided(self, ballot: Ballot) -> bool:
-        """The state is about to be overwritten by one that isn't fit to train yet. True: it is
-        still wanted. Until `fetched` this node has no state to offer."""
+        """Notes that the state is about to be overwritten by one that isn't fit to train yet. True:
+        that one is still wanted. Until `fetched` this node has no state to offer."""
         wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if wanted:
             self.lineage = self.committed = 0
@@ -229,7 +230,8 @@ class MemberSide:
         return wanted
 
     def arrived(self, ballot: Ballot) -> bool:
-        """The state has come. True: it is still wanted, put it in place and call `fetched`."""
+        """Notes that a state has come. True: it is still wanted, put it in place and call
+        `fetched`."""
         following = self.following
         wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if following is not None and self.phase is MemberPhase.FOLLOWING:
@@ -238,7 +240,7 @@ class MemberSide:
         return wanted
 
     def fetched(self, synced: pb.Synced, last: pb.Commit, boosted_at: int) -> list[Effect]:
-        """The state of `synced.step` is in place; `last` is the commit that made it."""
+        """Reports that the state of `synced.step` is in place; `last`: the commit that made it."""
         self.lineage, self.committed = self.sync.lineage, synced.step
         self.void = self.weightless = False
         self.last, self.boosted_at = last, boosted_at
@@ -289,13 +291,13 @@ class MemberSide:
         return [*reports, NEVER.send(self.driver, cut=_cut(node, reason, cause))]
 
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
-        """The reduced gradient of an attempt is here, from a replica of this node's stage."""
+        """Handles a joiner's reduced gradient of an attempt, which a replica of its stage sent."""
         if self.following is not None:
             self.following.came(ballot, feeder)
         return self._follow_on()
 
     def gradient_refused(self, reason: str, feeder: str, cause: Cause) -> list[Effect]:
-        """A replica's message for a gradient is unusable."""
+        """Stops following: what a replica has sent for a gradient is unusable."""
         if self.following is None:
             return []
         reports = self.reports.accuse(feeder, reason, cause)
@@ -304,25 +306,25 @@ class MemberSide:
         )
 
     def gradient_missed(self, ballot: Ballot) -> list[Effect]:
-        """The gradient won't come: too many of them wait."""
+        """Notes that a joiner's gradient won't come: too many of them wait."""
         if self.following is not None:
             self.following.missed(ballot)
         return self._follow_on()
 
     def link_lost(self, peer: str) -> list[Effect]:
-        """Messages and frames of `peer`, and those for it, are lost."""
+        """Handles the loss of a link: messages and frames of `peer`, and for it, are lost."""
         if self.following is not None:
             self.following.lost(peer)
             self.following.caught_up = self.following.caught_up and peer != self.driver
         return self._follow_on()
 
-    def frames(self, ballot: Ballot) -> Frames:
+    def frames(self, ballot: Ballot) -> FrameUse:
         """What to do with a frame that was sent by the plan of `ballot`."""
         if self._is_of_attempt(ballot) and self.phase.attempts:  # others may still work on it
-            return Frames.TAKE
+            return FrameUse.TAKE
         if self.phase is not MemberPhase.HALTED and ballot > max(self.promised, self.attempt):
-            return Frames.HOLD
-        return Frames.DROP
+            return FrameUse.HOLD
+        return FrameUse.DROP
 
     # --- transitions
 
@@ -338,7 +340,7 @@ class MemberSide:
         attempting = self.step if self.phase.attempts else 0
         self._promise(peer, ballot)
         if ballot.view == self.view.number:
-            self.heard.asked(ballot.view, active(self.view))
+            self.heard.queried(ballot.view, active(self.view))
         self.halt = None  # the driver queries again
         effects: list[Effect] = []
         if self.phase.may_vote:
@@ -351,6 +353,7 @@ class MemberSide:
         return effects + self._answer(peer, ballot, attempting)
 
     def _changed(self, digest: bytes) -> list[Effect]:
+        """Ends a change of the weights; answers a query that came meanwhile."""
         self.digest = digest
         self.changing = False
         if self.unanswered is None:
@@ -434,7 +437,8 @@ class MemberSide:
         return [StartAttempt(ballot, begin)]
 
     def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        """Goes on by a new plan. A vote is void: its gradient lacks what others have to redo."""
+        """Goes on with an attempt by a new plan. A vote is void: its gradient lacks what others
+        have to redo."""
         since = Ballot.of(begin.since)
         if not self.phase.attempts or since != self.began:
             return self._cannot(f"asked to go on with attempt {since}, which isn't running here")
@@ -499,7 +503,7 @@ class MemberSide:
         self.reports.accused.clear()
         return [Apply(commit)]
 
-    def _recorded(self, ballot: Ballot, records: pb.Records) -> list[Effect]:
+    def _keep_records(self, ballot: Ballot, records: pb.Records) -> list[Effect]:
         if not self.phase.may_vote or ballot != self.attempt:
             return []
         self.records = records.microbatches
@@ -537,7 +541,7 @@ class MemberSide:
     # --- following
 
     def _begun_without(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        """The others begin an attempt in which this node is a joiner."""
+        """Handles an attempt of the others, in which this node is a joiner."""
         self.trained = False
         if self.following is None:
             return self._cannot("it doesn't follow")
@@ -556,7 +560,8 @@ class MemberSide:
         return self._follow_on()
 
     def _follow_on(self) -> list[Effect]:
-        """Applies the next commit; else votes, if asked to; else reports that it has caught up."""
+        """Applies a joiner's next commit; else votes, if asked to; else reports that it has caught
+        up."""
         following = self.following
         if following is None or self.phase is not MemberPhase.FOLLOWING:
             return []

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.routing import stages_in
 from planaria.node.wire import stage_pb2 as pb
 
 Members = Mapping[str, int]
@@ -40,8 +41,8 @@ class PlanEncoder:
     def doubt(
         self, view: int = 0, members: Members = MappingProxyType({}), having: Iterable[str] = ()
     ) -> None:
-        """The last plan may not have arrived. `members`: of this view, which the members in
-        `having` know; they get the differences from it."""
+        """Forgets the last plan, which may not have arrived. `members`: of this view, which the
+        members in `having` know; they get the differences from it."""
         self._last, self._members = Ballot(view, 0), members
         self._informed = frozenset(having)
 
@@ -56,8 +57,11 @@ class PlanEncoder:
             joiners[joiner.stage].append(joiner)
         new, rest = _without_lists(begin), _without_lists(begin)
         new.members.extend(begin.members)
-        members = {place.node: place.stage for place in begin.members}
-        self._tell_changes(rest, members)
+        members = stages_in(begin)
+        rest.members_of.CopyFrom(self._last.message())
+        rest.left.extend(self._members.keys() - members.keys())
+        changed = (node for node, stage in members.items() if self._members.get(node) != stage)
+        rest.members.extend(pb.Place(node=node, stage=members[node]) for node in changed)
         to_new, to_informed = new.SerializeToString(), rest.SerializeToString()
         for node, part in parts.items():
             mine = visits.get(node, ())
@@ -69,16 +73,9 @@ class PlanEncoder:
             part.joining.extend(joiners[stages[node]])
         self._last, self._informed, self._members = ballot, frozenset(stages), members
 
-    def _tell_changes(self, part: pb.Begin, members: Members) -> None:
-        part.members_of.CopyFrom(self._last.message())
-        part.left.extend(self._members.keys() - members.keys())
-        for node, stage in members.items():
-            if self._members.get(node) != stage:
-                part.members.add(node=node, stage=stage)
-
 
 def _without_lists(begin: pb.Begin) -> pb.Begin:
-    """The fields that all members get."""
+    """A copy of the plan with the fields that all members get."""
     part = pb.Begin(step=begin.step, kind=begin.kind, non_finite=begin.non_finite)
     part.entering.extend(begin.entering)
     if begin.HasField("since"):
@@ -87,27 +84,22 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
 
 
 def _visits(begin: pb.Begin) -> dict[str, list[bytes]]:
-    """The microbatches that visit a node, once each, by node. Each is a `Begin`, serialised once
-    for all its receivers."""
+    """The microbatches that visit a node, once each, by node, with the source before the other
+    places. Each is a `Begin`, serialised once for all its receivers."""
     visits: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
     number = {node: number for number, node in enumerate(visits)}
     by_number = [*visits.values()]
     for microbatch in begin.plan:
-        numbered = _in_numbers(microbatch, number[microbatch.source])
+        places = [number[microbatch.source], *microbatch.places]
+        numbered = pb.Microbatch(id=microbatch.id, order=microbatch.order, places=places)
         alone = pb.Begin(plan=[numbered]).SerializeToString()
-        for place in numbered.places:
+        for place in places:
             by_number[place].append(alone)
     return visits
 
 
-def _in_numbers(microbatch: pb.Microbatch, source: int) -> pb.Microbatch:
-    """Puts the source before the other places."""
-    return pb.Microbatch(
-        id=microbatch.id, order=microbatch.order, places=[source, *microbatch.places]
-    )
-
-
-def _in_names(microbatch: pb.Microbatch, members: Sequence[pb.Place]) -> pb.Microbatch:
+def _with_source(microbatch: pb.Microbatch, members: Sequence[pb.Place]) -> pb.Microbatch:
+    """The microbatch with its source by name, which the first of its places numbers."""
     if microbatch.source or not microbatch.places:
         return microbatch
     source, *places = microbatch.places
@@ -125,8 +117,8 @@ class PlanDecoder:
         self._members: Members = {}
         self._view: Members = {}
 
-    def asked(self, view: int, members: Members) -> None:
-        """A driver has sent a query in the view of this number, with these members."""
+    def queried(self, view: int, members: Members) -> None:
+        """Notes that a driver has sent a query in the view of this number, with these members."""
         self._asked_in, self._view = view, members
 
     def has(self, view: int) -> bool:
@@ -134,9 +126,11 @@ class PlanDecoder:
         return self._asked_in == view
 
     def whole(self, ballot: Ballot, begin: pb.Begin) -> pb.Begin:
-        """Restores all members, and names of sources. Raises ValueError for differences from an
-        attempt that isn't the last one received, or from an unknown view, or for a source without a
-        part."""
+        """Restores a received plan: all members, and names of sources. Raises ValueError for
+        differences from an attempt that isn't the last one received, or from an unknown view, or
+        for a source without a part."""
+        restored = pb.Begin()
+        restored.CopyFrom(begin)
         if begin.HasField("members_of"):
             since = Ballot.of(begin.members_of)
             of_view = since.attempt == 0 and self.has(since.view)
@@ -146,28 +140,15 @@ class PlanDecoder:
                 )
             before, left = self._view if of_view else self._members, set(begin.left)
             stages = {n: at for n, at in before.items() if n not in left}
-            stages |= {place.node: place.stage for place in begin.members}
-            begin = _with_members(begin, stages)
-        self._last = ballot
-        self._members = {place.node: place.stage for place in begin.members}
-        return _with_sources(begin)
-
-
-def _with_members(begin: pb.Begin, stages: Members) -> pb.Begin:
-    restored = pb.Begin()
-    restored.CopyFrom(begin)
-    for name in ("members_of", "left", "members"):
-        restored.ClearField(name)
-    restored.members.extend(in_order([pb.Place(node=n, stage=at) for n, at in stages.items()]))
-    return restored
-
-
-def _with_sources(begin: pb.Begin) -> pb.Begin:
-    restored = pb.Begin()
-    restored.CopyFrom(begin)
-    del restored.plan[:]
-    restored.plan.extend(_in_names(microbatch, begin.members) for microbatch in begin.plan)
-    return restored
+            stages |= stages_in(begin)
+            for name in ("members_of", "left", "members"):
+                restored.ClearField(name)
+            places = [pb.Place(node=node, stage=stage) for node, stage in stages.items()]
+            restored.members.extend(in_order(places))
+        self._last, self._members = ballot, stages_in(restored)
+        del restored.plan[:]
+        restored.plan.extend(_with_source(m, restored.members) for m in begin.plan)
+        return restored
 
 
 def in_order(members: Collection[pb.Place]) -> list[pb.Place]:

@@ -13,7 +13,7 @@ from planaria.node.wire import stage_pb2 as pb
 
 @dataclass
 class RelearningProgress:
-    """Counts of a stage's relearning updates."""
+    """How far a stage's background relearning is: counts of its updates and steps."""
 
     updates: int  # updates of the whole relearning
     entered: int  # in the weights
@@ -29,17 +29,17 @@ class RelearningProgress:
 
     @property
     def left_then(self) -> int:
-        """Updates left once the current step is committed, with all that were made."""
+        """Relearning updates left once the current step is committed, with all that were made."""
         return self.left - self.made if self.steps + 1 < self.within else 0
 
     @property
     def gone(self) -> float:
-        """The share of its steps that are over."""
+        """The share of the relearning's steps that are over."""
         return self.steps / self.within
 
     @property
     def most(self) -> int:
-        """Maximum updates of this step."""
+        """Most relearning updates in this step."""
         return min(self.left, self.each_step) if self.each_step else self.left
 
     @property
@@ -56,18 +56,18 @@ class RelearningProgress:
         return self.made
 
     def goes_on(self) -> None:
-        """The offer won't be committed: the copy is still of the current weights."""
+        """Goes on with updates of the copy: those offered won't be committed in this attempt."""
         self.offered = False
 
     def commit(self, fixed: int) -> None:
-        """`fixed` updates enter; the others are made again."""
+        """Counts a committed step: `fixed` updates enter, and the others are made again."""
         self.entered += fixed
         self.steps += 1
         self.made, self.offered = 0, False
 
 
-def company(begin: pb.Begin, node: str, stage: int) -> str:
-    """Another node that has, or is to have, the stage's weights; empty: none."""
+def other_holder(begin: pb.Begin, node: str, stage: int) -> str:
+    """A node other than this one that has, or is to have, the stage's weights; empty: none."""
     nodes = [place.node for place in begin.members if place.stage == stage]
     nodes += [joiner.node for joiner in begin.joining if joiner.stage == stage]
     return next((other for other in nodes if other != node), "")

@@ -26,8 +26,8 @@ ROUNDING: Final = 1e-9
 
 
 def paces(seats: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds per microbatch at each seat of a stage. A seat without a measurement counts as the
-    average of the others."""
+    """The seconds per microbatch at each seat of a stage. A seat without a measurement counts as
+    the average of the others."""
     measured = {seat: seconds.get(seat, 0.0) for seat in seats}
     known = [pace for pace in measured.values() if pace]
     usual = sum(known) / len(known) if known else 1.0
@@ -105,7 +105,8 @@ def plan(
     stages 0, 1, .., L."""
     pace = [paces(seats, seconds) for seats in replicas]
     served = [list(islice(turns(list(stage), stage), len(orders))) for stage in pace]
-    if _share_nodes(replicas):
+    nodes = [node_of(seat) for seats in replicas for seat in seats]
+    if len(set(nodes)) < len(nodes):
         served = _at_home(_evened_out([Counter(seats) for seats in served], pace), pace)
     elif any(len(seats) > ALL for seats in replicas):
         served = _along_lanes(served)
@@ -118,16 +119,11 @@ def plan(
     ]
 
 
-def _share_nodes(replicas: Iterable[Iterable[str]]) -> bool:
-    nodes = [node_of(seat) for seats in replicas for seat in seats]
-    return len(set(nodes)) < len(nodes)
-
-
 def _evened_out(
     counts: Sequence[Counter[str]], pace: Sequence[Mapping[str, float]]
 ) -> Sequence[Counter[str]]:
-    """Microbatches of each seat, stage by stage: moves one at a time to nodes that would finish it
-    before its present node would have finished."""
+    """The number of each seat's microbatches, stage by stage, once single ones have moved to nodes
+    that would finish them before their present nodes would have finished."""
     busy: dict[str, float] = {}
     for given, seconds in zip(counts, pace, strict=True):
         for seat, at in seconds.items():
@@ -175,9 +171,8 @@ def _at_home(
 
 
 def _along_lanes(served: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Regroups microbatches by the nodes' places in their lanes, between which links exist; each
-    node keeps its number at each stage."""
-
+    """The nodes of microbatches, regrouped by the nodes' places in their lanes, between which links
+    exist; each node keeps its number at each stage."""
     place = {seat: scattered(node_of(seat)) for seat in set(chain.from_iterable(served))}
     line = sorted(range(len(served[0])), key=lambda number: place[served[0][number]])
     regrouped = [[""] * len(line) for _ in served]

@@ -9,12 +9,12 @@ from typing import Final
 from planaria.recovery.policy import Policy
 
 SLOWEST: Final = 100e3
-"""Bytes a second at least at which a state comes; more slowly it counts as no progress."""
+"""Bytes per second at which a state comes at least; more slowly, that is no progress."""
 
 
 @dataclass(frozen=True)
 class TransactionRules:
-    """Training length, steps and policies for losses."""
+    """What the run file sets for drivers: training length, steps, and what is done about losses."""
 
     stages: int  # body stages, L
     steps: int

@@ -155,7 +155,7 @@ class Told:
     def whole(self, message: pb.Message) -> pb.Begin:
         """What a member makes of it that has the newest view, in which it was asked last."""
         heard = PlanDecoder()
-        heard.asked(self.number, self.members)
+        heard.queried(self.number, self.members)
         return heard.whole(self.driver.ballot, message.step.begin)
 
     def begins(self, committed: int = 0) -> dict[str, pb.Message]:

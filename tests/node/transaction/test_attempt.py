@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.ports import Priority
-from planaria.node.transaction.attempt import FORGIVEN, Attempt, Done, NoRoomError, Visit
+from planaria.node.transaction.attempt import FORGIVEN, Attempt, NoRoomError, PassResult, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
@@ -71,7 +71,7 @@ def test_what_two_nodes_make_of_the_same_is_compared_by_their_neighbours(
     swarm.ends()
     found = {(by, one.microbatch, one.position, one.backward) for by, one in swarm.compared}
     assert found == {
-        (one.comparer(backward), *key, backward)
+        (one.before if backward else one.behind, *key, backward)
         for key, one in checks.checked.items()
         for backward in (False, True)
     }
@@ -139,11 +139,11 @@ class Cramped(VirtualWork):
         super().__init__(node, stage)
         self.room, self.most = room, 0
 
-    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+    def embed(self, ballot: Ballot, visit: Visit) -> PassResult | None:
         self._look(visit)
         return super().embed(ballot, visit)
 
-    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if not visit.at_head:
             self._look(visit)
         return super().forward(ballot, visit, peer, frame)

@@ -23,7 +23,7 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
+from planaria.node.transaction.member import FrameUse, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.commit_chain import hash_of_records, head
 
@@ -575,12 +575,12 @@ def test_a_joiner_that_was_told_to_wait_with_the_others_follows_no_longer():
 
 def test_frames_of_the_attempt_are_taken_older_dropped_newer_held(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
-    assert told.member.frames(Ballot(1, 2)) is Frames.TAKE
-    assert told.member.frames(Ballot(1, 1)) is Frames.DROP
-    assert told.member.frames(Ballot(1, 3)) is Frames.HOLD
+    assert told.member.frames(Ballot(1, 2)) is FrameUse.TAKE
+    assert told.member.frames(Ballot(1, 1)) is FrameUse.DROP
+    assert told.member.frames(Ballot(1, 3)) is FrameUse.HOLD
     told.queried(Ballot(1, 3))
-    assert told.member.frames(Ballot(1, 2)) is Frames.DROP, "given up"
-    assert told.member.frames(Ballot(1, 4)) is Frames.HOLD
+    assert told.member.frames(Ballot(1, 2)) is FrameUse.DROP, "given up"
+    assert told.member.frames(Ballot(1, 4)) is FrameUse.HOLD
 
 
 # --- views and halts
@@ -604,7 +604,7 @@ def test_a_halted_member_goes_on_when_a_driver_asks(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
     effects = told.hears(Ballot(1, 3), halt=pb.Halt(reason="lost"))
     assert effects[0] == DropAttempt(Ballot(1, 2))
-    assert told.member.frames(Ballot(1, 4)) is Frames.DROP
+    assert told.member.frames(Ballot(1, 4)) is FrameUse.DROP
     told.queried(Ballot(1, 4))
     told.hears(Ballot(1, 5), step=begin(1))
     assert (told.member.phase, told.member.halt) == (MemberPhase.RUNNING, None)
@@ -696,12 +696,12 @@ def test_an_attempt_goes_on_from_wherever_it_stands(told: Told, phase: MemberPha
 
 def test_what_was_sent_by_an_older_plan_is_taken_and_by_a_newer_one_kept_for_later(told: Told):
     told.hears(Ballot(1, 1), step=begin(1))
-    assert told.member.frames(Ballot(1, 2)) is Frames.HOLD
+    assert told.member.frames(Ballot(1, 2)) is FrameUse.HOLD
     told.hears(Ballot(1, 2), step=going_on(1, Ballot(1, 1)))
-    assert told.member.frames(Ballot(1, 1)) is Frames.TAKE
-    assert told.member.frames(Ballot(1, 2)) is Frames.TAKE
-    assert told.member.frames(Ballot(1, 3)) is Frames.HOLD
-    assert told.member.frames(Ballot(1, 0)) is Frames.DROP
+    assert told.member.frames(Ballot(1, 1)) is FrameUse.TAKE
+    assert told.member.frames(Ballot(1, 2)) is FrameUse.TAKE
+    assert told.member.frames(Ballot(1, 3)) is FrameUse.HOLD
+    assert told.member.frames(Ballot(1, 0)) is FrameUse.DROP
 
 
 def test_nothing_goes_on_that_has_not_begun_here(told: Told):

@@ -67,7 +67,7 @@ def test_each_has_all_that_concerns_it_whoever_came_and_went(
             view = {name: int(name[1]) for name in names[1:]}
             telling.doubt(number, view, having)
             for node in having:
-                heard[node].asked(number, view)
+                heard[node].queried(number, view)
         followers = {name: int(name[1]) for name in names if name not in members}
         begin = begun(members, microbatches, followers)
         ballot = Ballot(1, number + 1)

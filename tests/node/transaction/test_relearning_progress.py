@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.transaction.commits import entering
-from planaria.node.transaction.relearning_progress import RelearningProgress, company
+from planaria.node.transaction.relearning_progress import RelearningProgress, other_holder
 from planaria.node.wire import stage_pb2 as pb
 
 
@@ -89,13 +89,13 @@ def test_no_update_is_lost_or_counted_twice(updates: int, each_step: int, data: 
 
 def test_who_has_the_stage_too_is_a_member_or_a_joiner_of_it() -> None:
     places = [pb.Place(node="a", stage=0), pb.Place(node="b", stage=1)]
-    assert company(pb.Begin(members=places), "b", 1) == ""
+    assert other_holder(pb.Begin(members=places), "b", 1) == ""
     another = pb.Begin(members=[*places, pb.Place(node="c", stage=1)])
-    assert company(another, "b", 1) == "c"
+    assert other_holder(another, "b", 1) == "c"
     elsewhere = pb.Begin(members=places, joining=[pb.Joiner(node="d", stage=0)])
-    assert company(elsewhere, "b", 1) == ""
+    assert other_holder(elsewhere, "b", 1) == ""
     follows = pb.Begin(members=places, joining=[pb.Joiner(node="d", stage=1)])
-    assert company(follows, "b", 1) == "d"
+    assert other_holder(follows, "b", 1) == "d"
 
 
 def test_a_commit_says_what_enters_by_stage() -> None:
