@@ -79,7 +79,7 @@ from planaria.node.wire.commit_chain import has_records
 from planaria.node.wire.exchange import ClosedError, ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
-from planaria.node.wire.link_speed import measure_all, seen
+from planaria.node.wire.link_speed import measure_all, speeds_seen
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.observers import Observers
@@ -612,7 +612,7 @@ class Node(Generic[M]):
             unlisted=self.missing.unlisted,
             samples=in_report(self.samples.values()),
             rebuilds=self.rebuilds,
-            seen=seen(self.links) if len(self.view.members) <= MOST_WEIGHED else (),
+            seen=speeds_seen(self.links) if len(self.view.members) <= MOST_WEIGHED else (),
         )
 
 

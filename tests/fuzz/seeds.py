@@ -26,7 +26,7 @@ from planaria.node.run_file import RunFile, dumps
 from planaria.node.state.saves import Contents, Saves
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chunks import Outbox
+from planaria.node.wire.chunks import ChunkOutbox
 from planaria.node.wire.frames import Descriptor, Frame, pack_chunk
 from planaria.node.wire.lowrank import cuts
 from planaria.node.wire.session import Hello
@@ -61,7 +61,7 @@ def _a_frame() -> Frame:
 
 
 def _chunks() -> list[bytes]:
-    outbox = Outbox(64, 1 << 16)
+    outbox = ChunkOutbox(64, 1 << 16)
     outbox.push(_a_frame())
     outbox.push(Frame("state", (3, 1), {"transfer": 1}, [], bytes(150)))
     sent = []

@@ -13,16 +13,16 @@ from planaria.node.state.relearn import Relearning
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.state.twin import Twin
 from planaria.node.wire.budget import HeldFrames
-from planaria.node.wire.chunks import Inbox, Ordering, Outbox
+from planaria.node.wire.chunks import ChunkInbox, ChunkOrder, ChunkOutbox
 from planaria.node.wire.exchange import Inboxes
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.node.wire.relays import Relays
 from planaria.node.wire.session import Session
 
 COUNTERS: Final[Mapping[type, str]] = {
-    Outbox: "_started _in_flight _copying _beside unacknowledged frames",
-    Ordering: "_early _waiting",
-    Inbox: "_ordering _partial",
+    ChunkOutbox: "_started _in_flight _copying _beside unacknowledged frames",
+    ChunkOrder: "_early _waiting",
+    ChunkInbox: "_ordering _partial",
     Session: "outbox inbox held _sent _waiting _message_bytes",
     HeldFrames: "frames used",
     NodeOutbox: "_waiting",

@@ -11,7 +11,7 @@ import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chunks import Outbox
+from planaria.node.wire.chunks import ChunkOutbox
 from planaria.node.wire.connection import Link
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.link import Links, LinkSettings
@@ -242,7 +242,7 @@ WIDE = 3
 
 def wide(monkeypatch: pytest.MonkeyPatch, seed: int) -> Cast:
     """Two nodes whose frames take several streams, over which a frame is under way."""
-    monkeypatch.setattr(Outbox, "streams", property(lambda outbox: WIDE))
+    monkeypatch.setattr(ChunkOutbox, "streams", property(lambda outbox: WIDE))
     cast = Cast(seed)
     one, other = cast.ends
     cast.send(one, other, Frame("probe", (0, 0), {"number": 0}, [], bytes(2000)))
@@ -317,12 +317,12 @@ def test_what_is_sent_while_the_carrier_changes_comes_once_and_in_order(seed: in
 def test_a_link_that_drops_what_was_under_way_when_the_carrier_changes_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rewind = Outbox.rewind
+    rewind = ChunkOutbox.rewind
 
-    def forgetful(self: Outbox, begun: int, partial: Mapping[int, int]) -> None:
+    def forgetful(self: ChunkOutbox, begun: int, partial: Mapping[int, int]) -> None:
         rewind(self, self._last, {})
 
-    monkeypatch.setattr(Outbox, "rewind", forgetful)
+    monkeypatch.setattr(ChunkOutbox, "rewind", forgetful)
     with pytest.raises((AssertionError, WireError)):
         for seed in range(5):
             changed_carriers(seed)

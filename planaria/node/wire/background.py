@@ -45,7 +45,7 @@ class _Sent(NamedTuple):
 
 
 class Background:
-    """The background window of one direction of one connection."""
+    """The window of background traffic in one direction of one connection."""
 
     def __init__(self) -> None:
         self.window = FIRST
@@ -60,8 +60,8 @@ class Background:
         self._met = False  # the window has reached the link's limit
 
     def room(self, flight: int, now: float) -> int:
-        """Bytes that the next chunk may have when `flight` are in flight; 0: it waits for the next
-        acknowledgement."""
+        """Bytes that the next background chunk may have when `flight` are in flight; 0: it waits
+        for the next acknowledgement."""
         if now >= self._anew and self._sent:
             return 0
         if not flight:
@@ -91,10 +91,11 @@ class Background:
         if not sent:
             del self._sent[frame]
         self._answered = now
-        self._think_over(last, max(now - last.at, 1e-6), now)
+        self._adapt(last, max(now - last.at, 1e-6), now)
         self._open = min(self._open, self.window)
 
-    def _think_over(self, chunk: _Sent, took: float, now: float) -> None:
+    def _adapt(self, chunk: _Sent, took: float, now: float) -> None:
+        """Changes the window by the time that an acknowledged chunk took."""
         self._shortest = min(self._shortest, took)
         if chunk.at < self._changed:  # it measures the former window
             return
@@ -110,6 +111,7 @@ class Background:
             self._change(min(1.0, wanted / self._best), now)
 
     def _change(self, times: float, now: float) -> None:
+        """Multiplies the window by `times`, within its bounds."""
         window = round(self.window * max(times, 1 / FASTEST))
         self.window = min(MOST, max(window, min(self.window, LEAST)))
         self._changed, self._first, self._best = now, math.inf, math.inf

@@ -68,9 +68,9 @@ class _Sending:
         return len(self.head) + HEAD
 
 
-class Outbox:
-    """Frames to send, in chunks of at most `chunk` bytes, at most `window` bytes unacknowledged;
-    `background` makes the window of copies. `now` in seconds, of any one clock."""
+class ChunkOutbox:
+    """A link's frames to send, in chunks of at most `chunk` bytes, at most `window` bytes
+    unacknowledged; `background` makes the window of copies. `now` in seconds, of any one clock."""
 
     def __init__(
         self, chunk: int, window: int, background: Callable[[], Background] = Background
@@ -99,7 +99,7 @@ class Outbox:
 
     @property
     def streams(self) -> int:
-        """How many streams it would use for its chunks."""
+        """How many streams the link wants for its chunks."""
         return self._streams.wanted
 
     @property
@@ -108,8 +108,8 @@ class Outbox:
         return self._streams.rate(self.round_trip)
 
     def next(self, now: float, streams: int = 1, place: int = 0) -> bytes | None:
-        """The next chunk for the stream at index `place` of `streams`; None while nothing is queued
-        for it or the window is full."""
+        """The next chunk to send by the stream at index `place` of `streams`; None while nothing is
+        queued for it or the window is full."""
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is None:
             return None
@@ -154,22 +154,23 @@ class Outbox:
             self._background.sent(*at, self._in_flight, now)
         if sending.sent == sending.size:
             queue.popleft()
-        self._look(0, now)
+        self._update_streams(0, now)
         return chunk
 
     def acknowledge(self, number: int, received: int, now: float) -> None:
-        """The peer has `received` bytes of this frame. Raises WireError when that can't be."""
+        """Take in that the peer has `received` bytes of this frame. Raises WireError when that
+        can't be."""
         others = self._acknowledge(number, received)
         self._background.acknowledged(number, received, now)
-        self._look(others, now)
+        self._update_streams(others, now)
 
-    def _look(self, acknowledged: int, now: float) -> None:
+    def _update_streams(self, acknowledged: int, now: float) -> None:
         under_way = self._in_flight - self._copying
-        self._streams.look(under_way, acknowledged, now, self.round_trip)
+        self._streams.update(under_way, acknowledged, now, self.round_trip)
 
     def _acknowledge(self, number: int, received: int) -> int:
-        """Count of newly acknowledged bytes; 0 for a copy, whose rate follows from its window, not
-        from its streams."""
+        """Frees a frame's acknowledged bytes. Returns their number; 0 for a copy, whose rate
+        follows from its window, not from its streams."""
         sending = self._started.get(number)
         if sending is None or not sending.acknowledged <= received <= sending.sent:
             raise WireError(f"{received} bytes of frame {number} acknowledged, which is impossible")
@@ -188,7 +189,7 @@ class Outbox:
         return 0 if sending.in_background else more
 
     def rewind(self, begun: int, partial: Mapping[int, int]) -> None:
-        """Resume after a reconnect: the peer has the first `begun` frames, of those in `partial`
+        """Resume on a new connection: the peer has the first `begun` frames, of those in `partial`
         only so many bytes; the rest in flight is lost. Raises WireError when that can't be."""
         unbegun = [sending for number, sending in self._started.items() if number > begun]
         received = [sending for number, sending in self._started.items() if number <= begun]
@@ -228,13 +229,14 @@ class Outbox:
 
 
 def _rest_of(frame: Frame, sent: int) -> deque[memoryview]:
+    """The frame's payload behind the first `sent` bytes."""
     rest = deque(buffer for buffer in buffers_of(frame.payload) if buffer.nbytes)
     _take(rest, sent)
     return rest
 
 
 def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
-    """Remove the first `length` bytes from `buffers`."""
+    """Remove and return the first `length` bytes of `buffers`."""
     parts = []
     while length:
         if buffers[0].nbytes <= length:
@@ -246,8 +248,8 @@ def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
     return parts
 
 
-class Ordering:
-    """Chunk order in one direction of a link."""
+class ChunkOrder:
+    """Puts the chunks of several streams in order, in one direction of a link."""
 
     def __init__(self, window: int) -> None:
         """`window`: bytes of payload that the sender may have in flight."""
@@ -274,7 +276,7 @@ class Ordering:
             yield due
 
     def begin_anew(self) -> None:
-        """Restart on a new connection. Waiting chunks are sent again."""
+        """Drop the waiting chunks, since the peer sends them again on a new connection."""
         self._due, self._waiting = 1, 0
         self._early.clear()
 
@@ -290,12 +292,12 @@ class _Receiving:
     received: int = 0
 
 
-class Inbox:
+class ChunkInbox:
     """Reassembles frames from chunks; an invalid chunk raises WireError."""
 
     def __init__(self, payload_limit: int, window: int) -> None:
         self._limit = payload_limit
-        self._ordering = Ordering(window)
+        self._ordering = ChunkOrder(window)
         self._partial: dict[int, _Receiving] = {}
         self._last = 0
         self._chunks = 0  # since the last acknowledgement
@@ -323,20 +325,25 @@ class Inbox:
         receiving.received = end
         complete = end == chunk.size
         at_once = complete or receiving.frame.kind == BACKGROUND
-        self._note_received(chunk.frame, end, at_once)
+        self._unacknowledged[chunk.frame] = end
+        self._chunks += 1
+        if at_once or self._chunks >= ACKNOWLEDGE_EVERY:
+            self._due.update(self._unacknowledged)
+            self._unacknowledged.clear()
+            self._chunks = 0
         if not complete:
             return None
         del self._partial[chunk.frame]
         return receiving.frame
 
     def acknowledged(self) -> dict[int, int]:
-        """Acknowledgements to send to the peer: bytes of payload so far, by frame."""
+        """Removes and returns the acknowledgements to send: bytes of payload so far, by frame."""
         due, self._due = self._due, {}
         return due
 
     def progress(self) -> tuple[int, dict[int, int]]:
-        """The number of frames begun, and the bytes received of each incomplete one, for a new
-        connection. It replaces the acknowledgements that were due."""
+        """What has come, for the hello of a new connection: the number of frames begun, and the
+        bytes of each incomplete one. It replaces the acknowledgements that were due."""
         self._ordering.begin_anew()
         self._due.clear()
         self._unacknowledged.clear()
@@ -346,6 +353,7 @@ class Inbox:
         }
 
     def _begin(self, chunk: Chunk) -> _Receiving:
+        """Makes room for a new frame, of which this is the first chunk. Raises WireError."""
         if chunk.frame != self._last + 1:
             raise WireError(
                 f"a chunk of frame {chunk.frame}; a new frame would be {self._last + 1}"
@@ -362,11 +370,3 @@ class Inbox:
         self._last = chunk.frame
         self._partial[chunk.frame] = receiving
         return receiving
-
-    def _note_received(self, number: int, received: int, at_once: bool) -> None:
-        self._unacknowledged[number] = received
-        self._chunks += 1
-        if at_once or self._chunks >= ACKNOWLEDGE_EVERY:
-            self._due.update(self._unacknowledged)
-            self._unacknowledged.clear()
-            self._chunks = 0

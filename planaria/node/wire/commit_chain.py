@@ -23,6 +23,7 @@ PURPOSE: Final = "commit"  # of the signature
 
 
 def hash_of(commit: pb.Commit) -> bytes:
+    """The hash of a commit without its signature, the same with and without its records."""
     unsigned = pb.Commit()
     unsigned.CopyFrom(commit)
     unsigned.ClearField("signature")
@@ -72,5 +73,5 @@ def is_sealed(commit: pb.Commit, key: bytes, run: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_sealed(commit: bytes, signature: bytes, key: bytes, run: str) -> bool:
-    """Cached: all seats of a node receive the same commit."""
+    """Whether the key has signed a commit's hash. Cached: all seats of a node receive it."""
     return is_signed(key, signature, PURPOSE, run.encode(), commit)

@@ -72,9 +72,6 @@ class Link:
         self.over = asyncio.Event()
         self.reason, self.cause = "", SILENT
 
-    def start(self) -> None:
-        self._watch()
-
     def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
         self.session.send(message, arrived)
         self._sent()
@@ -99,6 +96,7 @@ class Link:
             raise ConnectionError(f"the link to {self.peer} is lost: {self.reason}")
 
     def _sent(self) -> None:
+        """Follows up on a queued message or frame: bounds what waits, and wakes the link."""
         self.used()
         self._links.bound_what_is_held(self, self.settings.held)
         if self.connection is not None:
@@ -107,8 +105,8 @@ class Link:
             self.wake()
 
     def carry_by(self, connection: Connection) -> None:
-        """Use a connection that has begun with hellos of this session."""
-        self._stir()
+        """Carry the link by a connection that has begun with hellos of this session."""
+        self._awake()
         self.via = connection.via
         self._reached = self._reached or connection.dialled
         self.connection = connection
@@ -140,20 +138,21 @@ class Link:
         return not (self.session.held or self.via or self._links.asks_for(self.peer))
 
     def _rest(self, why: str) -> None:
-        """Rest until this side has something to send, or the other one dials."""
+        """Let the link rest until this side has something to send, or the other one dials."""
         log.info("the link to %s is closed until it is needed: %s", self.peer, why)
         self.rests = True
         self.detach(why)
 
     def wake(self) -> None:
+        """Dial the peer again if the link rests."""
         if self.rests:
-            self._stir()
+            self._awake()
             self._links.dial_soon(self.peer, first=True)
 
-    def _stir(self) -> None:
+    def _awake(self) -> None:
         self.heard()
         self.rests = False
-        self._watch()
+        self.watch()
 
     async def _look_for(self) -> None:
         """Check whether this side could dial a peer that has dialled it."""
@@ -166,7 +165,7 @@ class Link:
             connection.end(why)
 
     def broke(self, connection: Connection) -> None:
-        """Handle the end of a connection."""
+        """Handle the end of a connection: the link sleeps or rests, unless it is over."""
         if self.connection is not connection:
             return
         self.connection = None
@@ -197,7 +196,7 @@ class Link:
             self.connection.say_farewell(reason)
         self._links.forget(self, report)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Check the link each heartbeat, until it rests or is over: after what came meanwhile."""
         if self._timer is None and not (self.rests or self.over.is_set()):
             soon = self._loop.call_soon
@@ -206,11 +205,11 @@ class Link:
     def _beat(self) -> None:
         self._timer = None
         if not (self.rests or self.over.is_set()):
-            self._mind()
-        self._watch()
+            self._check()
+        self.watch()
 
-    def _mind(self) -> None:
-        """Run the checks of one heartbeat."""
+    def _check(self) -> None:
+        """Check a link that doesn't rest: whether it is silent, carried, and could be dialled."""
         silent = self._silence.tick(self.now)
         if silent is not None and self._idle.rests(self._is_spare(), self.now):
             self._rest(f"silent for {silent:.1f} s")  # the peer may have hung up, and isn't needed
@@ -218,10 +217,10 @@ class Link:
             self.end(f"silent for {silent:.1f} s")
         elif self.connection is not None:
             self.connection.beat()
-            self._mind_whether_carried(self.connection)
-            self._mind_whether_reached()
+            self._check_carried(self.connection)
+            self._check_reached()
 
-    def _mind_whether_carried(self, connection: Connection) -> None:
+    def _check_carried(self, connection: Connection) -> None:
         """End the link if frames are stuck while messages pass."""
         connection.note_streams()
         if connection.carries or not self.session.outbox.frames:
@@ -229,7 +228,7 @@ class Link:
         if (stuck := self._stuck.tick(self.now)) is not None:
             self.end(f"no stream for frames came up in {stuck:.1f} s")
 
-    def _mind_whether_reached(self) -> None:
+    def _check_reached(self) -> None:
         """Check that this side can dial: a link rests only where either side can wake it, and a
         dialled node may not be able to dial."""
         idle = self._idle.is_spare(self._has_no_use(), self.now)
@@ -240,7 +239,7 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Bulk:
-    """A stream for chunks."""
+    """A stream of a connection for chunks of frames."""
 
     number: int
     stream: Stream
@@ -291,6 +290,7 @@ class Connection:
         self.note_streams()
 
     def _use(self, bulk: Bulk) -> None:
+        """Starts the tasks that send and receive chunks by a stream."""
         self._spawn("_carry", partial(self._carry, bulk), bulk)
         self._spawn("_collect", partial(self._collect, bulk), bulk)
 
@@ -302,11 +302,13 @@ class Connection:
         self._links.spawn(self._until_over(name, work, bulk), name_of_task)
 
     def wake(self) -> None:
+        """Wakes the tasks that send: something may be queued."""
         self.note_streams()
         self._something_to_say.set()
         self._something_to_carry.set()
 
     def beat(self) -> None:
+        """Sends a heartbeat soon."""
         self._heartbeat = True
         self._something_to_say.set()
 
@@ -344,6 +346,7 @@ class Connection:
         return bool(self._carrying())
 
     def add(self, number: int, stream: Stream, ours: bool) -> Bulk:
+        """Adds a stream for chunks; `ours`: this side has dialled it."""
         bulk = self._bulks[number] = Bulk(number, stream, ours)
         if self.over.is_set():
             bulk.over.set()
@@ -381,11 +384,11 @@ class Connection:
         return new
 
     def added(self) -> None:
-        """An attempt to add a stream has ended, with or without success."""
+        """Notes that an attempt to add a stream has ended, with or without success."""
         self._adding -= 1
 
     def not_added(self, why: str) -> None:
-        """An attempt to add a stream has failed. Without any other, end the connection."""
+        """Ends the connection after a failed attempt to add a stream, if it has no other."""
         if not (self._carrying() or self._adding):
             self.end(why)
 
@@ -406,6 +409,7 @@ class Connection:
         bulk.over.set()
 
     async def _close(self) -> None:
+        """Ends the connection if the peer doesn't after a farewell."""
         try:
             async with asyncio.timeout(FAREWELL):
                 await self.over.wait()
@@ -416,6 +420,7 @@ class Connection:
     async def _until_over(
         self, name: str, work: Callable[[], Coroutine[Any, Any, None]], bulk: Bulk | None
     ) -> None:
+        """Runs one of the connection's tasks; its end or failure ends the connection."""
         try:
             await work()
             if bulk is None or not bulk.closing:
@@ -433,11 +438,12 @@ class Connection:
             raise
 
     def _refuse(self, error: WireError) -> None:
+        """Ends the link, since the peer has sent an invalid message."""
         cause = SILENT if self.via else error.cause  # a relay may have changed it
         self._link.end(f"{self.peer} sent an invalid message: {error}", cause=cause)
 
     async def _read(self, stream: Stream) -> bytes | None:
-        """The next item; None: the stream has ended."""
+        """The next item of a stream; None: the stream or the connection has ended."""
         data = await stream.read()
         if self.over.is_set() or data is None:
             return None
@@ -452,6 +458,7 @@ class Connection:
     # Tasks: two, and two for each stream of chunks
 
     async def _speak(self) -> None:
+        """Sends messages, heartbeats and acknowledgements by the Control stream."""
         while not self.over.is_set():
             over = self._link.over.is_set()
             if self._farewell:
@@ -474,7 +481,7 @@ class Connection:
                 await self._something_to_say.wait()
 
     async def _listen(self) -> None:
-        """Read until the peer has closed the connection, even when the link is over."""
+        """Reads messages until the peer has closed the connection, even when the link is over."""
         while (data := await self._read(self._control)) is not None:
             try:
                 self._hear(data)
@@ -482,6 +489,7 @@ class Connection:
                 self._refuse(error)
 
     def _hear(self, data: bytes) -> None:
+        """Handles a received message. Raises LinkOver for a farewell, and WireError."""
         message = parse_message(data)
         body = message.WhichOneof("body")
         if body == "farewell":
@@ -531,6 +539,7 @@ class Connection:
         self._something_to_carry.set()
 
     async def _carry(self, bulk: Bulk) -> None:
+        """Sends chunks by a stream until it closes."""
         while not (self.over.is_set() or bulk.closing):
             chunk = None if self._link.over.is_set() else self._next_chunk(bulk)
             if chunk is not None:
@@ -557,6 +566,7 @@ class Connection:
         return chunk
 
     async def _collect(self, bulk: Bulk) -> None:
+        """Receives chunks by a stream, and hands over the frames that they complete."""
         while (data := await self._read(bulk.stream)) is not None:
             chunk = parse_chunk(data)
             chunk.verify()

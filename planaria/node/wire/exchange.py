@@ -54,11 +54,11 @@ class PeerLostError(ComplaintError):
 
 
 class ClosedError(Exception):
-    """The awaited result will not come; the message says why."""
+    """The result that a task awaits of an exchange won't come; the message says why."""
 
 
 class Outcome(Generic[T]):
-    """A result to come. At most one exchange waits for it."""
+    """A result for which at most one exchange waits."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
@@ -68,13 +68,14 @@ class Outcome(Generic[T]):
         self._waiting: Exchange[Any] | None = None
 
     def fulfil(self, value: T) -> None:
-        """Set the value. Without effect once it is done."""
+        """Set the outcome's value. Without effect once it is done."""
         if not self.done:
             self._value, self.done = value, True
             self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Set the error, raised in the waiting exchange. Without effect once it is done."""
+        """Set the outcome's error, raised in the waiting exchange. Without effect once it is
+        done."""
         if not self.done:
             self._error, self.done = error, True
             self._tell()
@@ -95,7 +96,7 @@ class Outcome(Generic[T]):
         return self.within(math.inf).__await__()
 
     async def within(self, until: float) -> T:
-        """The result. Raises TimeoutError at the time `until`."""
+        """The outcome's result. Raises TimeoutError at the time `until`."""
         if not self.done:
             await _Wait(self, until)
         return self.result()
@@ -108,7 +109,7 @@ class Outcome(Generic[T]):
 
 
 class _Wait(NamedTuple):
-    """Yielded by an exchange to its runner."""
+    """What an exchange yields to its runner: the outcome that it awaits, and until when."""
 
     outcome: Outcome[Any]
     until: float
@@ -118,7 +119,8 @@ class _Wait(NamedTuple):
 
 
 class Exchange(Outcome[T]):
-    """A conversation that runs, or is over."""
+    """A conversation with peers that runs, or is over; its outcome is what its coroutine
+    returns."""
 
     def __init__(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> None:
         super().__init__(exchanges)
@@ -128,7 +130,7 @@ class Exchange(Outcome[T]):
         self._alarm: asyncio.TimerHandle | None = None  # at the end of the wait
 
     def cancel(self) -> None:
-        """Stop it where it waits. Work that it has posted still runs."""
+        """Stop the exchange where it waits. Work that it has posted still runs."""
         self.done = True
         self._leave()
         if not self._running:  # else it is closed at its next wait
@@ -209,14 +211,15 @@ class Exchanges:
     # --- for callers
 
     def start(self, work: Coroutine[Any, Any, T]) -> Exchange[T]:
-        """Run the work up to its first wait. The node crashes with what it raises."""
+        """Start an exchange, which runs at once up to its first wait. The node crashes with what it
+        raises."""
         exchange = Exchange(self, work)
         exchange._step()
         return exchange
 
     async def together(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of all works, in their order. When one fails, the others are cancelled, and
-        its error is raised."""
+        """The results of several exchanges, in their order. When one fails, the others are
+        cancelled, and its error is raised."""
         results: dict[int, T] = {}
         over: Outcome[None] = Outcome(self)
 
@@ -244,6 +247,7 @@ class Exchanges:
         return await outcome
 
     async def sleep(self, seconds: float) -> None:
+        """Wait in an exchange for so many seconds."""
         if seconds > 0:
             try:
                 await Outcome[None](self).within(self.now + seconds)
@@ -277,7 +281,7 @@ class Exchanges:
             exchange.cancel()
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call it in the loop, unless these are closed by then."""
+        """Make a call in the loop, unless the exchanges are closed by then."""
         self._loop.call_soon(self._call, call)
 
     def _call_at(self, when: float, call: Callable[[], None]) -> asyncio.TimerHandle:
@@ -292,7 +296,7 @@ class Exchanges:
 
 
 class Lost(NamedTuple):
-    """Replaces a peer's next item: the link to it is lost, and why."""
+    """Stands for a lost peer's next item in an inbox: why the link to it is lost."""
 
     reason: str
     cause: Cause = SILENT  # NUMBERS: it has sent too much, and its items are ignored
@@ -322,8 +326,8 @@ class ExchangeInbox(Generic[T]):
         return not self._letters
 
     def put(self, peer: str, item: T | Lost, size: int = 0) -> None:
-        """Add an item of `size` bytes. A peer that has sent too much counts as lost, and its
-        waiting items are dropped."""
+        """Add a received item of `size` bytes. A peer that has sent too much counts as lost, and
+        its waiting items are dropped."""
         if isinstance(item, Lost):
             self._letters.append((Letter(peer, item), -1))
         else:
@@ -335,7 +339,8 @@ class ExchangeInbox(Generic[T]):
             self._news.fulfil(None)
 
     def _ignore(self, peer: str) -> None:
-        reason = self._budget.sentence(peer)
+        """Drop what waits of a peer that has sent too much, and what it will send."""
+        reason = self._budget.why_dropped(peer)
         log.warning("%s", reason)
         self._letters = deque(entry for entry in self._letters if entry[0].peer != peer)
         self._letters.append((Letter(peer, Lost(reason, NUMBERS)), -1))
@@ -343,14 +348,14 @@ class ExchangeInbox(Generic[T]):
         self._ignored.add(peer)
 
     def hurry(self) -> None:
-        """Start the patience of `take`."""
+        """Limit the waits of `take` from now on, by their patience."""
         self._hurried = min(self._hurried, self._exchanges.now)
         if self._news is not None:
             self._news.fulfil(None)
 
     async def take(self, until: float = math.inf, patience: float = math.inf) -> Letter[T]:
-        """The next item. Raises TimeoutError at the time `until`, or `patience` seconds after both
-        this call and `hurry`."""
+        """The next item of the inbox. Raises TimeoutError at the time `until`, or `patience`
+        seconds after both this call and `hurry`."""
         start = self._exchanges.now
         while not self._letters:  # woken by an item of a peer that is now ignored
             self._news = Outcome(self._exchanges)
@@ -397,7 +402,8 @@ class Inboxes(Generic[Key, T]):
 
     @contextmanager
     def open(self, key: Key) -> Iterator[ExchangeInbox[T]]:
-        """Inbox of a running exchange. Once closed, items up to this key have no effect."""
+        """The inbox of an exchange while it runs. Once closed, items up to this key have no
+        effect."""
         inbox = self._open[key] = ExchangeInbox(self._exchanges, self._open_limit)
         for peer, early in list(self._early.items()):
             if early.key == key:
@@ -412,13 +418,14 @@ class Inboxes(Generic[Key, T]):
             del self._open[key]
 
     def put(self, key: Key, peer: str, item: T, size: int = 0) -> None:
-        """Deliver an item of `size` bytes from `peer`."""
+        """Deliver an item of `size` bytes from `peer` to the inbox of this key."""
         if (inbox := self._open.get(key)) is not None:
             inbox.put(peer, item, size)
         elif not key < self._oldest and self._early_limit:
             self._keep(key, peer, item, size)
 
     def _keep(self, key: Key, peer: str, item: T, size: int) -> None:
+        """Keep an item until its exchange begins, if there is room."""
         early = self._early.get(peer)
         if early is not None and key < early.key:
             return
@@ -442,7 +449,7 @@ class Inboxes(Generic[Key, T]):
             self._hurried = key
 
     def lost(self, peer: str, reason: str) -> None:
-        """Report a lost link. Items received from `peer` before remain valid."""
+        """Report a lost link to all exchanges. Items received from `peer` before remain valid."""
         for inbox in self._open.values():
             inbox.put(peer, Lost(reason))
 
@@ -461,18 +468,18 @@ class Hearing:
         self._inboxes: Inboxes[Any, Any] = Inboxes(exchanges, (0, 0), early_limit, open_limit)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """Handles a frame. It waits if its exchange hasn't started; if that is over or void, the
-        frame has no effect."""
+        """Handles a frame for an exchange. It waits if its exchange hasn't started; if that is over
+        or void, the frame has no effect."""
         self._inboxes.put(frame.ballot, peer, frame, frame.size)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        """The link to `peer` is lost. Frames that have come before stay valid."""
+        """Reports a lost link to all exchanges. Frames that have come before stay valid."""
         self._inboxes.lost(peer, reason)
 
     def hurry(self, ballot: tuple[int, int]) -> None:
-        """All input of the exchange has been computed, so waits are limited from now on."""
+        """Limits an exchange's waits from now on: all of its input has been computed."""
         self._inboxes.hurry(ballot)
 
     def forget(self, before: tuple[int, int]) -> None:
-        """Ballots older than `before` are void: their frames have no effect."""
+        """Drops frames of ballots older than `before`, now and in future."""
         self._inboxes.forget(before)

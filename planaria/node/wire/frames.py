@@ -151,16 +151,16 @@ def check_forms(descriptors: Sequence[Descriptor], forms: Sequence[Form]) -> Non
     """Raises WireError unless the tensors have the required forms."""
     actual = [descriptor.form for descriptor in descriptors]
     if actual != list(forms):
-        raise WireError(f"{_name(actual)}, where {_name(forms)} is due")
+        raise WireError(f"{_in_words(actual)}, where {_in_words(forms)} is due")
 
 
-def _name(forms: Sequence[Form]) -> str:
+def _in_words(forms: Sequence[Form]) -> str:
     more = f" and {len(forms) - FORMS_NAMED} more" if len(forms) > FORMS_NAMED else ""
     return (", ".join(map(str, forms[:FORMS_NAMED])) or "no tensor") + more
 
 
 def encoded_size(count: int, dtype: str, codec: Codec) -> int:
-    """Bytes of `count` values in this codec."""
+    """Bytes of `count` encoded values of a tensor."""
     match codec:
         case "none":
             return count * SIZES[dtype]
@@ -173,7 +173,7 @@ def encoded_size(count: int, dtype: str, codec: Codec) -> int:
 
 
 def crossing_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> tuple[int, int]:
-    """Bytes of the activations of `tokens` tokens, and of their gradients."""
+    """Bytes that cross between two stages for `tokens` tokens: of activations, and of gradients."""
     figures = tokens * config.written
     activations, gradients = (
         encoded_size(figures, "float32", codec) for codec in (wire.activations, wire.gradients)
@@ -208,19 +208,12 @@ class Frame:
         return sum(buffer.nbytes for buffer in buffers_of(self.payload))
 
     def head(self) -> bytes:
-        """msgpack: [kind, view, attempt, fields, descriptors, seat, sender]. Raises WireError."""
+        """The frame's head in msgpack: [kind, view, attempt, fields, descriptors, seat, sender].
+        Raises WireError."""
         _check_names(self.fields)
         try:
-            head: bytes = msgpack.packb(
-                [
-                    self.kind,
-                    *self.ballot,
-                    self.fields,
-                    self.descriptors,
-                    self.seat,
-                    self.sender,
-                ]
-            )
+            content = self.fields, self.descriptors, self.seat, self.sender
+            head: bytes = msgpack.packb([self.kind, *self.ballot, *content])
         except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"the fields of a frame can't be packed: {error}") from error
         if len(head) > HEAD_LIMIT:
@@ -304,7 +297,7 @@ _SEAL_SIZE: Final = len(_SEAL) + 8
 
 
 def seal(message: bytes) -> bytes:
-    """Append the field `checksum`, over all bytes before it."""
+    """Append to a serialised message the field `checksum`, over all bytes before it."""
     return message + _SEAL + xxh3_64_intdigest(message).to_bytes(8, "little")
 
 
@@ -428,7 +421,7 @@ def _pack_varint(value: int) -> bytes:
 
 
 def _parse_varint(message: bytes, position: int, longest: int = 10) -> tuple[int, int]:
-    """The number, and the position behind it."""
+    """The number that begins at `position`, and the position behind it. Raises WireError."""
     value = 0
     for index in range(longest):
         if position + index >= len(message):

@@ -24,7 +24,8 @@ AGREED: Final = 2
 
 
 class IdleEnd:
-    """The state of one end of a link. `spare`: nothing is queued, in flight or requested there."""
+    """Whether one end of a link needs its connection. `spare`: nothing is queued, in flight or
+    requested there."""
 
     def __init__(self, patience: float, now: float) -> None:
         """`patience`: seconds without use."""
@@ -36,10 +37,11 @@ class IdleEnd:
         self._used = now
 
     def is_spare(self, spare: bool, now: float) -> bool:
+        """Whether this end could do without a connection: it hasn't used it for a while."""
         return spare and now - self._used >= self._patience
 
     def say(self, spare: bool, now: float) -> int:
-        """The value for a heartbeat."""
+        """The value of the next heartbeat: whether this end, and the peer, needs the connection."""
         if not self.is_spare(spare, now):
             return NEEDED
         return AGREED if self._peers else SPARE

@@ -63,7 +63,7 @@ SERVICE: Final = "planaria.node.Stage"
 
 @dataclass(frozen=True)
 class LinkSettings(SessionBounds):
-    """Times in seconds, sizes in bytes."""
+    """The settings of a node's links. Times in seconds, sizes in bytes."""
 
     chunk: int = 2 << 20
     window: int = 16 << 20
@@ -112,7 +112,7 @@ class LinkEvents(Protocol):
 
 
 class _Dial(NamedTuple):
-    """A hello on its way to a peer."""
+    """A dial of a peer that isn't answered yet: its session and hello."""
 
     node: str
     session: Session
@@ -138,7 +138,10 @@ class Links(LinkTable):
         self.settings = settings = settings or LinkSettings()
         super().__init__(node, lambda number: Session(number, settings, settings.background))
         self._greetings = Greetings(run, node, identity)
-        self._transport = transport or _over_grpc(settings)
+        options = _options(settings.silence), _options(settings.silence, server=True)
+        self._transport = transport or GrpcTransport(
+            settings.credentials, *options, settings.reach, settings.insecure
+        )
         self._observers = observers  # None: only members are answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._view_changed = asyncio.Event()
@@ -197,8 +200,8 @@ class Links(LinkTable):
             self.dial_soon(peer)
 
     def send(self, peer: str, item: stage_pb2.Message | Frame) -> bool:
-        """Queue an item. False: without a link, the item is dropped. Raises WireError for a frame
-        that can't travel, and for a message that is too long."""
+        """Queue a message or frame for a peer. False: without a link, the item is dropped. Raises
+        WireError for a frame that can't travel, and for a message that is too long."""
         link = self.by_peer.get(peer)
         if link is None:
             return False
@@ -212,8 +215,8 @@ class Links(LinkTable):
         return True
 
     async def deliver(self, peer: str, frame: Frame) -> None:
-        """Send a frame, and wait until the peer has all of it. Raises ConnectionError when the link
-        is missing or lost; WireError when the frame can't travel."""
+        """Send a peer a frame, and wait until it has all of it. Raises ConnectionError when the
+        link is missing or lost; WireError when the frame can't travel."""
         link = self.by_peer.get(peer)
         if link is None:
             raise ConnectionError(f"there is no link to {peer}")
@@ -230,6 +233,7 @@ class Links(LinkTable):
     # For Link and Connection
 
     def forget(self, link: Link, report: bool) -> None:
+        """Removes a link that is over; `report`: to the events."""
         del self.by_peer[link.peer]
         self.relays.lost(link.peer)
         self.dial_soon(link.peer)
@@ -265,7 +269,7 @@ class Links(LinkTable):
         self._trying[self.spawn(self._keep_trying(peer, by_relay, wait), name)] = None
 
     async def _keep_trying(self, node: str, by_relay: bool, wait: float) -> None:
-        """Try until the link is up, by a dial of either side."""
+        """Dial, or call by the relay, until the link is up, by a dial of either side."""
         due = self.is_to_call if by_relay else self.is_to_dial
         trying = self._calling if by_relay else self._dialling
         pause, logged = FIRST_PAUSE, ""
@@ -288,7 +292,7 @@ class Links(LinkTable):
             trying.remove(node)
 
     async def _dial_if_worth(self, node: str) -> None:
-        """Dial. A link that is relayed sleeps meanwhile, so look for the peer before."""
+        """Dial a peer. A link that is relayed sleeps meanwhile, so look for the peer before."""
         link = self.by_peer.get(node)
         if link is None or link.connection is None or await self.look_for(node):
             await self._dial(self.members[node])
@@ -296,8 +300,8 @@ class Links(LinkTable):
             await asyncio.sleep(DIRECTLY)
 
     async def _dial(self, peer: Peer) -> None:
-        """Returns when the connection has been up and is over, or at once when the other side has
-        dialled. Raises DialRefused or WireError."""
+        """Dial a peer directly. Returns when the connection has been up and is over, or at once
+        when the other side has dialled. Raises DialRefused or WireError."""
         patience = self.settings.handshake
         channel: Channel | None = None
         try:
@@ -327,7 +331,7 @@ class Links(LinkTable):
                 await channel.close()
 
     async def _call_by_relay(self, node: str) -> None:
-        """Like `_dial`, by a relay."""
+        """Call a peer by its relay; as `_dial`."""
         dial, via = self._begin(node), self.via(node)
         call = self.relays.call(node, dial.signed)
         try:
@@ -338,6 +342,7 @@ class Links(LinkTable):
             self.relays.hang_up(call)
 
     def _begin(self, node: str) -> _Dial:
+        """Makes the signed hello of a dial."""
         session = self.session(node)
         hello = session.hello()
         return _Dial(node, session, hello, self._greetings.sign(DIAL, node, hello.pack()))
@@ -359,7 +364,7 @@ class Links(LinkTable):
         return text
 
     def _channel(self, peer: Peer) -> Channel:
-        """A channel with its own TCP connection."""
+        """A channel to a peer, with its own TCP connection."""
         return self._transport.channel(peer.address, instance_of(peer.key))
 
     def _stream(self, name: str, peer: Peer, signed: str, channel: Channel) -> DialledStream:
@@ -367,7 +372,7 @@ class Links(LinkTable):
         return channel.stream(f"{SERVICE}/{name}", greeting)
 
     async def _keep_wide(self, peer: Peer, connection: Connection) -> None:
-        """Add the streams that either side wants, until the connection is over."""
+        """Keep adding the streams that either side wants, until the connection is over."""
         adding: list[asyncio.Task[None]] = []
         calls: list[DialledStream] = []  # not accepted yet
         try:
@@ -387,7 +392,8 @@ class Links(LinkTable):
     async def _add_stream(
         self, peer: Peer, connection: Connection, number: int, calls: list[DialledStream]
     ) -> None:
-        """Add a stream; a failure leaves the connection as it was. Returns when it is over."""
+        """Add a stream to a connection; a failure leaves that as it was. Returns when the stream is
+        over."""
         if await self._transport.not_to_dial(peer.address) or connection.over.is_set():
             connection.added()
             return
@@ -420,12 +426,12 @@ class Links(LinkTable):
         hellos: tuple[str, str] = ("", ""),
         dialled: bool = False,
     ) -> Connection:
-        """Make a connection of the link with this session."""
+        """Make a connection that carries the link with this session; the link may be new."""
         link = self.by_peer.get(node)
         if new := link is None:
             link = Link(self, node, session)
             self.add(link)
-            link.start()
+            link.watch()
         assert link is not None
         connection = Connection(self, link, streams, via, hellos, dialled)
         link.carry_by(connection)
@@ -479,6 +485,7 @@ class Links(LinkTable):
         await self._observers.serve(stream)
 
     async def _accept(self, name: str, stream: AcceptedStream) -> None:
+        """Serve a dialled stream, Control or Bulk, until it is over. Raises Broken."""
         self._handshakes += 1
         try:
             if name == "Bulk":
@@ -517,7 +524,8 @@ class Links(LinkTable):
             return self._adopt(dialler, session, [stream], hellos=(signed, text))
 
     async def _hello_of(self, stream: AcceptedStream) -> tuple[str, str]:
-        """A dialler that may have a link, and its signed hello. Raises DialRefused."""
+        """The dialler of a stream, if it may have a link, and its signed hello. Raises
+        DialRefused."""
         if self._handshakes > HANDSHAKE_LIMIT:
             raise DialRefused(
                 "RESOURCE_EXHAUSTED", f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
@@ -537,7 +545,7 @@ class Links(LinkTable):
         return dialler, stream.metadata.get("planaria-link", "")
 
     def _member(self, node: str) -> Peer:
-        """Raises DialRefused if it is none, or this node stops."""
+        """The member with this id. Raises DialRefused if there is none, or this node stops."""
         if self.stopping:
             raise DialRefused("ABORTED", f"{self.node} stops")
         if node not in self.members:
@@ -597,12 +605,8 @@ class Links(LinkTable):
                 lock.release()
 
 
-def _over_grpc(settings: LinkSettings) -> GrpcTransport:
-    options = _options(settings.silence), _options(settings.silence, server=True)
-    return GrpcTransport(settings.credentials, *options, settings.reach, settings.insecure)
-
-
 def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
+    """gRPC's options for the channels of links, or for the server."""
     alive = int(silence * 1000)
     options = [
         ("grpc.max_receive_message_length", MESSAGE_LIMIT + CARRIED),

@@ -28,8 +28,8 @@ class MeasuredLink(NamedTuple):
 
 
 async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], float]) -> MeasuredLink:
-    """Measure a link beside its other traffic. `send` sends that many bytes, at least 1, and
-    returns when they are acknowledged; `now` is a clock in seconds."""
+    """Measure a link's round trip and rate, beside its other traffic. `send` sends that many bytes,
+    at least 1, and returns when they are acknowledged; `now` is a clock in seconds."""
 
     async def seconds(size: int) -> float:
         began = now()
@@ -44,7 +44,8 @@ async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], floa
 
 
 async def measure_all(links: Links, peers: Iterable[str]) -> list[LinkReport]:
-    """Measure links one after the other, so that they don't disturb each other here."""
+    """Measure the links to these peers one after the other, so that they don't disturb each
+    other."""
     reports = []
     for peer in peers:
 
@@ -60,8 +61,9 @@ async def measure_all(links: Links, peers: Iterable[str]) -> list[LinkReport]:
     return reports
 
 
-def seen(links: Links) -> list[LinkReport]:
-    """Of each link whose round trip is known, that and the rate; 0: it has carried too little."""
+def speeds_seen(links: Links) -> list[LinkReport]:
+    """The speeds of links as their traffic shows: of each whose round trip is known, that and the
+    rate; 0: it has carried too little."""
     outboxes = {peer: link.session.outbox for peer, link in sorted(links.by_peer.items())}
     return [
         LinkReport(peer=peer, rtt_ms=outbox.round_trip * 1e3, mbps=outbox.rate * 8 / 1e6)

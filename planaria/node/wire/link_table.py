@@ -102,8 +102,8 @@ class LinkTable:
             self.dial_soon(node)
 
     def asks_for(self, peer: str) -> bool:
-        """Whether a connection must always be up: the view requires it, or a side with something to
-        send could not dial."""
+        """Whether the connection to a peer must always be up: the view requires it, or a side with
+        something to send could not dial."""
         member = self.members.get(peer)
         dialable = member is not None and bool(member.address) and self.dialable
         return peer in self._linked or not dialable or bool(self.via(peer))
@@ -131,18 +131,18 @@ class LinkTable:
 
     @property
     def unacknowledged(self) -> int:
-        """Such bytes on all links."""
+        """Bytes of payload in unacknowledged frames on all links."""
         return sum(map(self.unacknowledged_by, self.by_peer))
 
     def add(self, link: Link) -> None:
-        """A link is up: its session was begun by `session`."""
+        """Add a link that has come up; its session was begun by `session`."""
         self.by_peer[link.peer] = link
         del self._begun[link.peer]
 
     def bound_what_is_held(self, link: Link, held: int) -> None:
         """Enforce the limits after something was queued on `link`. All links together may hold
         `PEERS` times the bytes `held` of one; beyond that, the link that holds most is lost."""
-        if why := link.session.overfull():
+        if why := link.session.why_overfull():
             link.end(f"{link.peer} {why}")
         elif sum(other.session.held for other in self.by_peer.values()) > PEERS * held:
             greedy = max(self.by_peer.values(), key=lambda other: other.session.held)
@@ -172,8 +172,8 @@ class LinkTable:
         return node not in self._returning and self.node < node and sleeps
 
     def dial_soon(self, node: str, first: bool = False) -> None:
-        """Dial if that is this node's task. `first`: without delay, since the other side doesn't
-        know that the link is needed."""
+        """Dial a peer if that is this node's task. `first`: without delay, since the other side
+        doesn't know that the link is needed."""
         if self.is_to_call(node) and node not in self._calling:
             self._calling.add(node)
             self.start_trying(node, by_relay=True, wait=0.0)
@@ -185,7 +185,7 @@ class LinkTable:
     # --- sessions
 
     def session(self, node: str) -> Session:
-        """The session of the link, or of the link to come."""
+        """The session of the link to `node`, or of the link to come."""
         if (link := self.by_peer.get(node)) is not None:
             return link.session
         if node not in self._begun:

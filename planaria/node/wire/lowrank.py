@@ -21,7 +21,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Values from `start` to `stop`: a matrix, if it has `rows`."""
+    """The values from `start` to `stop` of a slice of a gradient: a matrix, if it has `rows`."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class Cut:
 
 
 def row_start(shapes: Iterable[Shape], place: int) -> int:
-    """Start of the matrix row that contains this value of a gradient, or the place itself."""
+    """Where the matrix row begins that contains this value of a gradient; or the place itself."""
     first = 0
     for shape in shapes:
         size = math.prod(shape)
@@ -41,8 +41,8 @@ def row_start(shapes: Iterable[Shape], place: int) -> int:
 
 
 def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]:
-    """Cuts of the values start..start + size of a gradient whose parameters have these shapes;
-    values behind all of them count as no matrix."""
+    """Cuts a gradient's values start..start + size into matrices and other values. `shapes`: of its
+    parameters; values behind all of them count as no matrix."""
     pieces: list[Cut] = []
     end, first = start + size, 0
     for shape in shapes:
@@ -68,20 +68,20 @@ def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]
 
 
 def counts(some: Iterable[Cut], rank: int) -> tuple[int, int]:
-    """Number of values in factors, and of those sent one by one."""
+    """How many values of a slice are sent in factors, and how many one by one."""
     some = list(some)
     factors = sum(rank * (cut.rows + cut.columns) for cut in some if cut.rows)
     return factors, sum(cut.stop - cut.start for cut in some if not cut.rows)
 
 
 def forms(some: Iterable[Cut], rank: int) -> list[Form]:
-    """Forms of the two tensors sent: factors, and values. Each has blocks of its own, so that
-    neither is rounded by the other's scale."""
+    """The forms of the two tensors in which a slice is sent: factors, and values. Each has blocks
+    of its own, so that neither is rounded by the other's scale."""
     return [Form("float32", (count,), "int8") for count in counts(some, rank)]
 
 
 def encoded_bytes(shapes: Sequence[Shape], rank: int, rows: Iterable[tuple[int, int]]) -> int:
-    """Encoded size of these slices of a gradient, each given as (start, stop)."""
+    """The encoded size in bytes of these slices of a gradient, each given as (start, stop)."""
     return sum(
         encoded_size(count, "float32", "int8")
         for start, stop in rows

@@ -51,11 +51,11 @@ class ObserverConversation(Protocol):
     def open(
         self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
     ) -> None:
-        """Start. `heard` gets each answer; `ended` gets this conversation once it is lost. Neither
-        is called before the next turn of the event loop."""
+        """Start the conversation. `heard` gets each answer; `ended` gets this conversation once it
+        is lost. Neither is called before the next turn of the event loop."""
 
     def send(self, message: pb.Message) -> bool:
-        """False: the conversation is lost."""
+        """Send a query. False: the conversation is lost."""
 
     async def close(self) -> None: ...
 
@@ -78,7 +78,7 @@ _OPTIONS: Final = (
 
 
 class ObserverStream:
-    """A conversation over a stream."""
+    """An observer's conversation with a node, over a stream."""
 
     def __init__(self, run: str, transport: Transport, node: str, address: str) -> None:
         self.node, self.address = node, address
@@ -170,7 +170,7 @@ class ObserverClient:
         self._by[seat] = node
 
     def send(self, seat: str, item: pb.Message | Frame) -> bool:
-        """False: the seat can't be queried."""
+        """Send a seat a query. False: the seat can't be queried."""
         conversation = self._conversations.get(self._by.get(seat, ""))
         if conversation is None:
             return False
@@ -184,8 +184,8 @@ class ObserverClient:
         return self._conversations[self._by[seat]].lost
 
     async def pin(self, seat: str, step: int, exported: bool = False) -> pb.Pinned:
-        """The seat's answer; `exported`: the whole model of that step has been written. Raises
-        NoAnswerError."""
+        """Have a seat pin its state of a step, and return its answer. `exported`: the whole model
+        of that step has been written. Raises NoAnswerError."""
         number = next(self._numbers)
         answer: asyncio.Future[pb.Pinned] = asyncio.get_running_loop().create_future()
         request = pb.PinRequest(transfer=number, step=step, exported=exported)
@@ -197,13 +197,10 @@ class ObserverClient:
                 return await answer
         except TimeoutError:
             conversation = self._conversations[self._by[seat]]
-            failure = (
-                "no answer"
-                if conversation.node == node_of(seat)
-                else f"no answer of {seat} through it"
-            )
+            through = "" if conversation.node == node_of(seat) else f" of {seat} through it"
             raise NoAnswerError(
-                f"{conversation.node} at {conversation.address}: {failure} in {PATIENCE:g} s"
+                f"{conversation.node} at {conversation.address}: no answer{through} in "
+                f"{PATIENCE:g} s"
             ) from None
         finally:
             del self._waiting[number]

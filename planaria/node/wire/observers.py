@@ -31,8 +31,8 @@ FRAME_LIMIT: Final = 4 << 20
 BANNED: Final = "the run's operator has banned you; ask them to allow you again"
 
 
-class Listener(Protocol):
-    """The seats of the node. `now`: by the loop's clock."""
+class ObservedSeats(Protocol):
+    """The seats of the node, which hear its observers. `now`: by the loop's clock."""
 
     def on_asked(self, observer: str, message: pb.Message, now: float) -> None: ...
     def on_shown(self, observer: str, frame: Frame, now: float) -> None: ...
@@ -42,7 +42,7 @@ class Listener(Protocol):
 class Observers:
     """The observers of one node. `seats` hears what they send, on the event loop."""
 
-    seats: Listener
+    seats: ObservedSeats
 
     def __init__(self) -> None:
         self._open: dict[str, _Answers] = {}
@@ -51,7 +51,7 @@ class Observers:
         self._banned: frozenset[str] = frozenset()
 
     def bar(self, banned: Iterable[str]) -> None:
-        """Ban these instances, and no others."""
+        """Set the banned instances, and end their streams."""
         self._banned = frozenset(banned)
         for answers in self._open.values():
             if answers.instance in self._banned:
@@ -125,7 +125,7 @@ class Observers:
             answers.put(seal(item.SerializeToString()))
 
     def close(self, why: str) -> None:
-        """End all streams, with this reason."""
+        """End the streams of all observers, with this reason."""
         for answers in self._open.values():
             answers.end(why)
 
@@ -175,13 +175,13 @@ class _Answers:
         self._news.set()
 
     def end(self, why: str) -> None:
-        """End the stream; "": the observer has ended it."""
+        """End the observer's stream, with this reason; "": the observer has ended it."""
         if not self._over:
             self._over, self.why = True, why
             self._news.set()
 
     async def next(self) -> bytes | None:
-        """The next answer; None: the stream is over."""
+        """The next answer for the observer; None: its stream is over."""
         while not self._over and not self._waiting:
             self._news.clear()
             await self._news.wait()

@@ -35,8 +35,8 @@ class NodeOutbox:
         self._budget = Budget(limit)
 
     def send(self, peer: str, item: pb.Message | Frame, member: bool, now: float) -> bool:
-        """False: no link is up, and the item can't wait: the peer is no `member`, or too much waits
-        for it already."""
+        """Send a peer an item, now or once a link is up. False: none is up, and it can't wait: the
+        peer is no `member`, or too much waits for it already."""
         if peer not in self._waiting and self._net.send(peer, item):
             return True
         size = item.size if isinstance(item, Frame) else item.ByteSize()
@@ -53,6 +53,7 @@ class NodeOutbox:
             self._net.send(peer, item)
 
     def tick(self, now: float) -> None:
+        """Send what waits for links that are up; give up what has waited for too long."""
         for peer, waiting in list(self._waiting.items()):
             if self._net.linked(peer):
                 self.linked(peer)

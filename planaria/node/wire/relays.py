@@ -39,7 +39,7 @@ class Relay(NamedTuple):
 
 
 class RelayStream:
-    """A stream of a call, which has two: reads yield what the peer writes."""
+    """One of the two streams of a relayed connection: reads yield what the peer writes."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -57,7 +57,7 @@ class RelayStream:
 
 @dataclass(eq=False)
 class Call:
-    """A connection with `peer`, perhaps not answered yet."""
+    """A relayed connection with `peer`, perhaps not answered yet."""
 
     peer: str
     name: str
@@ -117,7 +117,8 @@ class Relays:
     # --- at the ends
 
     def call(self, peer: str, hello: str) -> Call:
-        """Send a hello to the peer; `answer` will have its reply. Raises DialRefused."""
+        """Call a peer by its relay, with a hello; `Call.answer` will have its reply. Raises
+        DialRefused."""
         call = self._begin(peer, f"{self.node} {hello}")
         if not self._say(call, "hello", hello.encode()):
             self.hang_up(call)
@@ -138,14 +139,15 @@ class Relays:
             del self._calls[call.peer]
 
     def _begin(self, peer: str, name: str) -> Call:
+        """Begin a call, which replaces a former one with this peer."""
         if (former := self._calls.get(peer)) is not None:
             former.end("another one has begun")
         call = self._calls[peer] = Call(peer, name, {})
         for stream, kind in zip(("Control", "Bulk"), KINDS, strict=True):
-            call.streams[stream] = RelayStream(partial(self._item, call, kind))
+            call.streams[stream] = RelayStream(partial(self._send_item, call, kind))
         return call
 
-    def _item(self, call: Call, kind: str, data: bytes) -> None:
+    def _send_item(self, call: Call, kind: str, data: bytes) -> None:
         if not call.over and not self._say(call, "item", data, kind):
             call.end(f"the link to {self.via(call.peer)} is lost")
 
@@ -205,6 +207,7 @@ class Relays:
             self._pass_on(sender, to, frame)
 
     def _pass_on(self, sender: str, to: str, frame: Frame) -> None:
+        """Forward a frame, or end the two nodes' connection if that is impossible."""
         name = str(frame.fields.get("call"))
         if frozenset((sender, to)) not in self._pairs:
             self._over(sender, to, name, f"{self.node} does not carry for {sender} and {to}")
@@ -223,6 +226,7 @@ class Relays:
             self._over(sender, to, name, f"{self.node} has no link to {to}")
 
     def _passed(self, key: tuple[str, str, str], size: int) -> None:
+        """Note that a forwarded frame has arrived, and is held no more."""
         if key in self.held:
             self.held[key] = max(0, self.held[key] - size)
             if not self.held[key]:

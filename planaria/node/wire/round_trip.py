@@ -19,7 +19,7 @@ ENOUGH: Final = 8
 
 
 class RoundTrip:
-    """Measures one connection, at one of its ends."""
+    """Measures the round trip of one connection, at one of its ends."""
 
     def __init__(self) -> None:
         self._shortest = 0.0
@@ -33,7 +33,7 @@ class RoundTrip:
         return self._shortest if self._answers >= ENOUGH else 0.0
 
     def say(self, now: float) -> tuple[int, int]:
-        """Fields `sent` and `echo` of an outgoing heartbeat."""
+        """The fields `sent` and `echo` of an outgoing heartbeat."""
         waited = _microseconds(now - self._received_at) if self._peer_sent else 0
         return _microseconds(now), min(self._peer_sent + waited, UINT64 - 1)
 

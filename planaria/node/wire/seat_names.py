@@ -28,16 +28,17 @@ def name_of_host(host: str) -> str:
 
 
 def seat_name(seat: registry.Seat) -> str:
-    """The part of a seat's id that distinguishes it from other seats of its node."""
+    """The seat's name among those of its node: the end of its id."""
     return f"{seat.stage}.{seat.since}" if seat.since else f"{seat.stage}"
 
 
 def seat_id(node: str, name: str) -> str:
+    """The id of a node's seat, by its name."""
     return f"{node}/{name}"
 
 
 def node_of(seat: str) -> str:
-    """The node of a seat id; a node id is returned as it is."""
+    """The node that a seat's id names; a node's id is returned as it is."""
     return seat.partition("/")[0]
 
 

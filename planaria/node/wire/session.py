@@ -24,7 +24,7 @@ from xxhash import xxh3_64_hexdigest
 
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.chunks import Inbox, Outbox
+from planaria.node.wire.chunks import ChunkInbox, ChunkOutbox
 from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
 
 ACKNOWLEDGE_EVERY: Final = 64
@@ -44,7 +44,7 @@ class DialRefused(Exception):  # noqa: N818 (not an error of this node)
 
 
 class Outdated(Exception):  # noqa: N818 (not an error)
-    """Another dial is newer; nothing has changed."""
+    """A hello is outdated, since another dial is newer; nothing has changed."""
 
 
 class Begun(Exception):  # noqa: N818 (not an error)
@@ -106,7 +106,7 @@ class Silence:
         self._heard = now
 
     def tick(self, now: float) -> float | None:
-        """Duration of the silence, if it is too long."""
+        """How long the peer has been silent, if that is too long; else None."""
         self._heard = min(now, self._heard + max(0.0, now - self._expected))
         self._expected = now + self._interval
         silent = now - self._heard
@@ -115,7 +115,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class SessionBounds:
-    """Limits in bytes."""
+    """The limits of a link's session, in bytes."""
 
     chunk: int
     window: int  # of frames in flight
@@ -130,15 +130,15 @@ class _SentMessage(NamedTuple):
 
 
 class Session:
-    """A link's session at one side."""
+    """A link's session at one side: what was sent and received over all connections."""
 
     def __init__(
         self, number: int, bounds: SessionBounds, background: Callable[[], Background] = Background
     ) -> None:
         """`number`: larger than that of any former session with this peer."""
         self.number, self.other = number, 0
-        self.outbox = Outbox(bounds.chunk, bounds.window, background)
-        self.inbox = Inbox(bounds.payload, bounds.window)
+        self.outbox = ChunkOutbox(bounds.chunk, bounds.window, background)
+        self.inbox = ChunkInbox(bounds.payload, bounds.window)
         self._bounds = bounds
         self._sent: deque[_SentMessage] = deque()  # on this connection, and not acknowledged
         self._waiting: deque[_SentMessage] = deque()
@@ -160,6 +160,7 @@ class Session:
         self.outbox.push(frame, arrived)
 
     def next_message(self) -> bytes | None:
+        """The next message to send on this connection; None: none waits."""
         if not self._waiting:
             return None
         sending = self._waiting.popleft()
@@ -171,7 +172,7 @@ class Session:
         """Bytes kept until the peer has acknowledged them."""
         return self._message_bytes + self.outbox.unacknowledged + ITEM * self.outbox.frames
 
-    def overfull(self) -> str:
+    def why_overfull(self) -> str:
         """Why the link can't be kept; "": it can."""
         if self._message_bytes > self._bounds.messages:
             return f"has not taken the last {self._message_bytes} bytes of messages"
@@ -185,7 +186,8 @@ class Session:
         self._received += 1
 
     def acknowledge_messages(self, count: int) -> None:
-        """The peer has received `count` messages. Raises WireError when that can't be."""
+        """Take in that the peer has received `count` messages. Raises WireError when that can't
+        be."""
         if not 0 <= count - self._acknowledged <= len(self._sent):
             raise WireError(f"{count} messages acknowledged, which is impossible")
         for _ in range(count - self._acknowledged):
@@ -196,7 +198,7 @@ class Session:
         self._acknowledged = count
 
     def acknowledgement(self) -> int:
-        """Number of messages received, for the next heartbeat."""
+        """The number of messages received, for the next heartbeat or hello."""
         self._reported = self._received
         return self._received
 
@@ -216,7 +218,7 @@ class Session:
         )
 
     def is_newest(self, own_hello: Hello) -> bool:
-        """Whether no other hello was made since."""
+        """Whether this side has made no hello after this one."""
         return own_hello.number == self._hello_number
 
     def check(self, hello: Hello, answered: Hello | None = None) -> None:
@@ -234,7 +236,8 @@ class Session:
             raise Outdated(f"hello {hello.number} after {self._peers_hello}")
 
     def resume(self, hello: Hello, answered: Hello | None = None) -> None:
-        """Send again what the peer lacks. Raises as `check`, and WireError if that can't be."""
+        """Resume the session by the peer's hello: send again what the peer lacks. Raises as
+        `check`, and WireError if that can't be."""
         self.check(hello, answered)
         self.acknowledge_messages(hello.messages)
         self._waiting.extendleft(reversed(self._sent))

@@ -60,7 +60,7 @@ RATES: Final = 9
 
 
 class Bursts:
-    """How many streams bursts after a pause need, in one direction of a link."""
+    """How many streams a link's bursts after a pause need, in one direction."""
 
     def __init__(self) -> None:
         self._wanted: deque[int] = deque(maxlen=BURSTS)  # by the last bursts
@@ -71,12 +71,12 @@ class Bursts:
 
     @property
     def wanted(self) -> int:
-        """The number wanted: a power of two, as in `Streams`."""
+        """The number of streams that bursts need: a power of two, as in `Streams`."""
         least = min(self._wanted) if len(self._wanted) == BURSTS else 1
         return min(1 << (least - 1).bit_length(), MOST)
 
-    def look(self, under_way: int, acknowledged: int, round_trip: float, now: float) -> None:
-        """Update, as `Streams.look` does. `round_trip` in seconds; 0: not known."""
+    def update(self, under_way: int, acknowledged: int, round_trip: float, now: float) -> None:
+        """Take in the link's traffic, as `Streams.update` does."""
         if self._under_way:
             self._bytes += acknowledged
             if not under_way:
@@ -116,10 +116,12 @@ class Streams:
         rates = (size / max(SHORTEST, seconds - round_trip) for size, seconds in large)
         return max(rates, default=0.0)
 
-    def look(self, under_way: int, acknowledged: int, now: float, round_trip: float = 0.0) -> None:
-        """Update: `under_way` bytes are in flight, and `acknowledged` have arrived since the last
-        call. `round_trip` in seconds; 0: not known."""
-        self._bursts.look(under_way, acknowledged, round_trip, now)
+    def update(
+        self, under_way: int, acknowledged: int, now: float, round_trip: float = 0.0
+    ) -> None:
+        """Take in the link's traffic: `under_way` bytes are in flight, and `acknowledged` have
+        arrived since the last call. `round_trip` in seconds; 0: not known."""
+        self._bursts.update(under_way, acknowledged, round_trip, now)
         if self._bursts.wanted > self.wanted:
             self._rate, self._trying = 0.0, False
             self._change(self._bursts.wanted)
@@ -144,6 +146,7 @@ class Streams:
         self._change(self.wanted)
 
     def _decide(self, rate: float, now: float) -> None:
+        """Doubles, halves or keeps the number of streams by a newly measured rate."""
         faster = rate >= GAIN * self._rate
         if self._trying and not faster:
             self._trying, self._rested = False, now + self._rest

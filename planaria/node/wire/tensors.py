@@ -45,7 +45,8 @@ end as two do (rank 4 in lab/results/averaging, seed 0)."""
 
 
 def empty(values: int) -> torch.Tensor:
-    """float32 [values] on the CPU. Raises MemoryError when there is no room for it."""
+    """A new tensor, float32 [values], on the CPU. Raises MemoryError when there is no room for
+    it."""
     try:
         return torch.empty(values)
     except RuntimeError as error:
@@ -55,7 +56,7 @@ def empty(values: int) -> torch.Tensor:
 def encode(
     tensors: Sequence[torch.Tensor], codec: Codec
 ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-    """Descriptors and bytes, one of each for every tensor.
+    """Encodes tensors for a frame: a descriptor and the bytes of each.
 
     The work is done on the tensor's device. With codec none, the bytes of a contiguous CPU tensor
     are its own memory: it stays alive with them, and must not change before they are sent. Integer
@@ -82,7 +83,8 @@ def encode(
         if tensor.dim() > DIMENSION_LIMIT:
             raise WireError(f"a tensor of {tensor.dim()} dimensions; at most {DIMENSION_LIMIT}")
         used: Codec = codec if tensor.dtype.is_floating_point else "none"
-        buffer = _bytes_of(_compress(tensor.detach(), used))
+        encoded = _compress(tensor.detach(), used).cpu().contiguous()
+        buffer = encoded.reshape(-1).view(torch.uint8).numpy().data
         descriptors.append(
             Descriptor(
                 dtype=DTYPE_NAMES[tensor.dtype],
@@ -99,7 +101,8 @@ def encode(
 def decode(
     descriptors: Sequence[Any], payload: Payload, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """The tensors, on `device`. With codec none on the CPU they share a writable payload's memory.
+    """The tensors of a frame, on `device`. With codec none on the CPU they share a writable
+    payload's memory.
 
     Raises WireError for a wrong dtype, shape, codec or size, and DamagedError, which names the
     tensor, for a wrong checksum.
@@ -202,7 +205,7 @@ def _compress(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def _quantize(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [4 * blocks + values] of any floating tensor."""
+    """Any floating tensor in int8, as uint8 [4 * blocks + values]: scales, and then values."""
     values = tensor.reshape(-1).float()
     count = values.numel()
     if tail := count % BLOCK:
@@ -215,7 +218,7 @@ def _quantize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize(raw: torch.Tensor, count: int) -> torch.Tensor:
-    """float32 [count] of what _quantize made."""
+    """The values of a tensor in int8, as `_quantize` made it, float32 [count]."""
     blocks = -(-count // BLOCK)
     scales, quantized = raw[: 4 * blocks].view(torch.float32), raw[4 * blocks :].view(torch.int8)
     values = torch.zeros(blocks * BLOCK, device=raw.device)
@@ -225,7 +228,7 @@ def _dequantize(raw: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _to_int4(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [18 * tiles] of any floating tensor: scales, and then pairs of values."""
+    """Any floating tensor in int4, as uint8 [18 * tiles]: scales, and then pairs of values."""
     values = tensor.reshape(-1).float()
     if tail := values.numel() % TILE:
         values = torch.nn.functional.pad(values, (0, TILE - tail))
@@ -238,7 +241,7 @@ def _to_int4(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_int4(raw: torch.Tensor, count: int) -> torch.Tensor:
-    """float32 [count] of what _to_int4 made."""
+    """The values of a tensor in int4, as `_to_int4` made it, float32 [count]."""
     tiles = -(-count // TILE)
     scales, pairs = raw[: 2 * tiles].view(torch.bfloat16).float(), raw[2 * tiles :]
     levels = torch.stack((pairs & 15, pairs >> 4), dim=1).view(tiles, TILE).float() - 8
@@ -248,16 +251,11 @@ def _from_int4(raw: torch.Tensor, count: int) -> torch.Tensor:
 
 @cache
 def _hadamard() -> torch.Tensor:
-    """float32 [TILE, TILE] on the CPU: orthogonal, and its own inverse."""
+    """The Hadamard matrix of a tile, float32 [TILE, TILE] on the CPU: its own inverse."""
     matrix = torch.ones(1, 1)
     while len(matrix) < TILE:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     return matrix / math.sqrt(TILE)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return raw.numpy().data
 
 
 def _decompress(descriptor: Descriptor, part: memoryview, device: torch.device) -> torch.Tensor:

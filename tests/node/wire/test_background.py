@@ -20,7 +20,7 @@ from planaria.node.wire.background import (
     TARGET,
     Background,
 )
-from planaria.node.wire.chunks import Inbox, Outbox
+from planaria.node.wire.chunks import ChunkInbox, ChunkOutbox
 from planaria.node.wire.frames import PAYLOAD_LIMIT, Chunk, Frame, parse_chunk
 
 MEBIBYTE: Final = 1 << 20
@@ -35,8 +35,8 @@ class SlowLink:
     def __init__(self, rate: float, delay: float) -> None:
         self.rate, self.delay = rate, delay
         self.background = Background()
-        self.outbox = Outbox(2 * MEBIBYTE, 16 * MEBIBYTE, lambda: self.background)
-        self.inbox = Inbox(PAYLOAD_LIMIT, 16 << 20)
+        self.outbox = ChunkOutbox(2 * MEBIBYTE, 16 * MEBIBYTE, lambda: self.background)
+        self.inbox = ChunkInbox(PAYLOAD_LIMIT, 16 << 20)
         self.now = self.free = 0.0
         self.carried = 0  # bytes of copies that have arrived
         self.under_way: Counter[str] = Counter()  # by kind, bytes that have left and not arrived
@@ -115,7 +115,7 @@ def test_whatever_a_peer_answers_the_copy_goes_on_within_bounds(
     answers: list[tuple[int, float]],
 ) -> None:
     """`answers`: to how many bytes of those under way, after how many seconds."""
-    outbox, now = Outbox(2 * MEBIBYTE, 16 * MEBIBYTE), 0.0
+    outbox, now = ChunkOutbox(2 * MEBIBYTE, 16 * MEBIBYTE), 0.0
     outbox.push(Frame("copy", (1, 1), {}, [], bytes(16 * MEBIBYTE)))
     sent = answered = 0
     for size, seconds in answers:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.chunks import HEAD as BESIDE
-from planaria.node.wire.chunks import HEADS, PIECES, Inbox, Ordering, Outbox
+from planaria.node.wire.chunks import HEADS, PIECES, ChunkInbox, ChunkOrder, ChunkOutbox
 from planaria.node.wire.frames import (
     KINDS,
     PAYLOAD_LIMIT,
@@ -31,7 +31,7 @@ def frame(size: int, kind: str = "activation", number: int = 0) -> Frame:
     return Frame(kind, (1, 1), {"number": number}, [], (content[:cut], b"", content[cut:]))
 
 
-def chunk_of(outbox: Outbox) -> Chunk:
+def chunk_of(outbox: ChunkOutbox) -> Chunk:
     message = outbox.next(0.0)
     assert message is not None
     return parse_chunk(message)
@@ -46,7 +46,7 @@ def chunk_of(outbox: Outbox) -> Chunk:
 def test_every_frame_arrives_whole_whatever_the_timing(
     sizes: list[tuple[str, int]], chunk: int, window: int, timing: random.Random
 ) -> None:
-    outbox, inbox = Outbox(chunk, window * chunk), Inbox(PAYLOAD_LIMIT, 16 << 20)
+    outbox, inbox = ChunkOutbox(chunk, window * chunk), ChunkInbox(PAYLOAD_LIMIT, 16 << 20)
     frames = [frame(size, kind, number) for number, (kind, size) in enumerate(sizes)]
     to_push, arrived = deque(frames), []
     there: deque[bytes] = deque()  # on the way to the inbox, and back
@@ -86,7 +86,7 @@ def test_every_frame_arrives_whole_whatever_the_timing(
 
 
 def test_urgent_kinds_go_first_and_overtake_between_chunks() -> None:
-    outbox = Outbox(chunk=10, window=1000)
+    outbox = ChunkOutbox(chunk=10, window=1000)
     outbox.push(frame(25, "state"))
     first = chunk_of(outbox)
     outbox.push(frame(5, "activation"))
@@ -100,7 +100,7 @@ def test_urgent_kinds_go_first_and_overtake_between_chunks() -> None:
 
 
 def test_no_more_than_the_window_is_under_way() -> None:
-    outbox = Outbox(chunk=10, window=20)
+    outbox = ChunkOutbox(chunk=10, window=20)
     outbox.push(frame(45))
     assert [chunk_of(outbox).offset for _ in range(2)] == [0, 10]
     assert outbox.next(0.0) is None
@@ -111,7 +111,7 @@ def test_no_more_than_the_window_is_under_way() -> None:
 
 
 def test_what_is_not_acknowledged_to_its_end_is_unfinished() -> None:
-    outbox = Outbox(chunk=10, window=100)
+    outbox = ChunkOutbox(chunk=10, window=100)
     sent = [frame(20, "state", 0), frame(10, "average", 1), frame(0, "average", 2)]
     for item in sent:
         outbox.push(item)
@@ -130,7 +130,7 @@ def test_what_is_not_acknowledged_to_its_end_is_unfinished() -> None:
 
 @pytest.mark.parametrize(("number", "received"), [(2, 0), (0, 0), (1, 21), (1, 9), (1, -1)])
 def test_acknowledgements_that_cannot_be_are_refused(number: int, received: int) -> None:
-    outbox = Outbox(chunk=10, window=100)
+    outbox = ChunkOutbox(chunk=10, window=100)
     outbox.push(frame(30))
     chunk_of(outbox), chunk_of(outbox)
     outbox.acknowledge(1, 10, 0.0)
@@ -139,7 +139,7 @@ def test_acknowledgements_that_cannot_be_are_refused(number: int, received: int)
 
 
 def test_a_frame_that_cannot_travel_is_not_queued() -> None:
-    outbox = Outbox(chunk=10, window=100)
+    outbox = ChunkOutbox(chunk=10, window=100)
     with pytest.raises(WireError, match="at most 65536"):
         outbox.push(Frame("state", (1, 1), {"a": "a" * 70_000}, [], b"abc"))
     assert outbox.unacknowledged == 0
@@ -171,14 +171,14 @@ def start(number: int = 1, size: int = 20, data: bytes = b"a" * 10, head: bytes 
     ],
 )
 def test_chunks_that_cannot_be_are_refused(chunk: Chunk, why: str) -> None:
-    inbox = Inbox(payload_limit=100, window=100)
+    inbox = ChunkInbox(payload_limit=100, window=100)
     assert inbox.receive(start()) is None
     with pytest.raises(WireError, match=why):
         inbox.receive(chunk)
 
 
 def test_frames_under_way_are_limited() -> None:
-    inbox = Inbox(payload_limit=100, window=100)
+    inbox = ChunkInbox(payload_limit=100, window=100)
     for number in range(1, len(KINDS) + 1):
         inbox.receive(start(number))
     with pytest.raises(WireError, match=f"more than {len(KINDS)} frames under way"):
@@ -186,7 +186,7 @@ def test_frames_under_way_are_limited() -> None:
 
 
 def test_copies_leave_when_there_is_room_and_nothing_else_to_send() -> None:
-    outbox = Outbox(chunk=10, window=1000, background=partial(Room, 30))
+    outbox = ChunkOutbox(chunk=10, window=1000, background=partial(Room, 30))
     outbox.push(frame(45, "copy"))
     outbox.push(frame(15, "gradient"))
     assert [chunk_of(outbox).frame for _ in range(3)] == [1, 1, 2]
@@ -209,7 +209,7 @@ def test_a_frame_that_goes_by_several_streams_has_chunks_for_each() -> None:
         (least + 1, 4, [least, 1]),
         (most, 1, [most]),
     ):
-        outbox = Outbox(chunk=2 << 20, window=16 << 20)
+        outbox = ChunkOutbox(chunk=2 << 20, window=16 << 20)
         outbox.push(frame(size))
         sent = []
         while (message := outbox.next(0.0, streams)) is not None:
@@ -219,7 +219,7 @@ def test_a_frame_that_goes_by_several_streams_has_chunks_for_each() -> None:
 
 
 def test_a_copy_goes_by_the_streams_that_make_it_faster() -> None:
-    outbox = Outbox(chunk=10, window=1000, background=partial(Room, 30))
+    outbox = ChunkOutbox(chunk=10, window=1000, background=partial(Room, 30))
     outbox.push(frame(45, "copy"))
     assert outbox.next(0.0, 4, 1) is None
     assert outbox.next(0.0, 4, 0) is not None
@@ -232,7 +232,7 @@ def test_a_copy_goes_by_the_streams_that_make_it_faster() -> None:
 
 @pytest.mark.parametrize(("kind", "streams"), [("state", 2), ("copy", 1)])
 def test_a_backlog_of_anything_but_copies_asks_for_streams(kind: str, streams: int) -> None:
-    outbox, inbox, now = Outbox(1 << 20, 16 << 20), Inbox(PAYLOAD_LIMIT, 16 << 20), 0.0
+    outbox, inbox, now = ChunkOutbox(1 << 20, 16 << 20), ChunkInbox(PAYLOAD_LIMIT, 16 << 20), 0.0
     while now < 6.0:
         if not outbox.frames:
             outbox.push(frame(1 << 20, kind))
@@ -245,7 +245,7 @@ def test_a_backlog_of_anything_but_copies_asks_for_streams(kind: str, streams: i
 
 
 def test_so_many_frames_are_under_way_as_the_other_end_keeps_heads_of() -> None:
-    outbox = Outbox(chunk=10, window=1000)
+    outbox = ChunkOutbox(chunk=10, window=1000)
     for number in range(HEADS // BESIDE + 2):
         outbox.push(frame(0, number=number))
     count = 0
@@ -272,7 +272,7 @@ class Room(Background):
 
 
 def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
-    outbox, inbox = Outbox(chunk=10, window=1000), Inbox(PAYLOAD_LIMIT, 16 << 20)
+    outbox, inbox = ChunkOutbox(chunk=10, window=1000), ChunkInbox(PAYLOAD_LIMIT, 16 << 20)
     for kind, size in (("state", 30), ("copy", 25)):
         outbox.push(frame(size, kind))
     assert inbox.receive(chunk_of(outbox)) is None
@@ -299,7 +299,7 @@ def chunk_at(order: int, size: int = 0) -> Chunk:
 def test_in_whatever_order_they_come_they_leave_in_theirs(
     count: int, timing: random.Random
 ) -> None:
-    ordering, orders = Ordering(WINDOW), list(range(1, count + 1))
+    ordering, orders = ChunkOrder(WINDOW), list(range(1, count + 1))
     timing.shuffle(orders)
     came: set[int] = set()
     left: list[int] = []
@@ -312,7 +312,7 @@ def test_in_whatever_order_they_come_they_leave_in_theirs(
 
 @pytest.mark.parametrize("order", [0, 1, 2, 4])
 def test_what_comes_twice_is_refused(order: int) -> None:
-    ordering = Ordering(WINDOW)
+    ordering = ChunkOrder(WINDOW)
     for came in (1, 2, 4):
         list(ordering.take(chunk_at(came)))
     with pytest.raises(WireError, match=f"in place {order}, which is taken; the next one is 3"):
@@ -320,7 +320,7 @@ def test_what_comes_twice_is_refused(order: int) -> None:
 
 
 def test_no_more_waits_than_may_be_under_way() -> None:
-    ordering, size = Ordering(WINDOW), WINDOW // 4
+    ordering, size = ChunkOrder(WINDOW), WINDOW // 4
     fit = 2 * (WINDOW + HEADS) // (size + ITEM)
     for order in range(2, 2 + fit):
         assert not list(ordering.take(chunk_at(order, size)))
@@ -330,7 +330,7 @@ def test_no_more_waits_than_may_be_under_way() -> None:
 
 
 def test_a_new_connection_begins_with_the_first_place() -> None:
-    ordering = Ordering(WINDOW)
+    ordering = ChunkOrder(WINDOW)
     for order in (1, 3):
         list(ordering.take(chunk_at(order)))
     ordering.begin_anew()

@@ -152,7 +152,7 @@ class TwoEnds(RuleBasedStateMachine):
         self.lose_if_overfull(end)
 
     def lose_if_overfull(self, end: End) -> None:
-        if end.session.overfull():
+        if end.session.why_overfull():
             end.begin_anew()
 
     # --- what a connection carries

@@ -38,7 +38,7 @@ class LossyLink:
             self.now += TICK
             rate = min(self.each * self.streams.wanted, self.most)
             rate *= self._drawn.uniform(1 - self.noise, 1 + self.noise)
-            self.streams.look(under_way, round(rate * TICK), self.now)
+            self.streams.update(under_way, round(rate * TICK), self.now)
             if self.streams.wanted != self.seen[-1]:
                 self.seen.append(self.streams.wanted)
 
@@ -143,9 +143,9 @@ class BurstyLink:
 
     def _look(self, under_way: int, acknowledged: int) -> None:
         if isinstance(self.streams, Streams):
-            self.streams.look(under_way, acknowledged, self.now, self.round_trip)
+            self.streams.update(under_way, acknowledged, self.now, self.round_trip)
         else:
-            self.streams.look(under_way, acknowledged, self.round_trip, self.now)
+            self.streams.update(under_way, acknowledged, self.round_trip, self.now)
 
     def bursts(self, size: int, pause: float = 1.0) -> int:
         """The streams that are wanted after many."""
@@ -210,9 +210,9 @@ def test_the_rate_of_a_link_is_that_of_its_fastest_burst_without_the_round_trip(
     streams, now, rate, round_trip = Streams(), 0.0, 1e6, 0.05
     for late in (0.0, 0.3, 0.1):
         now += 1.0
-        streams.look(size, 0, now, round_trip)
+        streams.update(size, 0, now, round_trip)
         now += round_trip + size / rate + late
-        streams.look(0, size, now, round_trip)
+        streams.update(0, size, now, round_trip)
     assert streams.rate(round_trip) == (pytest.approx(rate) if size >= BACKLOG else 0.0)
 
 
