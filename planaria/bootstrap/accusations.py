@@ -26,7 +26,7 @@ KEPT = 100  # accusations stored against one node
 
 @dataclass(frozen=True)
 class Convicted:
-    """A member to evict, and the reason."""
+    """A member to evict since it is accused, and the reason."""
 
     node: str
     cause: Cause
@@ -56,8 +56,8 @@ class Accusations:
         self._alone: Counter[str] = Counter()  # drives lost by uncorroborated accusations
 
     def heard(self, suspicion: Suspicion, now: float) -> Convicted | None:
-        """Records an accusation with a cause. It replaces the accuser's former one: an accuser has
-        one accused at a time."""
+        """Records an accusation with a cause; returns the accused if it is to be evicted. It
+        replaces the accuser's former one: an accuser has one accused at a time."""
         accuser, name = suspicion.accuser, suspicion.accused
         self._withdraw(accuser)
         self._newest[accuser] = name
@@ -95,7 +95,7 @@ class Accusations:
                 handed_over = True
 
     def gone(self, name: str) -> None:
-        """Removes a former member and its accusation."""
+        """Removes a former member, its accusation, and those against it."""
         self._withdraw(name)
         self._accused.pop(name, None)
         self._alone.pop(name, None)
@@ -114,9 +114,9 @@ class Accusations:
             accused.charges.pop(accuser, None)
 
     def _convicted(self, name: str, now: float) -> str:
-        """The reason to evict the node, though it may be alive; empty: not enough evidence. The
-        driver must be among the accusers. A driver as accused requires more than half of the other
-        serving nodes, since a contradiction between two nodes has no known culprit."""
+        """Why the accused node is to be evicted, though it may be alive; empty: there is not enough
+        evidence. The driver must be among the accusers. A driver as accused requires more than half
+        of the other serving nodes, since a contradiction between two nodes has no known culprit."""
         driver, serving = self._members.driver, {*self._members.serving()} - {name}
         charges = {
             accuser: charge
@@ -145,7 +145,7 @@ class Accusations:
         return len({name if place == own else place for name, place in places.items()})
 
     def _heirs(self, accused: str, now: float) -> list[str]:
-        """Nodes that could replace the driver and would count as a second accuser."""
+        """The nodes that could replace the driver, and would then count as a second accuser."""
         driver = self._members.driver
         return [
             node

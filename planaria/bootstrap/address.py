@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parses HOST:PORT. Raises AddressError."""
+        """Parses the address HOST:PORT. Raises AddressError."""
         scheme, separator, _ = text.partition("://")
         if separator:
             raise _wrong(text, f"begins with {scheme}://: leave that out, give it as HOST:PORT")
@@ -44,7 +44,8 @@ class Address(NamedTuple):
         if not host:
             raise _wrong(text, "has no host: give it as HOST:PORT (0.0.0.0:PORT listens to all)")
         if {"[", "]"} & set(host):
-            if not (host[0] + host[-1] == "[]" and _is_ipv6(host[1:-1])):
+            bracketed = host[0] + host[-1] == "[]" and ":" in host
+            if not (bracketed and plain_ip(host[1:-1]) is not None):
                 raise _wrong(text, "has no IPv6 address in its brackets")
         elif "/" in host or not host.isprintable() or any(c.isspace() for c in host):
             raise _wrong(text, "is more than HOST:PORT: leave out what is before or after it")
@@ -58,7 +59,7 @@ class Address(NamedTuple):
 
     @classmethod
     def to_dial(cls, text: str) -> Address:
-        """Parses as `parse` does, and refuses port 0, which can't be dialled."""
+        """Parses an address to dial, HOST:PORT; refuses port 0, too. Raises AddressError."""
         address = cls.parse(text)
         if address.port == 0:
             raise _wrong(text, "has port 0, which can't be dialled: give the port listened on")
@@ -66,7 +67,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse_host(cls, text: str, port: int) -> Address:
-        """Parses HOST or HOST:PORT, with `port` as the default. Raises AddressError."""
+        """Parses HOST[:PORT] to dial; `port`: the default. Raises AddressError."""
         alone = text.count(":") != 1 and not text.rpartition("]")[2].startswith(":")
         return cls.to_dial(f"{text}:{port}" if alone else text)
 
@@ -83,7 +84,7 @@ class Address(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Whether it is the wildcard address of its machine."""
+        """Whether this is the wildcard address, which stands for all of its machine's."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -99,8 +100,8 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, hosts: Iterable[str]) -> Reach:
-        """The reach granted to a peer at one of `hosts`, IP addresses or names: a peer on this
-        machine or link may name others there."""
+        """The address ranges that a peer at one of `hosts`, IP addresses or names, may name. A peer
+        on this machine or link may name others there."""
         hosts = list(hosts)
         ips = [ip for host in hosts if (ip := plain_ip(host.partition("%")[0])) is not None]
         is_local = any(ip.is_loopback for ip in ips) or any(map(_is_local_name, hosts))
@@ -122,7 +123,7 @@ def not_to_dial(text: str, reach: Reach) -> str:
     if "%" in host:
         why = "has a zone, which is valid on one machine only: leave out % and the rest"
     elif ip is not None:
-        why = _closed(ip, reach)
+        why = _why_closed(ip, reach)
     elif _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         why = "has a number for a host: give an IP address in full, or a name"
     elif not _NAME.fullmatch(host):
@@ -133,26 +134,26 @@ def not_to_dial(text: str, reach: Reach) -> str:
 
 
 async def resolved_not_to_dial(text: str, reach: Reach) -> str:
-    """As `not_to_dial`, with the name resolved now. An unresolvable name passes."""
+    """As `not_to_dial`, with the address's name resolved now. An unresolvable name passes."""
     if why := not_to_dial(text, reach):
         return why
-    for host in await _stands_for(Address.to_dial(text)):
+    for host in await _resolved(Address.to_dial(text)):
         ip = plain_ip(host)
-        if ip is not None and (why := _closed(ip, reach)):
+        if ip is not None and (why := _why_closed(ip, reach)):
             return f"the address {text!r} resolves to {host}, which {why}"
     return ""
 
 
 async def reach_by(addresses: Iterable[str]) -> Reach:
-    """The reach granted by a service at these addresses, HOST:PORT each. Raises AddressError."""
+    """The address ranges that a service at these addresses may name. Raises AddressError."""
     import asyncio  # deferred: agents parse addresses without an event loop
 
     parsed = [Address.parse(address) for address in addresses]
-    resolved = await asyncio.gather(*map(_stands_for, parsed))
+    resolved = await asyncio.gather(*map(_resolved, parsed))
     return Reach.of([host for hosts in resolved for host in hosts])
 
 
-async def _stands_for(address: Address) -> list[str]:
+async def _resolved(address: Address) -> list[str]:
     """The IP addresses of a host; a name that can't be resolved is returned as it is."""
     import asyncio
 
@@ -171,7 +172,8 @@ _OWN_MACHINE: Final = (
 )
 
 
-def _closed(ip: IP, reach: Reach) -> str:
+def _why_closed(ip: IP, reach: Reach) -> str:
+    """Why an IP address named by another party must not be dialled; empty: it may be."""
     if ip in METADATA:
         return "is a cloud's metadata service, which has secrets: no node dials it for others"
     if ip.is_unspecified or ip in _THIS_NETWORK:
@@ -208,14 +210,6 @@ def plain_ip(host: str) -> IP | None:
 def _is_local_name(host: str) -> bool:
     name = host.rstrip(".").lower()
     return name == "localhost" or name.endswith(".localhost")
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _wrong(text: str, problem: str) -> AddressError:

@@ -36,7 +36,7 @@ NO_PROXY = (
 
 
 def proxies(environment: Mapping[str, str]) -> str:
-    """A note if proxies are set, without their values, which may hold passwords; else empty."""
+    """Names the proxies that are set, not their values: these may hold passwords. Empty: none."""
     names = [name for name in environment if name.lower() in _PROXIES and environment[name]]
     if not names:
         return ""
@@ -51,8 +51,8 @@ class Endpoints(NamedTuple):
 
 
 async def probe(address: Address, seconds: float) -> Reachability:
-    """A reachability probe of an address, within `seconds`. A name with several addresses refuses
-    if all of them do."""
+    """Probes whether an address accepts connections, within `seconds`. A name with several
+    addresses refuses if all of them do."""
     endpoints: list[tuple[str, int]] | None = None
     try:
         async with asyncio.timeout(seconds):
@@ -69,13 +69,13 @@ async def probe(address: Address, seconds: float) -> Reachability:
 
 
 async def probe_all(addresses: Sequence[str], seconds: float) -> dict[str, Reachability]:
-    """Probes all addresses in parallel. Raises AddressError."""
+    """Probes several addresses in parallel. Raises AddressError."""
     parsed = [Address.to_dial(address) for address in addresses]
     answers = await asyncio.gather(*(probe(address, seconds) for address in parsed))
     return dict(zip(addresses, answers, strict=True))
 
 
-def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability]) -> str:
+def why_unreachable(answers: Mapping[str, Reachability], final: Sequence[Reachability]) -> str:
     """Why no registry can be reached at these addresses, and the remedy; empty unless all results
     are among `final`."""
     if not all(answer in final for answer in answers.values()):
@@ -97,8 +97,9 @@ def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability])
 
 
 async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
-    """The route from this machine to the first reachable address. Repeats failed name lookups.
-    Raises AddressError, and after `seconds` OSError, which names the addresses."""
+    """Finds the route from this machine to the first reachable one of these addresses. Repeats
+    failed name lookups. Raises AddressError, and after `seconds` OSError, which names the
+    addresses."""
     parsed = [Address.to_dial(address) for address in addresses]
     try:
         async with asyncio.timeout(seconds):

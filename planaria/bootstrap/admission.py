@@ -45,7 +45,7 @@ class AdmissionError(UserError):
 
 
 class Admission:
-    """The admission state, for one registry at a time, as its journal."""
+    """The run's key, and its invites and bans; open for one registry at a time, as its journal."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Admission:
         return self.authority.identity
 
     def own_pair(self) -> CertifiedKey:
-        """A new key and certificate for the registry itself."""
+        """Issues a new key and certificate for the registry itself."""
         return self.authority.own_pair(self._now())
 
     def enrol(self, request: EnrolRequest) -> tuple[Who, bytes]:
-        """Issues a certificate: its identity, and PEM. Raises NotAdmitted, AdmissionError."""
+        """Issues an invited node's certificate in PEM. Raises NotAdmitted, AdmissionError."""
         if not is_signed(request.public_key, request.signature, "enrol", request.request):
             raise NotAdmitted("the request is not signed by the key that it names")
         instance = instance_of(request.public_key)
@@ -137,10 +137,15 @@ class Admission:
         self._size += len(line)
 
     def _read(self) -> None:
-        if self._elsewhere is not None:
-            self._read_elsewhere(self._elsewhere.records())
-            return
-        if self.folder is None:
+        for number, record in enumerate(self._elsewhere.records() if self._elsewhere else ()):
+            try:
+                self.invites.apply(record)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                raise AdmissionError(
+                    f"decision {number} in etcd is invalid: restore it from a copy, or give "
+                    "the run another name"
+                ) from error
+        if self.folder is None or self._elsewhere is not None:
             return
         path = self.folder / INVITES
         try:
@@ -159,16 +164,6 @@ class Admission:
             self._size += len(line) + 1
         if rest:
             log.warning("%s: the last line is incomplete, and is dropped", path)
-
-    def _read_elsewhere(self, records: list[Record]) -> None:
-        for number, record in enumerate(records):
-            try:
-                self.invites.apply(record)
-            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-                raise AdmissionError(
-                    f"decision {number} in etcd is invalid: restore it from a copy, or give "
-                    "the run another name"
-                ) from error
 
     def _authority(self) -> Authority:
         if self.folder is None:

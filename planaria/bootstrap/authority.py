@@ -62,7 +62,7 @@ class Who(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Who:
-        """Parses DNS names; ignores unknown ones."""
+        """The identity that a certificate's DNS names state; unknown ones are ignored."""
         labels = [name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)]
         roles = {Role(label) for label in labels if label in list(Role)}
         if Role.OWNER in roles:
@@ -94,11 +94,11 @@ class CertifiedKey(NamedTuple):
 
     @property
     def ends(self) -> float:
-        """The expiry time, in seconds since 1970."""
+        """When the certificate expires, in seconds since 1970."""
         return _load(self.certificate).not_valid_after_utc.timestamp()
 
     def is_due(self, now: float) -> bool:
-        """Whether half of the lifetime has passed."""
+        """Whether to renew the certificate: half of its lifetime has passed."""
         return now >= self.ends - LIFETIME / 2
 
     def is_over(self, now: float) -> bool:
@@ -150,7 +150,7 @@ class Authority:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> Authority:
-        """Parses the output of `to_pem`. Raises ValueError."""
+        """Reads an authority's key and certificate as `to_pem` writes them. Raises ValueError."""
         identity = Identity.from_pem(pem)
         certificate = _load(pem)
         if certificate.public_key() != identity.key.public_key():
@@ -161,7 +161,7 @@ class Authority:
         return self.identity.to_pem() + self.certificate
 
     def issue(self, request: bytes, who: Who, now: float) -> bytes:
-        """Issues a certificate, in PEM; ignores names in the request. Raises ValueError."""
+        """Issues a certificate, in PEM; ignores the request's names. Raises ValueError."""
         public = _public_key_of(request)
         issuer = _load(self.certificate)
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
@@ -185,15 +185,15 @@ class Authority:
         return certificate.public_bytes(Encoding.PEM)
 
     def own_pair(self, now: float) -> CertifiedKey:
-        """A key and certificate for the registry itself."""
+        """Issues a key and certificate for the registry itself."""
         request = Request.of(self.identity)
         who = Who(Role.REGISTRY, self.identity.instance)
         return CertifiedKey(request.key, self.issue(request.request, who, now), self.certificate)
 
 
 def who_in(certificate: bytes) -> Who:
-    """The identity in a PEM certificate. Raises ValueError."""
-    with _foreign():
+    """The identity that a certificate in PEM states. Raises ValueError."""
+    with _as_value_error():
         try:
             extensions = _load(certificate).extensions
             extension = extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -211,13 +211,13 @@ def key_in(certificate: bytes) -> bytes:
 
 
 def to_der(certificate: bytes) -> bytes:
-    """Converts PEM to DER. Raises ValueError."""
+    """Converts a certificate from PEM to DER. Raises ValueError."""
     return _load(certificate).public_bytes(Encoding.DER)
 
 
 def to_pem(certificate: bytes) -> bytes:
-    """Converts DER to PEM. Raises ValueError."""
-    with _foreign():
+    """Converts a certificate from DER to PEM. Raises ValueError."""
+    with _as_value_error():
         return x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM)
 
 
@@ -231,11 +231,11 @@ def is_issued_by(certificate: bytes, authority: bytes) -> bool:
 
 
 def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
-    """The public key of a request. Raises ValueError for malformed or wrongly signed requests, and
-    for keys other than P-256."""
+    """The public key of a certificate request. Raises ValueError for malformed or wrongly signed
+    requests, and for keys other than P-256."""
     if len(request) > REQUEST_BYTES:
         raise ValueError(f"the request has {len(request)} bytes; the maximum is {REQUEST_BYTES}")
-    with _foreign():
+    with _as_value_error():
         csr = x509.load_der_x509_csr(request)
         public = csr.public_key()
         if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
@@ -246,12 +246,12 @@ def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def _load(pem: bytes) -> x509.Certificate:
-    with _foreign():
+    with _as_value_error():
         return x509.load_pem_x509_certificate(pem)
 
 
 @contextmanager
-def _foreign() -> Iterator[None]:
+def _as_value_error() -> Iterator[None]:
     """Converts the library's errors for unsupported input to ValueError."""
     try:
         yield

@@ -75,6 +75,7 @@ class Gate:
     async def _handle(
         self, method: MethodDescriptor, answer: Callable[..., Any], stream: AcceptedStream
     ) -> None:
+        """Serves one call: checks it, and sends what `answer` returns. Raises Broken."""
         kind = GetMessageClass(method.input_type)
         try:
             if method.client_streaming:
@@ -88,7 +89,7 @@ class Gate:
             if method.server_streaming:
                 await self._answer_all(who, answer(request, stream), stream)
             else:
-                await stream.write(_content(await answer(request, stream)))
+                await stream.write(_serialized(await answer(request, stream)))
         except Refused as refused:
             raise Broken(refused.code, refused.reason) from None
 
@@ -99,16 +100,16 @@ class Gate:
             await stream.accept({})
             async with aclosing(answers):  # type: ignore[type-var]
                 async for answer in answers:
-                    await stream.write(_content(answer))
+                    await stream.write(_serialized(answer))
 
     def _check(
         self, method: MethodDescriptor, stream: AcceptedStream, request: object = None
     ) -> Who:
-        """Raises Refused."""
+        """Checks whether the caller may make this call; returns who it is. Raises Refused."""
         who = stream.caller
         why = self._refusal(who, method, stream)
         if not why and isinstance(request, JoinRequest):
-            why = self._banned(instance_of(request.key)) or _other(who, request)
+            why = self._banned(instance_of(request.key)) or _mismatch(who, request)
         if why:
             raise Refused("PERMISSION_DENIED", why)
         return who
@@ -121,7 +122,8 @@ class Gate:
         if self._credentials.certified is None and not commands:
             return ""
         if self._credentials.channel is None:  # plain text: no identity
-            if is_of_this_machine(stream.peer):
+            host = host_of(stream.peer)
+            if host and Address(host, 0).is_loopback:
                 return ""
             return "a registry without TLS accepts commands only from its own machine"
         rights = COMMANDS if commands else RIGHTS[method.name]
@@ -140,6 +142,7 @@ class Gate:
 
     @contextmanager
     def _open(self, who: Who) -> Iterator[None]:
+        """Lists this call among the caller's open ones, so that `cut` can end it."""
         task = asyncio.current_task()
         if not who.instance or task is None:
             yield
@@ -160,14 +163,14 @@ async def _requests(stream: AcceptedStream, kind: type[Message]) -> AsyncIterato
 
 
 def _parsed(data: bytes, kind: type[Message]) -> Message:
-    """Raises Refused."""
+    """Parses a request. Raises Refused."""
     try:
         return kind.FromString(data)
     except DecodeError:
         raise Refused("INVALID_ARGUMENT", f"the request is no {kind.DESCRIPTOR.name}") from None
 
 
-def _content(answer: Any) -> bytes:
+def _serialized(answer: Any) -> bytes:
     """Serializes an answer; bytes pass through, since broadcasts are serialized once."""
     if isinstance(answer, bytes):
         return answer
@@ -175,28 +178,16 @@ def _content(answer: Any) -> bytes:
     return content
 
 
-def address_of(peer: str) -> Address | None:
-    """The address in a gRPC peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds. An
-    IPv4 address that IPv6 carries is one of IPv4."""
+def host_of(peer: str) -> str:
+    """The host of a caller, of which gRPC says ipv4:1.2.3.4:567 or ipv6:[::1]:567; empty for other
+    kinds. An IPv4 address that IPv6 carries is one of IPv4."""
     kind, _, place = unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
-        return None
-    address = Address.parse(place)
-    return address._replace(host=unmapped(address.host.partition("%")[0]))
+        return ""
+    return unmapped(Address.parse(place).host.partition("%")[0])
 
 
-def host_of(peer: str) -> str:
-    """The host in a gRPC peer; empty for other kinds."""
-    place = address_of(peer)
-    return place.host if place is not None else ""
-
-
-def is_of_this_machine(peer: str) -> bool:
-    host = host_of(peer)
-    return bool(host) and Address(host, 0).is_loopback
-
-
-def _other(who: Who, request: JoinRequest) -> str:
+def _mismatch(who: Who, request: JoinRequest) -> str:
     """Why a join does not match the caller's certificate; empty: it does."""
     if who.stage is not None and not (request.HasField("stage") and request.stage == who.stage):
         return f"you were invited for stage {who.stage}: join with --stage {who.stage}"

@@ -9,7 +9,7 @@ from planaria.bootstrap.registry_pb2 import AwaitedSave
 
 
 class AwaitedSaves:
-    """At most one a stage: of the node that served it last."""
+    """The saves that the run waits for, at most one a stage: of the node that served it last."""
 
     def __init__(self, seconds: float) -> None:
         """`seconds`: for which a node is awaited."""
@@ -20,7 +20,7 @@ class AwaitedSaves:
         self._saves = {save.stage: _shifted(save, now) for save in listed}
 
     def lost(self, node: NodeRecord, vacant: Collection[int], now: float) -> None:
-        """The node is gone; of the stages that it served, no node has the `vacant` ones."""
+        """Awaits the saves of a node that is gone, of the stages that are `vacant` now."""
         until, key = now + self._seconds, node.member.key
         for at in node.report.seats if self._seconds else ():
             if at.saves and at.stage in vacant:
@@ -29,22 +29,22 @@ class AwaitedSaves:
                 )
 
     def joined(self, key: bytes) -> None:
-        """A node with this key is back: a save that it doesn't have now is gone."""
+        """Awaits no save of the node with this key any longer: it is back, with what it has."""
         self._saves = {of: save for of, save in self._saves.items() if save.key != key}
 
     def ended(self, now: float) -> list[int]:
-        """Ends waits that have lasted long enough; returns the stages."""
+        """Ends the waits for saves that have lasted long enough; returns the stages."""
         over = [stage for stage, save in self._saves.items() if now >= save.seconds]
         self._saves = {of: save for of, save in self._saves.items() if of not in over}
         return over
 
     def listed(self, now: float) -> list[AwaitedSave]:
-        """The saves, for a view."""
+        """The awaited saves, as a view has them."""
         return [_shifted(save, -now) for _, save in sorted(self._saves.items())]
 
 
-def in_words(awaited: Iterable[AwaitedSave]) -> str:
-    """For whom a run waits, and how long."""
+def awaited_in_words(awaited: Iterable[AwaitedSave]) -> str:
+    """For which nodes with saves the run waits, and how long."""
     stages: dict[tuple[str, int, str], list[str]] = {}
     for save in awaited:
         stages.setdefault((save.node, save.step, f"{save.seconds:.0f}"), []).append(str(save.stage))

@@ -16,7 +16,7 @@ MOST_RECENT = 16  # views from which differences are computed
 
 
 class Broadcast:
-    """The newest view in serialized messages, each made once."""
+    """The newest view as the messages that all members get, each made once."""
 
     def __init__(self, run_file: str) -> None:
         """`run_file`: the run's TOML, sent to joining nodes."""
@@ -69,7 +69,7 @@ class Waker:
         return bool(self._due)
 
     async def next_view(self) -> None:
-        """Returns after `wake_watchers`."""
+        """Waits for a new view: until `wake_watchers`."""
         waiting = self._loop.create_future()
         self._watchers[waiting] = None
         try:
@@ -84,7 +84,7 @@ class Waker:
     def wake(
         self, futures: Iterable[asyncio.Future[Any]], answers: Iterable[object] = repeat(None)
     ) -> None:
-        """Queues the futures, with their results, behind those already due."""
+        """Queues waiting calls, given by their futures and results, behind those already due."""
         idle = not self._due
         self._due.extend(zip(futures, answers, strict=False))
         if idle:

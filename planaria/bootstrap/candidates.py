@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SeatAssigned:
-    """The node gets a seat at `stage` for its seat at `gives` (None: it keeps all)."""
+    """A node gets a seat at `stage` for its seat at `gives` (None: it keeps all)."""
 
     node: str
     stage: int
@@ -46,7 +46,7 @@ class SeatAssigned:
 
 @dataclass(frozen=True)
 class SeatReleased:
-    """The node's last seat, too, may be released: it becomes a standby."""
+    """The change that a node returns a seat; without any other, it becomes a standby."""
 
     node: str
     stage: int

@@ -17,13 +17,13 @@ from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
 from planaria.bootstrap.authorization import OPERATOR_CALLS, REGISTRY_CALLS
-from planaria.bootstrap.credentials import PLAIN, Credentials, about_time
+from planaria.bootstrap.credentials import PLAIN, Credentials, clock_hint
 from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.escaping import first_misspelt
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, parse
-from planaria.bootstrap.truncation import fitting, shorten_all
+from planaria.bootstrap.truncation import shorten_all, truncated_report
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ _LOGGED_BY_MEMBERSHIP = (
 
 
 class RegistryUnreachable(UserError):  # noqa: N818  what it says
-    """No answer before the deadline; the message names the address, the error and the remedy."""
+    """The registry hasn't answered in time; the message names address, error and remedy."""
 
 
 class JoinRefused(UserError):  # noqa: N818  an answer, not a fault
@@ -107,9 +107,9 @@ class RegistryClient:
     async def join(
         self, request: pb.JoinRequest, identity: Identity, deadline: float = 30.0
     ) -> pb.JoinReply:
-        """Joins with a signed request; later messages are signed with the same key. Dials silent
-        members first if the registry requests it. Raises JoinRefused or its subclass InQuarantine,
-        and RegistryUnreachable after `deadline` seconds."""
+        """Joins the run with a signed request; later messages are signed with the same key. Dials
+        silent members first if the registry requests it. Raises JoinRefused or its subclass
+        InQuarantine, and RegistryUnreachable after `deadline` seconds."""
         clock = asyncio.get_running_loop().time
         end = clock() + deadline
         message = pb.JoinRequest()
@@ -128,14 +128,22 @@ class RegistryClient:
             log.info("%s", reply.reason)
             message.question = reply.question
             message.answered[:] = await self._dial(reply)
-        self._trust(reply)
+        key = self._key or reply.key  # the first join pins the run's key
+        if not is_genuine(reply.view, key, reply.run):
+            raise JoinRefused(
+                f"the registry at {self._address} isn't the run's, or has lost its key: view "
+                f"{reply.view.number} isn't signed by the run's key. Check the address; start the "
+                "registry with the folder of its key (--authority DIR), or this node anew"
+            )
+        self._key = key
         self._node, self._run, self._identity = request.node, request.run, identity
         self._report = pb.Report()
         self._events.clear()
         return reply
 
     async def describe(self, deadline: float = 30.0) -> pb.Description:
-        """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
+        """The registry's description of the run. Raises JoinRefused (a wrong token, another
+        service), and RegistryUnreachable."""
         request = pb.DescribeRequest(run=self._run)
         described: pb.Description = await self._retry("Describe", request, deadline)
         shorten_all(described, LONGEST_TEXT)
@@ -154,12 +162,12 @@ class RegistryClient:
         return reply
 
     async def examine(self, request: pb.ExamineRequest, seconds: float) -> pb.ExamineReply:
-        """Requests a dial-back or a timed transfer, in a single attempt. Raises
+        """Has the registry dial this machine back, or time a transfer, in a single attempt. Raises
         RegistryUnreachable."""
         try:
             reply: pb.ExamineReply = await self._call("Examine", request, seconds)
         except Broken as broken:
-            raise RegistryUnreachable(f"{self._address} said: {_what(broken)}") from broken
+            raise RegistryUnreachable(f"{self._address} said: {_in_words(broken)}") from broken
         return reply
 
     async def command(self, method: str, request: Message) -> Any:
@@ -170,7 +178,7 @@ class RegistryClient:
             return await self._call(method, request, COMMAND, OPERATOR_CALLS)
         except Broken as broken:
             if broken.code in _RETRIED:
-                raise RegistryUnreachable(f"{self._address} said: {_what(broken)}") from broken
+                raise RegistryUnreachable(f"{self._address} said: {_in_words(broken)}") from broken
             raise JoinRefused(_refusal(broken, self._address)) from broken
 
     async def keep_membership(
@@ -181,10 +189,10 @@ class RegistryClient:
         on_evicted: Callable[[str], None],
         on_measure: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Renews the lease, delivers views and measurement numbers until eviction; returns after
-        `on_evicted`. View numbers increase. Reconnects for as long as the registry is unreachable,
-        or another run's registry answers. An eviction counts only with a view without this node,
-        signed by the run's key. Raises the errors of the callbacks."""
+        """Keeps a node a member: renews its lease, delivers views and measurement numbers until
+        eviction; returns after `on_evicted`. View numbers increase. Reconnects for as long as the
+        registry is unreachable, or another run's registry answers. An eviction counts only with a
+        view without this node, signed by the run's key. Raises the errors of the callbacks."""
         membership = _Membership(self, node, reply, on_view, on_measure)
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
@@ -212,12 +220,12 @@ class RegistryClient:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def report(self, report: pb.Report) -> None:
-        """Sets the report of the next renewal, which is sent at once if the report is news. Adds
-        the addresses at which another run's registry has answered."""
+        """Sets the node's report for the next renewal, which is sent at once if the report is news.
+        Adds the addresses at which another run's registry has answered."""
         misled = [f"{address}: {why}" for address, why in self._misled.items()]
         report.trouble = "; ".join(filter(None, [report.trouble, *misled]))
-        former, self._report = self._report, fitting(report, REPORT_BYTES)
-        if _news(report) != _news(former):
+        former, self._report = self._report, truncated_report(report, REPORT_BYTES)
+        if _urgent_parts(report) != _urgent_parts(former):
             self._due.set()
 
     def tell(self, line: str) -> None:
@@ -245,7 +253,9 @@ class RegistryClient:
         try:
             await self._call("Leave", goodbye, LEAVE_DEADLINE)
         except Broken as broken:
-            log.warning("could not announce the departure to %s: %s", self._address, _what(broken))
+            log.warning(
+                "could not announce the departure to %s: %s", self._address, _in_words(broken)
+            )
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -289,17 +299,6 @@ class RegistryClient:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _trust(self, reply: pb.JoinReply) -> None:
-        """Pins the run's key on the first join. Raises JoinRefused for another key."""
-        key = self._key or reply.key
-        if not is_genuine(reply.view, key, reply.run):
-            raise JoinRefused(
-                f"the registry at {self._address} isn't the run's, or has lost its key: view "
-                f"{reply.view.number} isn't signed by the run's key. Check the address; start the "
-                "registry with the folder of its key (--authority DIR), or this node anew"
-            )
-        self._key = key
-
     @property
     def _address(self) -> str:
         return self._addresses[self._at]
@@ -319,7 +318,7 @@ class RegistryClient:
         return lines
 
     async def _dial(self, reply: pb.JoinReply) -> list[str]:
-        """The nodes silent towards the registry that answer a liveness check from here."""
+        """Dials the members that the registry doesn't hear; returns those that answer."""
         reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
             *(
@@ -352,15 +351,15 @@ class RegistryClient:
         service: ServiceDescriptor = REGISTRY_CALLS,
         address: str = "",
     ) -> Any:
-        """One attempt at an address; empty: the one in use. Raises Broken."""
+        """Calls a method once, at an address; empty: the one in use. Raises Broken."""
         path, content = f"{service.full_name}/{method}", request.SerializeToString()
         answer = await self._channel(address or self._address).call(path, content, seconds)
         kind: type[Message] = GetMessageClass(service.methods_by_name[method].output_type)
         return parse(answer, kind)
 
     async def _next_address(self) -> None:
-        """Closes the channel too: a restarted container may have a new IP address under the same
-        name, and an open channel resolves it late."""
+        """Goes on with the registry's next address. Closes the channel: a restarted container may
+        have a new IP address under the same name, and an open channel resolves it late."""
         failed = self._channels.pop(self._address, None)
         if failed is not None:
             await failed.close()
@@ -369,7 +368,7 @@ class RegistryClient:
     async def _retry(
         self, method: str, request: Message, deadline: float, attempt: float = ATTEMPT
     ) -> Any:
-        """Calls the addresses in turn until one answers or refuses."""
+        """Calls a method at the registry's addresses in turn until one answers or refuses."""
         clock = asyncio.get_running_loop().time
         end, pause, logged = clock() + deadline, FIRST_PAUSE, ""
         refusal: Broken | None = None  # the newest ABORTED reply, which asks to wait
@@ -397,7 +396,7 @@ class RegistryClient:
                         self._address,
                         " any more" if self._heard else " yet",
                         end - clock(),
-                        _what(broken),
+                        _in_words(broken),
                     )
             await self._next_address()
             await asyncio.sleep(pause)
@@ -415,8 +414,8 @@ class RegistryClient:
             raise JoinRefused(_refusal(broken, self._address)) from broken
         raise RegistryUnreachable(
             f"the registry at {' or '.join(self._addresses)} can't be reached, tried for "
-            f"{deadline:g} s; {self._address} said: {_what(broken)}"
-            f"{about_time(_what(broken))}. Check that it runs "
+            f"{deadline:g} s; {self._address} said: {_in_words(broken)}"
+            f"{clock_hint(_in_words(broken))}. Check that it runs "
             "(`planaria bootstrap`), that host and port are right, that a firewall lets the port "
             "through, and that both sides use TLS or neither (one that began with an invite has "
             "TLS: --join INVITE)"
@@ -436,16 +435,22 @@ class RegistryClient:
                 accused,
                 why,
                 self._address,
-                _what(broken),
+                _in_words(broken),
             )
 
 
+_NOT_SIGNED = (
+    "view {} isn't signed by the run's key: start the registry with the folder of its key "
+    "(--authority DIR)"
+)
+
+
 class _Misfit(Exception):  # noqa: N818  what it says
-    """A view difference does not apply to its stated base view."""
+    """A received difference between views does not apply to this node's view."""
 
 
 class _Membership:
-    """One node's membership across reconnections."""
+    """One node's membership across its connections to the registry."""
 
     def __init__(
         self,
@@ -489,7 +494,7 @@ class _Membership:
             try:
                 whys.append(task.result())
             except Broken as broken:
-                whys.append(_what(broken))
+                whys.append(_in_words(broken))
                 self.another_run |= self.client._is_misled(broken)
         return "; ".join(whys)
 
@@ -554,8 +559,8 @@ class _Membership:
             return str(misfit)
 
     async def _hear(self, channel: Channel, signature: bytes) -> str:
-        """Receives views. `signature`: of this node's view; empty requests a whole view. Raises
-        _Misfit."""
+        """Receives views until the stream ends; returns why. `signature`: of this node's view;
+        empty requests a whole view. Raises _Misfit."""
         request = pb.WatchRequest(run=self.view.run, node=self.node, known=signature)
         stream = channel.stream(f"{REGISTRY_CALLS.full_name}/Watch")
         last = self.view  # base of the next difference
@@ -569,13 +574,13 @@ class _Membership:
                     raise _Misfit(f"invalid difference between views: {error}") from error
                 if view.number < self.view.number or view == self.view:
                     continue
-                if problem := self._unsigned(view):
-                    if message.HasField("difference"):
-                        raise _Misfit(
-                            f"by a difference from view {message.difference.former}, {problem}"
-                        )
-                    return f"it sent an invalid view: {problem}"
-                if problem := self._misspelt(view):
+                addresses = {m.node: m.address for m in self.view.members}
+                new = (m for m in view.members if addresses.get(m.node) != m.address)
+                problem = "" if self.client.is_genuine(view) else _NOT_SIGNED.format(view.number)
+                if problem and message.HasField("difference"):
+                    former = message.difference.former
+                    raise _Misfit(f"by a difference from view {former}, {problem}")
+                if problem := problem or first_misspelt(new):
                     return f"it sent an invalid view: {problem}"
                 if not follows(view, self.view):
                     self.evicted = (
@@ -596,21 +601,8 @@ class _Membership:
         """Whether the newest view lacks this node."""
         return all(member.node != self.node for member in self.view.members)
 
-    def _unsigned(self, view: pb.View) -> str:
-        """Why the view's signature is invalid; empty: the run's key has signed it."""
-        if self.client.is_genuine(view):
-            return ""
-        return (
-            f"view {view.number} isn't signed by the run's key: start the registry with the "
-            "folder of its key (--authority DIR)"
-        )
-
-    def _misspelt(self, view: pb.View) -> str:
-        """The spelling error of a new member's names or address; empty: none."""
-        addresses = {m.node: m.address for m in self.view.members}
-        return first_misspelt(m for m in view.members if addresses.get(m.node) != m.address)
-
     def _answered(self) -> None:
+        """Notes that the run's registry has answered at the address in use."""
         self.client._misled.pop(self.client._address, None)
         if self.lost is not None:
             away = asyncio.get_running_loop().time() - self.lost
@@ -643,7 +635,7 @@ def _unpack(reply: pb.JoinReply) -> None:
     reply.ClearField("packed")
 
 
-def _news(report: pb.Report) -> tuple[object, ...]:
+def _urgent_parts(report: pb.Report) -> tuple[object, ...]:
     """The parts of a report whose change is sent at once."""
     seats = [
         (seat.message, seat.stopped, seat.finished, seat.finished and seat.saved)
@@ -652,7 +644,7 @@ def _news(report: pb.Report) -> tuple[object, ...]:
     return seats, list(report.complaints), report.leaving, report.stalled_seconds > 0
 
 
-def _what(broken: Broken) -> str:
+def _in_words(broken: Broken) -> str:
     return f"{broken.code}: {broken.details or 'no details'}"
 
 

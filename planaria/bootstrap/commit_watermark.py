@@ -19,12 +19,12 @@ WITHOUT_STATE: Final = frozenset(["syncing", "following"])
 
 
 def age_of(seat: SeatReport) -> Age:
-    """Lineage and committed step of the seat's state."""
+    """Lineage and committed step of a seat's state, by its report."""
     return seat.lineage, seat.committed
 
 
 class CommitWatermark:
-    """The watermark of one run."""
+    """The newest committed step of a run that the registry knows of."""
 
     def __init__(self, steps: int) -> None:
         """`steps`: the run's total; 0: unknown."""

@@ -26,7 +26,7 @@ HANDSHAKE: Final = 3.0
 
 
 def open_descriptors() -> int:
-    """Raises the descriptor limit as far as allowed or useful, and returns it."""
+    """Raises this process's descriptor limit as far as allowed or useful, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     useful = OWN + EACH * MOST
     wanted = useful if hard == resource.RLIM_INFINITY else min(hard, useful)
@@ -42,7 +42,7 @@ def connections_within(descriptors: int) -> int:
 
 
 def server_options(descriptors: int) -> list[tuple[str, int]]:
-    """The limits as options of a gRPC server."""
+    """The limits on accepted connections, as options of a gRPC server."""
     return [
         ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE)),
         ("grpc.max_allowed_incoming_connections", connections_within(descriptors)),

@@ -58,7 +58,7 @@ class Certified:
         return self._channel
 
     def server(self, mutual: bool = True) -> grpc.ServerCredentials:
-        """`mutual`: whether clients must show a certificate."""
+        """Credentials of a server. `mutual`: whether clients must show a certificate, too."""
         shown = self.pair
 
         def newest() -> grpc.ServerCertificateConfiguration | None:
@@ -100,7 +100,7 @@ class Credentials:
         key: Path | None = None,
         token: str = "",
     ) -> Credentials:
-        """Loads PEM files for mutual TLS; all three or none. Raises CredentialsError."""
+        """Loads PEM files for mutual TLS, all three or none. Raises CredentialsError."""
         if ca is None and certificate is None and key is None:
             return cls(token=token)
         if ca is None or certificate is None or key is None:
@@ -145,9 +145,9 @@ def channel(
     options: Sequence[tuple[str, str | int]] = (),
     holder: str = Role.NODE,
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT, with TLS if the credentials have it. The dns scheme keeps gRPC from
-    taking `unix:80` for a file. `holder`: the role or instance that the server's certificate must
-    name; certificates of another authority must name the host instead."""
+    """Opens a gRPC channel to HOST:PORT, with TLS if the credentials have it. The dns scheme keeps
+    gRPC from taking `unix:80` for a file. `holder`: the role or instance that the server's
+    certificate must name; certificates of another authority must name the host instead."""
     target = f"dns:///{address}"
     if credentials.certified is not None:
         named = (*options, ("grpc.ssl_target_name_override", holder + DOMAIN))
@@ -157,7 +157,7 @@ def channel(
     return grpc.aio.secure_channel(target, credentials.channel, options=options)
 
 
-def about_time(error: str) -> str:
+def clock_hint(error: str) -> str:
     """A hint to append to a gRPC error about an expired or future certificate; else empty."""
     if "certificate has expired" not in error and "certificate is not yet valid" not in error:
         return ""
@@ -166,12 +166,9 @@ def about_time(error: str) -> str:
 
 
 def add_port(
-    server: grpc.aio.Server,
-    listen: str,
-    credentials: Credentials,
-    insecure: bool = False,
+    server: grpc.aio.Server, listen: str, credentials: Credentials, insecure: bool = False
 ) -> int:
-    """Binds the server to HOST:PORT (port 0: any) and returns the port. Raises the errors of
+    """Binds a gRPC server to HOST:PORT (port 0: any) and returns the port. Raises the errors of
     `check_port`."""
     address = Address.parse(listen)
     check_port(address, credentials, insecure)
@@ -189,12 +186,12 @@ def add_port(
             return server.add_insecure_port(listen)
         return server.add_secure_port(listen, shows)
     except RuntimeError as error:
-        raise OSError(not_ours(address)) from error
+        raise OSError(why_not_free(address)) from error
 
 
 def check_port(listen: Address, credentials: Credentials, insecure: bool = False) -> None:
-    """Raises CredentialsError for plain text beyond this machine without `insecure`, and OSError
-    for an unavailable address."""
+    """Checks that this process may listen at an address. Raises CredentialsError for plain text
+    beyond this machine without `insecure`, and OSError for an unavailable address."""
     if credentials.server is None and not (listen.is_loopback or insecure):
         raise CredentialsError(
             f"{listen} can be reached from other machines, and there is no TLS; join by an "
@@ -211,7 +208,7 @@ def check_port(listen: Address, credentials: Credentials, insecure: bool = False
             "on all of this machine's addresses"
         ) from error
     if not any(_is_free(family, place) for family, _, _, _, place in places):
-        raise OSError(not_ours(listen))
+        raise OSError(why_not_free(listen))
 
 
 def _is_free(family: int, place: tuple[object, ...]) -> bool:
@@ -224,7 +221,7 @@ def _is_free(family: int, place: tuple[object, ...]) -> bool:
     return True
 
 
-def not_ours(listen: Address) -> str:
+def why_not_free(listen: Address) -> str:
     return (
         f"can't listen on {listen}: the address is in use, or not this machine's; "
         "stop what listens there, or choose another with --listen HOST:PORT"

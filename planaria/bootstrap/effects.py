@@ -9,7 +9,7 @@ from planaria.bootstrap.registry_pb2 import View
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a fault
-    """A refused request. `code`: a gRPC status name; `reason`: problem, value and remedy."""
+    """The registry refuses a request. `code`: a gRPC status; `reason`: problem, value, remedy."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -19,14 +19,14 @@ class Refused(Exception):  # noqa: N818  an answer, not a fault
 
 @dataclass(frozen=True)
 class Issue:
-    """Write the view to the journal, then send it to all watchers."""
+    """Write a view to the journal, then send it to all watchers."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Request an immediate answer with `number` on the node's KeepAlive stream."""
+    """Ask a node on its KeepAlive stream for an immediate answer with `number`."""
 
     node: str
     number: int
@@ -34,7 +34,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Evict:
-    """Notify the node of its eviction on its KeepAlive stream; close the stream."""
+    """Notify a node of its eviction on its KeepAlive stream; close the stream."""
 
     node: str
     reason: str
@@ -42,7 +42,7 @@ class Evict:
 
 @dataclass(frozen=True)
 class Dial:
-    """Check for `seconds` whether the node answers at HOST:PORT, and call `dialled`."""
+    """Check for `seconds` whether a node answers at HOST:PORT, and call `Membership.dialled`."""
 
     question: int
     node: str

@@ -149,7 +149,7 @@ class OperatorServer:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns errors of a decision into refusals."""
+    """Turns errors of a decision about invites into refusals of the call."""
     try:
         yield
     except AdmissionError as error:

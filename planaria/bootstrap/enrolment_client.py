@@ -26,7 +26,7 @@ from planaria.bootstrap.authority import (
     who_in,
 )
 from planaria.bootstrap.authorization import ENROL
-from planaria.bootstrap.credentials import Certified, Credentials, about_time
+from planaria.bootstrap.credentials import Certified, Credentials, clock_hint
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
 from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import write_secret
@@ -46,7 +46,7 @@ _MARK: Final = b"-----BEGIN "
 
 
 class EnrolmentUnreachable(UserError):  # noqa: N818  what it says
-    """No answer before the deadline; the message names the address, the error and the remedy."""
+    """No enrolment service has answered in time; the message names address, error and remedy."""
 
 
 class Enrolment:
@@ -64,8 +64,9 @@ class Enrolment:
         self._authority = to_pem(invitation.authority)
 
     async def come(self, deadline: float = 30.0) -> Certified:
-        """Returns the kept certificate if it fits run, role and identity, else enrols by the
-        invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and OSError."""
+        """Gets this node a certificate: the kept one if it fits run, role and identity, else one by
+        the invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and
+        OSError."""
         stored = self._read()
         if stored is not None and not stored.is_due(self._now()):
             return Certified(stored)
@@ -82,7 +83,7 @@ class Enrolment:
         raise AssertionError("the last one raises")
 
     async def keep_renewed(self, certified: Certified) -> None:
-        """Renews the certificate until cancelled."""
+        """Keeps renewing this node's certificate until cancelled."""
         while True:
             wait = certified.pair.ends - LIFETIME / 2 - self._now()
             await asyncio.sleep(max(SOONEST, wait))
@@ -141,7 +142,7 @@ class Enrolment:
                 places = " or ".join(self._invitation.enrolments)
                 raise EnrolmentUnreachable(
                     f"no registry at {places} accepts invites, tried for {deadline:g} s; {why}"
-                    f"{about_time(why)}. Check "
+                    f"{clock_hint(why)}. Check "
                     "that the registry runs (`planaria bootstrap`), and that a firewall lets this "
                     "port through, too"
                 )

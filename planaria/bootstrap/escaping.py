@@ -36,7 +36,7 @@ def misspelt_member(member: Member | JoinRequest) -> str:
 
 
 def first_misspelt(members: Iterable[Member]) -> str:
-    """The first spelling error among the members; empty: none."""
+    """The first invalid name or address among the members, as a sentence; empty: none."""
     return next(filter(None, map(misspelt_member, members)), "")
 
 

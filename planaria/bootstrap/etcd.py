@@ -48,8 +48,8 @@ class EtcdPlace(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EtcdPlace:
-        """etcd://HOST:PORT[,HOST:PORT] on loopback, or etcds://HOST:PORT,...[?ca=FILE&cert=FILE&
-        key=FILE]. Raises ValueError."""
+        """Parses --store: etcd://HOST:PORT[,HOST:PORT] on loopback, or
+        etcds://HOST:PORT,...[?ca=FILE&cert=FILE&key=FILE]. Raises ValueError."""
         parts = urlsplit(text)
         options = {name: Path(values[-1]) for name, values in parse_qs(parts.query).items()}
         if parts.scheme not in ("etcd", "etcds") or parts.path not in ("", "/") or parts.fragment:
@@ -84,8 +84,8 @@ class Etcd:
         self._at = 0  # index of the address that answered last
 
     def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
-        """Calls the nodes in turn until one answers. A node that failed to answer may have executed
-        the request too. Raises EtcdAway and EtcdRefused."""
+        """Sends etcd's nodes a request in turn until one answers. A node that failed to answer may
+        have executed the request too. Raises EtcdAway and EtcdRefused."""
         end, failures = time.monotonic() + seconds, []
         addresses, at = self.place.addresses, self._at
         for offset in range(len(addresses)):
@@ -129,7 +129,7 @@ class Etcd:
 
 
 def _context(place: EtcdPlace) -> ssl.SSLContext:
-    """The TLS context. Raises ValueError."""
+    """The TLS context for etcd's nodes, with the files that `place` names. Raises ValueError."""
     try:
         context = ssl.create_default_context(cafile=place.ca)
     except OSError as error:  # includes errors of ssl
@@ -147,6 +147,7 @@ def _context(place: EtcdPlace) -> ssl.SSLContext:
 
 
 def written(content: bytes | str) -> str:
+    """A key or value as etcd's JSON has it: in base64."""
     return b64encode(content.encode() if isinstance(content, str) else content).decode()
 
 
@@ -180,5 +181,5 @@ def all_below(prefix: str) -> Body:
 
 
 def values(reply: Body) -> list[bytes]:
-    """The values in a kv/range reply."""
+    """The values in etcd's reply to a kv/range request."""
     return [b64decode(item.get("value", "")) for item in reply.get("kvs", [])]

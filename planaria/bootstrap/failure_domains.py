@@ -16,6 +16,8 @@ BITS: Final = {4: 24, 6: 64}
 
 
 class FailureDomain(NamedTuple):
+    """Where a node is: nodes of one block, or at one host of it, may fail together."""
+
     block: str = ""  # empty: the registry's own machine, or unknown
     host: str = ""
 
@@ -24,7 +26,7 @@ NOWHERE: Final = FailureDomain()
 
 
 def block_of(host: str) -> str:
-    """The block of an IP address; empty for a loopback address, and for other text."""
+    """The address block of an IP address; empty for a loopback address, and for other text."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
@@ -54,7 +56,7 @@ class Census:
         self._hosts[place.host] += 1
 
     def shared(self, place: FailureDomain) -> tuple[int, int]:
-        """How many nodes share the block, and how many the host; fewer is better."""
+        """How many of the nodes share the block of `place`, and how many its host."""
         return self._blocks[place.block], self._hosts[place.host]
 
     def is_apart(self, place: FailureDomain) -> bool:

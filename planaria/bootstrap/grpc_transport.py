@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,44 +30,40 @@ PAUSE = 0.25  # seconds between two attempts of a liveness check
 _ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
 
 
-def _broken(error: Exception) -> Broken:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return Broken(error.code().name, error.details() or "")
-    return Broken("INTERNAL", "the connection broke")
-
-
-_ERRORS = grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError
+@contextmanager
+def _as_broken() -> Iterator[None]:
+    """Turns gRPC's errors in this block into Broken."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise Broken(error.code().name, error.details() or "") from None
+    except (grpc.aio.BaseError, asyncio.InvalidStateError):
+        raise Broken("INTERNAL", "the connection broke") from None
 
 
 class _Stream:
-    """What a call and a servicer's context have in common."""
+    """One end of a gRPC stream: a call, or a servicer's context."""
 
     def __init__(self, ends: Any) -> None:
         self._ends = ends
 
     async def read(self) -> bytes | None:
-        try:
+        with _as_broken():
             data = await self._ends.read()
-        except _ERRORS as error:
-            raise _broken(error) from None
         if data is grpc.aio.EOF:
             return None
         assert isinstance(data, bytes)
         return data
 
     async def write(self, data: bytes, /) -> None:
-        try:
+        with _as_broken():
             await self._ends.write(data)
-        except _ERRORS as error:
-            raise _broken(error) from None
 
 
 class GrpcDialledStream(_Stream):
     async def accepted(self) -> Mapping[str, str]:
-        try:
+        with _as_broken():
             return _texts(await self._ends.initial_metadata())
-        except _ERRORS as error:
-            raise _broken(error) from None
 
     def cancel(self) -> None:
         self._ends.cancel()
@@ -83,7 +80,8 @@ class GrpcAcceptedStream(_Stream):
 
     @property
     def caller(self) -> Who:
-        return who_calls(self._ends)
+        shown = self._ends.auth_context().get("x509_subject_alternative_name", ())
+        return Who.of(name.decode(errors="replace") for name in shown)
 
     @property
     def seconds_left(self) -> float | None:
@@ -94,16 +92,8 @@ class GrpcAcceptedStream(_Stream):
         self._ends.add_done_callback(lambda _: call())
 
     async def accept(self, metadata: Mapping[str, str]) -> None:
-        try:
+        with _as_broken():
             await self._ends.send_initial_metadata(tuple(metadata.items()))
-        except _ERRORS as error:
-            raise _broken(error) from None
-
-
-def who_calls(context: Any) -> Who:
-    """The caller's identity by its certificate; empty in plain text."""
-    shown = context.auth_context().get("x509_subject_alternative_name", ())
-    return Who.of(name.decode(errors="replace") for name in shown)
 
 
 def _texts(metadata: Any) -> dict[str, str]:
@@ -122,12 +112,10 @@ class GrpcChannel:
         return GrpcDialledStream(multi(metadata=pairs, timeout=seconds))
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:
-        """Not over a stream: where a write fails, gRPC replaces the refusal's status."""
+        """Makes a call, not over a stream: a failed write would hide the refusal's status."""
         unary: Any = self._channel.unary_unary(f"/{method}")
-        try:
+        with _as_broken():
             answer: bytes = await unary(request, metadata=self._common, timeout=seconds)
-        except _ERRORS as error:
-            raise _broken(error) from None
         return answer
 
     async def close(self) -> None:
@@ -135,7 +123,7 @@ class GrpcChannel:
 
 
 class GrpcTransport:
-    """`dialling`, `serving`: gRPC's options for channels and for the server."""
+    """The network over gRPC. `dialling`, `serving`: options for channels and for the server."""
 
     def __init__(
         self,
@@ -164,17 +152,12 @@ class GrpcTransport:
         return GrpcChannel(opened, self._credentials.metadata)
 
     async def is_alive(
-        self,
-        node: str,
-        address: str,
-        seconds: float,
-        reach: Reach | None = None,
-        holder: str = "",
+        self, node: str, address: str, seconds: float, reach: Reach | None = None, holder: str = ""
     ) -> bool | None:
-        """By a health service named after the node. False at once if the port refuses connections
-        or another node answers. Also False after two accepted connections in a row without an
-        answer: a container's port forwarder does that. None after `seconds` without any answer,
-        since the network may recover, and for an address that must not be dialled."""
+        """Whether a node answers, by a health service named after it. False at once if the port
+        refuses connections or another node answers. Also False after two accepted connections in a
+        row without an answer: a container's port forwarder does that. None after `seconds` without
+        any answer, since the network may recover, and for an address that must not be dialled."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         unanswered = 0
@@ -230,6 +213,7 @@ class GrpcTransport:
         return port
 
     async def _handle(self, handler: Handler, _: Any, context: Any) -> None:
+        """Serves an accepted stream, if its token is right."""
         stream = GrpcAcceptedStream(context)
         try:
             if why := self._credentials.check(stream.metadata):
@@ -249,7 +233,7 @@ class GrpcTransport:
 
 
 async def _connect(address: str) -> None:
-    """A reachability probe, since gRPC does not report a refused connection."""
+    """Checks that an address takes connections: gRPC doesn't say so. Raises OSError."""
     host, port = Address.parse(address)
     _, writer = await asyncio.open_connection(host, port)
     writer.close()

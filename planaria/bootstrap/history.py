@@ -45,11 +45,11 @@ class ViewHistory:
             del self._rebuilds[next(iter(self._rebuilds))]
 
     def why_gone(self, name: str) -> str:
-        """Why the node is no member."""
+        """Why a node is no member any longer."""
         return self.former.get(name, "not a member of the current view")
 
     def describe(self, description: Description, now: float) -> None:
-        """Adds decisions, evictions and rebuilds to a description."""
+        """Adds the latest decisions, evictions and rebuilds to a registry's description."""
         description.decisions.extend(self.decisions)
         for when, eviction in self._evictions:
             description.evictions.add(

@@ -26,7 +26,7 @@ INSTANCE_LETTERS: Final = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """A private key. Its `repr` hides it."""
+    """A node's or registry's private key. Its `repr` hides it."""
 
     key: Ed25519PrivateKey
 
@@ -36,7 +36,7 @@ class Identity:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> Identity:
-        """Raises ValueError for anything but an Ed25519 key in PKCS #8, without a password."""
+        """Reads an Ed25519 key from PEM without a password. Raises ValueError for any other."""
         try:
             key = load_pem_private_key(pem, password=None)
         except InternalError as error:
@@ -64,7 +64,7 @@ class Identity:
     def sign_message(self, message: Message, run: str) -> None:
         """Signs a message in its field `signature`; the message must not change afterwards."""
         message.ClearField("signature")
-        purpose, content = message.DESCRIPTOR.full_name, _content(message)
+        purpose, content = message.DESCRIPTOR.full_name, _serialized(message)
         message.signature = self.sign(purpose, run.encode(), content)  # type: ignore[attr-defined]
 
 
@@ -74,7 +74,7 @@ def instance_of(public: bytes) -> str:
 
 
 def is_signed(public: bytes, signature: bytes, purpose: str, *parts: bytes) -> bool:
-    """Whether the signature is valid. False for an invalid key, too."""
+    """Whether a public key has made this signature of `parts`. False for an invalid key, too."""
     try:
         key = Ed25519PublicKey.from_public_bytes(public)
         key.verify(signature, _signed(purpose, parts))
@@ -90,10 +90,10 @@ def is_message_signed(public: bytes, message: Message, run: str) -> bool:
     unsigned.ClearField("signature")
     signature: bytes = message.signature  # type: ignore[attr-defined]
     purpose = message.DESCRIPTOR.full_name
-    return is_signed(public, signature, purpose, run.encode(), _content(unsigned))
+    return is_signed(public, signature, purpose, run.encode(), _serialized(unsigned))
 
 
-def _content(message: Message) -> bytes:
+def _serialized(message: Message) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 

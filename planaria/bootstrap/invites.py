@@ -47,7 +47,7 @@ class InviteError(ValueError):
 
 
 class AllowedError(ValueError):
-    """The file is unusable; the message names the line and the reason."""
+    """The allow list is unusable; the message names the line and the reason."""
 
 
 class NotAdmitted(UserError):  # noqa: N818  an answer, not a fault
@@ -88,7 +88,7 @@ def decode(text: str) -> Invitation:
 
 
 def _decoded(body: str) -> Invitation | None:
-    """The invite; None: it is incomplete or changed. Raises InviteError."""
+    """The invite in an encoded body; None: it is incomplete or changed. Raises InviteError."""
     if len(body) > LONGEST:
         raise InviteError(f"the invite has {len(body)} characters; the maximum is {LONGEST}")
     try:
@@ -102,7 +102,7 @@ def _decoded(body: str) -> Invitation | None:
 
 
 def _check(invitation: Invitation) -> None:
-    """Raises InviteError for contents that planaria never writes."""
+    """Checks an invite's content. Raises InviteError for content that planaria never writes."""
     try:
         role = Role(invitation.role)
         if problem := misspelt("run", invitation.run):  # the run name becomes a folder name
@@ -175,7 +175,7 @@ class Invites:
     def make(
         self, role: Role, uses: int, seconds: float, stage: int | None, now: float
     ) -> tuple[Record, bytes]:
-        """A record to apply, and the secret. Raises InviteError."""
+        """The record of a new invite, to apply, and its secret. Raises InviteError."""
         if role not in INVITED:
             raise InviteError(f"role {role} has no invites: choose {', '.join(INVITED)}")
         lowest = {Role.OWNER: 0, Role.NODE: 1}.get(role, MOST_STAGES)
@@ -201,8 +201,8 @@ class Invites:
         return record, secret
 
     def admit(self, secret: bytes, instance: str, now: float) -> tuple[Who, Record | None]:
-        """The identity granted to the instance, and a record to apply before the reply. An enrolled
-        instance needs no secret. Raises NotAdmitted."""
+        """Decides whether an instance is enrolled: the identity granted to it, and a record to
+        apply before the reply. An enrolled instance needs no secret. Raises NotAdmitted."""
         if instance in self.banned:
             raise NotAdmitted("the run's operator has banned this node; ask them to allow it again")
         former = self.enrolled.get(instance)
@@ -259,7 +259,7 @@ class Invites:
     # Application of decisions
 
     def apply(self, record: Record) -> None:
-        """Applies a record. Raises KeyError, TypeError or ValueError for an invalid one."""
+        """Applies a decision's record. Raises KeyError, TypeError, ValueError for a bad one."""
         if "hash" in record:
             stage = record["stage"]
             invite = Invite(
@@ -299,7 +299,7 @@ def is_instance(text: str) -> bool:
 
 
 def read_allowed(path: Path) -> frozenset[str]:
-    """Reads instances, one per line; text after # is a comment. Raises AllowedError."""
+    """Reads an allow list: an instance a line; # begins a comment. Raises AllowedError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -320,7 +320,7 @@ def read_allowed(path: Path) -> frozenset[str]:
 
 
 class Attempts:
-    """Rate limit for failed requests, per address and minute. `now`: any monotonic clock."""
+    """Limits failed enrolment requests, per address and minute. `now`: any monotonic clock."""
 
     WINDOW: Final = 60.0  # seconds
     EACH: Final = 10

@@ -88,11 +88,11 @@ class Isolation:
             self._history.note(
                 f"{request.node} asks to join, and no member is heard: dialling {len(dialled)}"
             )
-            return self._put(question), [
+            return self._ask_to_dial(question), [
                 Dial(number, member.node, member.address, seconds) for member in dialled
             ]
         if request.question != question.number:
-            return self._put(question), []
+            return self._ask_to_dial(question), []
         question.answered |= dict.fromkeys(request.answered, request.node)
         alive = [node.member for node in others if node.name in question.answered]
         if alive:
@@ -119,7 +119,8 @@ class Isolation:
         self._give_up(request)
         raise Refused("UNAVAILABLE", "all members are gone; join again")
 
-    def _put(self, question: _Question) -> JoinReply:
+    def _ask_to_dial(self, question: _Question) -> JoinReply:
+        """The reply that asks a newcomer to dial silent members, and to join again."""
         return JoinReply(
             run=self._rules.run,
             reason="no member is heard: dial them, and join again",
@@ -129,6 +130,7 @@ class Isolation:
         )
 
     def _give_up(self, request: JoinRequest) -> None:
+        """Makes the eviction of all members due: nobody hears or reaches any of them."""
         for node in self._members:
             reason = f"not heard, and no answer to dials by the registry and {request.node}"
             if not node.member.address:

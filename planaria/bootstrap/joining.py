@@ -59,14 +59,14 @@ class Joining:
         self._joined = 0
 
     def restore(self) -> None:
-        """Continues after the members of a restored view."""
+        """Continues to number joins after the members of a restored view."""
         self._joined = max([self._joined, *(node.member.joined for node in self._members)])
 
     def decide(
         self, attempt: JoinAttempt, now: float
     ) -> NodeRecord | Asked | list[tuple[NodeRecord, str]]:
-        """The record of a node that has joined before; what to ask; or, if it may join, the members
-        to evict first, with the reasons. Raises Refused."""
+        """Decides a join: the record of a node that has joined before; what to ask; or, if it may
+        join, whom to evict first, and why. Raises Refused."""
         request, instance = attempt.request, instance_of(attempt.request.key)
         _check_request(request)
         repeated = self._members.by_name.get(request.node)
@@ -75,7 +75,7 @@ class Joining:
             repeated.renewed = now
             return repeated
         if request.node in self._history.former:
-            raise gone(request.node, self._history)
+            raise refusal_of_former(request.node, self._history)
         if now < self._isolation.quiet_until:
             raise Refused(
                 "UNAVAILABLE",
@@ -88,14 +88,14 @@ class Joining:
                 f"{request.node} is not on this run's allow list: ask its operator to add the "
                 f"instance {instance} to the file of --allow, and to restart the registry",
             )
-        if wait := self._quarantine.left(instance, now):
+        if wait := self._quarantine.seconds_left(instance, now):
             reason = self._quarantine.why_excluded(instance, now)
             if wait == math.inf:
                 raise Refused("PERMISSION_DENIED", reason)
             return Asked(JoinReply(run=self._rules.run, reason=reason, quarantine=wait))
         former = self._members.by_address.get(request.address)
         is_another = former is not None and former.member.key != request.key
-        if former and is_another and (asked := self._contest(request, former, now)):
+        if former and is_another and (asked := self._decide_claim(request, former, now)):
             return asked
         replaced = self._replaced(request, former)
         if len(self._members) > len(replaced) and self._members.hears_nobody(now):
@@ -112,7 +112,7 @@ class Joining:
         ]
 
     def admit(self, attempt: JoinAttempt, now: float) -> NodeRecord:
-        """Makes an admissible node a member or a standby."""
+        """Makes a node that may join a member or a standby."""
         request = attempt.request
         stages: Sequence[int]
         if request.standby:
@@ -153,7 +153,7 @@ class Joining:
         return same
 
     def _check_block(self, instance: str, block: str, replaced: list[NodeRecord]) -> None:
-        """Raises Refused if the block is full; a restarted node may reuse its own place."""
+        """Refuses a node whose address block is full, unless it restarts there. Raises Refused."""
         most = self._rules.max_per_block
         if not (block and most):
             return
@@ -223,9 +223,9 @@ class Joining:
                 "`--advertise HOST:PORT`, or choose another stage",
             )
 
-    def _contest(self, request: JoinRequest, former: NodeRecord, now: float) -> Asked | None:
-        """A node with another key joins from a member's address. Returns None, so that the member
-        is replaced, if it neither answers a dial nor renews. Raises Refused."""
+    def _decide_claim(self, request: JoinRequest, former: NodeRecord, now: float) -> Asked | None:
+        """Decides about a node with another key that joins from a member's address. Returns None,
+        so that the member is replaced, if it neither answers a dial nor renews. Raises Refused."""
         rules, claim, name = self._rules, former.claim, former.member.node
         whose = f"{request.address} is the address of {name} ({place_of(former.member)})"
         if claim is None or now >= claim.asked + rules.dial_timeout + rules.lease:
@@ -253,8 +253,9 @@ class Joining:
         return None
 
     def _choose(self, attempt: JoinAttempt) -> tuple[Sequence[int], str]:
-        """Stages for a node that asked for none, and the reason; none: a standby. It gets one seat,
-        or as many as it has room for at stages of which it alone has a state, in its saves."""
+        """Chooses stages for a newcomer that asked for none, and the reason; none: a standby. It
+        gets one seat, or as many as it has room for at stages of which it alone has a state, in its
+        saves."""
         request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
         wanted = [s for s in numbers if staff.count[s] < self._rules.max_replicas]
@@ -318,7 +319,7 @@ def _check_repeated(request: JoinRequest, member: Member) -> None:
         )
 
 
-def gone(name: str, history: ViewHistory) -> Refused:
-    """The answer to a former member."""
+def refusal_of_former(name: str, history: ViewHistory) -> Refused:
+    """The refusal of a former member's join."""
     why = f"node {name} is no longer a member ({history.why_gone(name)}); join again"
     return Refused("ALREADY_EXISTS", f"{why} under a new node id")

@@ -42,8 +42,14 @@ class Journal:
         except OSError as error:
             raise _unusable(path, error) from error
         try:
-            self._take_lock()
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.view = self._read()
+        except BlockingIOError as error:
+            self._lock.close()
+            raise JournalError(
+                f"the journal {path} is in use by another registry; stop that one, or choose "
+                "another --journal"
+            ) from error
         except OSError as error:
             self._lock.close()
             raise _unusable(path, error) from error
@@ -52,8 +58,8 @@ class Journal:
             raise
 
     def append(self, view: View) -> None:
-        """Writes and flushes the view. Raises JournalError: the file then holds an older view until
-        a later append succeeds."""
+        """Writes a view to the journal, and flushes it. Raises JournalError: the file then holds an
+        older view until a later append succeeds."""
         if self._lock.closed:
             raise JournalError(f"the journal {self.path} is closed")
         self.view = view
@@ -89,17 +95,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise JournalError(
-                f"the journal {self.path} is in use by another registry; "
-                "stop that one, or choose another --journal"
-            ) from error
-
     def _read(self) -> View | None:
-        """Raises JournalError, OSError."""
+        """The journal's view; None: there is no file. Raises JournalError, OSError."""
         try:
             view = _parse(self.path, self.path.read_bytes())
         except FileNotFoundError:

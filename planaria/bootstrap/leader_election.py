@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 GRACE: Final = 3.0
 """Seconds granted to members, beyond those of a restart, to find the new leader."""
 LOOK: Final = 0.5  # seconds between two checks of the leader
+NO_LEADER: Final = "No views are issued meanwhile; nodes train on in their last view"
 FAREWELL: Final = 0.1  # seconds granted to open calls, whose refusal names the leader
 
 
@@ -57,6 +58,8 @@ async def lead_in_turn(
 
 @asynccontextmanager
 async def _term_of(store: Store) -> AsyncIterator[asyncio.Task[None]]:
+    """Keeps the term of a registry that leads; yields a task that ends with it."""
+
     async def keep() -> None:
         while store.leads:
             await asyncio.to_thread(store.renew)
@@ -107,36 +110,29 @@ class Follower:
             await self._transport.stop(FAREWELL)
 
     async def until_elected(self, stop: asyncio.Event) -> None:
-        """Returns when elected, or after `stop`. Raises EtcdRefused, StoreError."""
+        """Follows until this registry leads, or `stop` is set. Raises EtcdRefused, StoreError."""
         while not stop.is_set():
             try:
                 leader = await asyncio.to_thread(self._store.leader)
                 if not leader and await asyncio.to_thread(self._store.campaign):
                     return
-                self._followed(leader)
+                if self._etcd_error:
+                    log.info("etcd is back")
+                if leader not in ("", self._leader):
+                    log.info("this registry follows; %s leads", readable(leader))
+                self._leader, self._etcd_error = leader, ""
             except EtcdAway as error:
-                self._lost_etcd(error)
+                if not self._etcd_error:
+                    log.error("%s. %s", error, NO_LEADER)
+                self._leader, self._etcd_error = "", str(error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK)
 
-    def _followed(self, leader: str) -> None:
-        if self._etcd_error:
-            log.info("etcd is back")
-        if leader and leader != self._leader:
-            log.info("this registry follows; %s leads", readable(leader))
-        self._leader, self._etcd_error = leader, ""
-
-    def _lost_etcd(self, error: EtcdAway) -> None:
-        if not self._etcd_error:
-            log.error("%s. No views are issued meanwhile; nodes train on in their last view", error)
-        self._leader, self._etcd_error = "", str(error)
-
     async def _refuse(self, _: AcceptedStream) -> None:
-        raise Broken("UNAVAILABLE", self._refusal())
-
-    def _refusal(self) -> str:
+        """Refuses a call. The reason names the leader, or says why there is none."""
+        why = "this registry follows, and none leads yet; try again"
         if self._etcd_error:
-            return f"{self._etcd_error}: no registry leads, and nodes train on in their last view"
-        if self._leader:
-            return f"this registry follows, and {readable(self._leader)} leads: name that one, too"
-        return "this registry follows, and none leads yet; try again"
+            why = f"{self._etcd_error}: no registry leads, and nodes train on in their last view"
+        elif self._leader:
+            why = f"this registry follows, and {readable(self._leader)} leads: name that one, too"
+        raise Broken("UNAVAILABLE", why)

@@ -65,7 +65,7 @@ class Leases:
             self.schedule(node)
 
     def suspect(self, node: NodeRecord, now: float) -> list[Effect]:
-        """Probes the node if it has a stream, else dials it; once."""
+        """Probes a suspected node if it has a stream, else dials it; once."""
         if not node.streaming:
             return self.stream_lost(node, now) if node.lost is None else []
         if node.probe:
@@ -89,20 +89,21 @@ class Leases:
         self.restart()
 
     def restart(self) -> None:
-        """Schedules all members anew."""
+        """Schedules the deadlines of all members anew."""
         self._deadlines = []
         for node in self._members:
             node.due = math.inf
             self.schedule(node)
 
     def schedule(self, node: NodeRecord) -> None:
+        """Puts a node's deadline on the heap, if it is earlier than that there."""
         due = self._deadline(node)
         if due < node.due:
             node.due = due
             heapq.heappush(self._deadlines, (due, node.name))
 
     def expired(self, now: float) -> Iterator[tuple[NodeRecord, str]]:
-        """Nodes to evict before the next one is requested, with the reason."""
+        """Yields overdue nodes and the reason; evict each before the next one is requested."""
         while self._deadlines and self._deadlines[0][0] <= now:
             due, name = heapq.heappop(self._deadlines)
             node = self._members.by_name.get(name)
@@ -115,7 +116,7 @@ class Leases:
                 self.schedule(node)
 
     def _deadline(self, node: NodeRecord) -> float:
-        """The earliest deadline of the node."""
+        """The earliest deadline by which a node has to be heard."""
         if node.doomed:
             return -math.inf
         due = node.renewed + self._rules.lease
@@ -126,12 +127,12 @@ class Leases:
         return min(due, self._awaited(node))
 
     def _awaited(self, node: NodeRecord) -> float:
-        """The deadline for its return after the loss of its stream and a refused dial."""
+        """The deadline for a node's return after the loss of its stream and a refused dial."""
         lost = node.lost if node.gone else None
         return math.inf if lost is None else lost + self._rules.reconnect
 
     def _overdue(self, node: NodeRecord, now: float) -> str:
-        """Why the node is past its deadline; empty: it isn't, or is spared."""
+        """Why a node is past its deadline; empty: it isn't, or is spared."""
         if node.doomed:
             return node.doomed
         rules, was_reached = self._rules, bool(node.reached_by)

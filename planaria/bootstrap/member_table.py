@@ -23,7 +23,7 @@ NEWS = 0.2  # share of a new measurement in what is remembered
 
 @dataclass(eq=False)
 class Claim:
-    """A join with another key from a member's address."""
+    """A claim to a member's address: a node with another key has joined from there."""
 
     question: int  # number of the dial to the member
     asked: float
@@ -104,11 +104,11 @@ class NodeRecord:
         return max((seat.committed for seat in self.report.seats), default=0)
 
     def leased(self, lease: float, now: float) -> bool:
-        """Whether its lease is valid and its stream isn't lost."""
+        """Whether the node's lease is valid, and its stream isn't lost."""
         return self.lost is None and now < self.renewed + lease
 
     def heard(self, lease: float, now: float) -> bool:
-        """Whether it is alive, as far as the registry knows."""
+        """Whether the node is alive, as far as the registry knows."""
         return self.leased(lease, now) and not (self.probe or self.doomed or self.reached_by)
 
 
@@ -182,7 +182,14 @@ class Members:
                 self._moved[change.stage] = times + 1, now
         if not node.stages:
             node.placed = now
-        self._reseat(node, stages, since)
+        # New seats are of view `since`, and don't inherit state reported for former ones.
+        former = {seat.stage: seat for seat in node.member.seats}
+        member = _copy(node.member)
+        del member.seats[:]
+        member.seats.extend(former.get(s, pb.Seat(stage=s, since=since)) for s in sorted(stages))
+        self._become(node, member)
+        if node.holds is not None:
+            node.holds &= former.keys()
         if isinstance(change, SeatReleased) and not stages:
             node.member.standby = True  # a copy that no view has yet
         node.why = change.why
@@ -203,18 +210,8 @@ class Members:
         if name != self._driver:
             self._driver, self._neighbour_graph = name, None
 
-    def _reseat(self, node: NodeRecord, stages: Iterable[int], since: int) -> None:
-        """Changes a node's seats; new ones are of view `since`, and do not inherit state reported
-        for former ones."""
-        former = {seat.stage: seat for seat in node.member.seats}
-        member = _copy(node.member)
-        del member.seats[:]
-        member.seats.extend(former.get(s, pb.Seat(stage=s, since=since)) for s in sorted(stages))
-        self._become(node, member)
-        if node.holds is not None:
-            node.holds &= former.keys()
-
     def _become(self, node: NodeRecord, member: pb.Member) -> None:
+        """Replaces what the next view says of a node."""
         self._unseat(node)
         node.member, node.stages = member, stages_of(member)
         self._seat(node)
@@ -263,7 +260,7 @@ class Members:
         return all(self.staffing().count) and not (self._standbys or self.several_seats)
 
     def staffing(self) -> Staffing:
-        """The staffing, counted once and updated per join, since many may join at once."""
+        """The staffing of all stages, counted once and updated per join: many may join at once."""
         if self._staffing is None:
             self._staffing = Staffing.empty(self.rules.stages)
             for node in self:
@@ -272,7 +269,7 @@ class Members:
         return self._staffing
 
     def neighbours(self) -> Neighbours:
-        """The neighbours, recomputed after a change."""
+        """Which members keep links with each other, recomputed after a change."""
         if self._neighbour_graph is None:
             members, rules = (node.member for node in self), self.rules
             swapped = rules.policy.swapped
@@ -313,7 +310,7 @@ class Members:
         )
 
     def candidates(self, now: float) -> list[Candidate]:
-        """All nodes, as placement.py needs them."""
+        """All members as candidates for seats, as placement.py needs them."""
         numbers, carried = range(self.rules.stages + 1), self.has_relay()
         served = frozenset(numbers[1:]), frozenset(numbers)  # without and with stage 0
         candidates = []
@@ -355,7 +352,7 @@ class Members:
         return outlook(load, candidates, links, now >= newest + rest, frozenset(resting))
 
     def described(self, now: float) -> list[pb.MemberDescription]:
-        """All nodes, for people."""
+        """All members as a description of the run has them, for people."""
         return [
             pb.MemberDescription(
                 member=node.member,
@@ -372,7 +369,7 @@ class Members:
     # -- answers to unreachable_pairs.py and accusations.py
 
     def serving(self) -> list[str]:
-        """The nodes with seats, in the order of joining."""
+        """The members with seats, in the order of joining."""
         return [node.name for node in self if node.stages]
 
     def heard(self, name: str, now: float) -> bool:
@@ -381,14 +378,14 @@ class Members:
         return node is not None and node.heard(self.rules.lease, now)
 
     def linkable(self, a: str, b: str) -> bool:
-        """Whether at least one of the two can be dialled."""
+        """Whether a link of these two members is possible: one of them can be dialled."""
         return any(self.by_name[name].member.address for name in (a, b))
 
     def are_neighbours(self, a: str, b: str) -> bool:
         """Whether the two need a link in every step, so that no complaint implies a link."""
         return b in self.neighbours().of(a)
 
-    def believed(self, name: str, now: float) -> bool:
+    def silence_counts(self, name: str, now: float) -> bool:
         """Whether the node's silence implies that its links work: its lease is valid, though its
         stream may be broken, and its placement is old enough to have tested its links."""
         node, lease = self.by_name[name], self.rules.lease
@@ -423,13 +420,13 @@ class Members:
         return alive and 0 in node.stages and not (node.doomed or node.leaving)
 
     def _holders(self, stage: int, now: float) -> Iterable[NodeRecord]:
-        """The stage's nodes with its state that are heard."""
+        """The stage's nodes that have its state, and are heard."""
         with_state = (node for node in self.at(stage) if node.holds and stage in node.holds)
         return (node for node in with_state if node.heard(self.rules.lease, now))
 
 
 def _copy(member: pb.Member) -> pb.Member:
-    """A mutable copy, since members of an issued view never change."""
+    """A mutable copy of a member, since members of an issued view never change."""
     copy = pb.Member()
     copy.CopyFrom(member)
     return copy

@@ -13,21 +13,15 @@ from collections.abc import Iterable
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
-from planaria.bootstrap.awaited_saves import AwaitedSaves, in_words
+from planaria.bootstrap.awaited_saves import AwaitedSaves, awaited_in_words
 from planaria.bootstrap.candidates import SeatAssigned
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
-from planaria.bootstrap.effects import (
-    Effect,
-    Evict,
-    Issue,
-    Refused,
-    not_served,
-)
+from planaria.bootstrap.effects import Effect, Evict, Issue, Refused, not_served
 from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.history import DECISION_LENGTH, ViewHistory
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.isolation import Isolation
-from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
+from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, refusal_of_former
 from planaria.bootstrap.leases import Leases
 from planaria.bootstrap.member_table import Members, NodeRecord
 from planaria.bootstrap.neighbours import place_of
@@ -36,8 +30,8 @@ from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import assign
 from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, problem_with
-from planaria.bootstrap.truncation import fit
-from planaria.bootstrap.unreachable_pairs import LOOKS, Goes, UnreachablePairs
+from planaria.bootstrap.truncation import truncate_description
+from planaria.bootstrap.unreachable_pairs import LOOKS, ToEvict, UnreachablePairs
 from planaria.bootstrap.views import is_genuine, sign
 
 CONTRADICTED_EVERY = 60.0  # seconds between two decisions about refused reports of a node
@@ -50,7 +44,7 @@ OWNER_AWAITED = (
 
 
 class Membership:
-    """The state machine. Carry out the effects in order before the next event."""
+    """The registry's state machine. Carry out the effects in order before the next event."""
 
     def __init__(
         self,
@@ -146,6 +140,7 @@ class Membership:
         return effects
 
     def _reported(self, node: NodeRecord, report: pb.Report, now: float) -> list[Effect]:
+        """Takes in a node's report of its seats, speed, links and intentions."""
         name = node.name
         committed = max((seat.committed for seat in report.seats), default=0)
         if problem := self._watermark.impossible(committed):
@@ -168,20 +163,23 @@ class Membership:
         if self._orders.awaits_saves and self._is_saved():
             return self._finish(now)
         if report.leaving != node.leaving and now >= self.isolation.quiet_until:
-            self._announce(node, now)
+            self.members.set_leaving(node, report.leaving)
+            self._collecting_until = min(self._collecting_until, now + LEAVES_COLLECTED)
+            how = "will leave soon" if node.leaving else "stays after all"
+            self._changes.append(f"{name} ({place_of(node.member)}) {how}")
             return self._finish(now)
         return []
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
-        """The node's newest KeepAlive stream broke."""
+        """Processes the loss of a node's newest KeepAlive stream."""
         node = self.members.by_name.get(name)
         if node is None or not node.streaming:
             return []
         return self._leases.stream_lost(node, now)
 
     def suspect(self, suspicion: pb.Suspicion, now: float) -> list[Effect]:
-        """A member reports another one silent, or accuses it with a cause. Raises Refused if the
-        accuser is no member."""
+        """Processes a member's report that another one is silent, or its accusation with a cause.
+        Raises Refused if the accuser is no member."""
         accuser, accused = suspicion.accuser, suspicion.accused
         if accuser not in self.members.by_name:
             raise Refused(
@@ -211,7 +209,7 @@ class Membership:
                 node.claim.alive, node.claim.answered = alive, True
 
     def leave(self, name: str, why: str, now: float) -> list[Effect]:
-        """A node announces its departure. Idempotent."""
+        """Processes a node's announcement that it leaves now. Idempotent."""
         node = self.members.by_name.get(name)
         if node is None:
             return []
@@ -242,8 +240,8 @@ class Membership:
         return self._finish(now)
 
     def _is_saved(self) -> bool:
-        """Whether a run is saved that is to be stopped, or to have other settings; then it is over,
-        or all nodes have to join again."""
+        """Whether a run is saved that is to be stopped, or to have other settings; then this ends
+        it, or has all nodes join again."""
         changing = self._orders.order != pb.STOP
         seats, number = self.members.seat_reports(), self.view.number
         saved = self._orders.review(seats, self.rules.stages, number)
@@ -340,7 +338,7 @@ class Membership:
         return is_genuine(view, self.key.public, self.rules.run)
 
     def describe(self, now: float) -> pb.Description:
-        """The full state, for people. The shell adds run file and uptime."""
+        """The registry's full state, for people. The shell adds run file and uptime."""
         description = pb.Description(
             run=self.rules.run,
             view=self.view,
@@ -350,7 +348,7 @@ class Membership:
             quarantined=self._quarantine.listed(now),
         )
         self.history.describe(description, now)
-        fit(description)
+        truncate_description(description)
         return description
 
     def reply_to(self, name: str) -> pb.JoinReply | Refused:
@@ -358,7 +356,7 @@ class Membership:
         example because another node of its batch replaced it."""
         node = self.members.by_name.get(name)
         if node is None:
-            return gone(name, self.history)
+            return refusal_of_former(name, self.history)
         return pb.JoinReply(
             run=self.rules.run,
             view=pb.View(number=self.view.number),
@@ -408,7 +406,7 @@ class Membership:
         while self._unreachable.any:
             evicted = False
             for decision in self._unreachable.review(now):
-                if isinstance(decision, Goes):
+                if isinstance(decision, ToEvict):
                     self._evict(self.members.by_name[decision.node], decision.why, now)
                     evicted = True
                 else:
@@ -417,6 +415,7 @@ class Membership:
                 return
 
     def _evict(self, node: NodeRecord, reason: str, now: float) -> None:
+        """Removes a member, with quarantine if that is for cause; the next view says so."""
         self._remove(node, reason)
         if not reason.startswith("left: "):
             self.history.evicted(node.member, reason, now)
@@ -451,13 +450,6 @@ class Membership:
             verb = "takes" if isinstance(change, SeatAssigned) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
-    def _announce(self, node: NodeRecord, now: float) -> None:
-        """Publishes that a node will leave soon, or stays after all."""
-        self.members.set_leaving(node, node.report.leaving)
-        self._collecting_until = min(self._collecting_until, now + LEAVES_COLLECTED)
-        how = "will leave soon" if node.leaving else "stays after all"
-        self._changes.append(f"{node.name} ({place_of(node.member)}) {how}")
-
     def _finish(self, now: float) -> list[Effect]:
         """Issues a view if anything has changed."""
         if self._changes:
@@ -468,7 +460,7 @@ class Membership:
                 self._changes.append(
                     "no node has the run's state any more: waiting for nodes as at the start"
                 )
-            self._driving.covers(now)
+            self._driving.note_covered(now)
             self._unsettled = bool(self.members.vacant()) or self.members.several_seats
             self._issue(now)
         return self._take_effects()
@@ -483,7 +475,7 @@ class Membership:
             not node.member.owner for node in self.members
         )
         saves = self._awaited.listed(now)
-        waits = "" if driver else in_words(saves)
+        waits = "" if driver else awaited_in_words(saves)
         reason = "; ".join(filter(None, (changes, awaited, OWNER_AWAITED * owner_awaited, waits)))
         view = pb.View(
             run=self.rules.run,
@@ -508,8 +500,8 @@ class Membership:
         self._effects.append(Issue(self.view))
 
     def _check_shown(self, renewal: pb.Renewal) -> None:
-        """Raises Refused for a forged view, or if this registry lacks the run's key; the node stays
-        a member and trains until its registry is back."""
+        """Checks the view that a node shows. Raises Refused for a forged one, or if this registry
+        lacks the run's key. The node stays a member and trains until its registry is back."""
         view, is_member = renewal.view, renewal.node in self.members.by_name
         if renewal.shown > max(view.number, self.view.number):
             raise Refused(
@@ -527,7 +519,7 @@ class Membership:
         )
 
     def _should_learn(self, renewal: pb.Renewal, now: float) -> bool:
-        """Whether a member shows a newer view, and this registry has not yet led the run."""
+        """Whether to go on from a member's newer view: this registry has not yet led the run."""
         return (
             renewal.view.number > self.view.number
             and renewal.run == self.rules.run
@@ -536,6 +528,7 @@ class Membership:
         )
 
     def _learn(self, view: pb.View, now: float) -> None:
+        """Goes on from a view that a node has shown, unless it is invalid."""
         former = list(self.members.by_name)
         try:
             if problem := self._watermark.impossible(view.committed):
@@ -544,9 +537,7 @@ class Membership:
         except ValueError as error:
             self.history.note(f"a node's view is rejected: {error}")
             return
-        for name in former:
-            if name in self.members.by_name:
-                continue
+        for name in (name for name in former if name not in self.members.by_name):
             reason = f"not a member of view {view.number}, which other nodes have"
             self.history.gone(name, reason)
             self._effects.append(Evict(name, reason))

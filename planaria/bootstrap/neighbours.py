@@ -56,14 +56,14 @@ def stages_of(member: Member) -> list[int]:
 
 
 def place_of(member: Member) -> str:
-    """The member's stages, as text."""
+    """The member's stages, for people."""
     stages = stages_of(member)
     many = "s" if len(stages) > 1 else ""
     return f"stage{many} {', '.join(map(str, stages))}" if stages else "standby"
 
 
 class Lane:
-    """The nodes of a stage in lane order."""
+    """The nodes of a stage on the lane: a line on which nodes near each other have links."""
 
     def __init__(self, speeds: Mapping[str, float]) -> None:
         """`speeds`: by node, in any common unit; 0: unknown, taken as the median."""
@@ -77,7 +77,7 @@ class Lane:
         self._at = dict(zip(self.nodes, self.middles, strict=True))
 
     def near(self, other: Lane, node: str) -> list[str]:
-        """The nodes of the other lane nearest to `node` of this one."""
+        """The nodes of another stage that are nearest to `node` on the lane."""
         here = self._at[node]
         first = bisect_left(other.middles, here)
         around = range(max(0, first - NEAR), min(len(other.nodes), first + NEAR))
@@ -107,9 +107,8 @@ class Neighbours:
         ends = list(self._speeds.get(0, ()))  # in the order of joining
         self._drivers = {driver, *ends[:DRIVERS]} & set(ends)
         self._lanes: dict[int, Lane] = {}
-        self._cached_links: dict[
-            tuple[int, int], dict[str, set[str]]
-        ] = {}  # links between two stages
+        # Links between two stages, by node.
+        self._cached_links: dict[tuple[int, int], dict[str, set[str]]] = {}
         self._cached: dict[str, frozenset[str]] = {}
 
     def of(self, node: str) -> frozenset[str]:
@@ -176,7 +175,7 @@ def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
 
 
 def lengths(count: int) -> list[int]:
-    """Row lengths for `count` replicas; they differ by at most one."""
+    """Row lengths for a stage's `count` replicas; they differ by at most one."""
     number = 1
     if count > ALL:
         width = math.isqrt(count - 1) + 1
@@ -186,13 +185,13 @@ def lengths(count: int) -> list[int]:
 
 
 def rows(replicas: Collection[str]) -> list[list[str]]:
-    """The replicas in rows, in the order of their ids."""
+    """The replicas of a stage in rows, in the order of their ids."""
     ids = iter(sorted(replicas))
     return [list(islice(ids, length)) for length in lengths(len(replicas))]
 
 
 def places(all_rows: Collection[Collection[str]]) -> int:
-    """The places that every row has: the number of parts of a gradient."""
+    """How many places every row of replicas has: the number of parts of a gradient."""
     return min(map(len, all_rows))
 
 

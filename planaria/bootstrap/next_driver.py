@@ -10,6 +10,8 @@ from planaria.bootstrap.registry_pb2 import View
 
 
 class Driving:
+    """Decides which node drives, and when the run's first driver is named."""
+
     def __init__(self, members: Members, accusations: Accusations) -> None:
         self._members, self._accusations, self._rules = members, accusations, members.rules
         self.started = False  # whether any driver has been named
@@ -22,9 +24,9 @@ class Driving:
         led = bool(view.driver) or (view.committed > 0 and not self._members.count(0))
         self.started = self.started or (led and len(self._members) > 0)
         self.joined_at, self._covered = now, None
-        self.covers(now)
+        self.note_covered(now)
 
-    def covers(self, now: float) -> None:
+    def note_covered(self, now: float) -> None:
         """Notes since when each stage has had a member."""
         if self._members.vacant():
             self._covered = None
@@ -48,8 +50,8 @@ class Driving:
         return driver, awaited
 
     def _next(self) -> str:
-        """An heir, else the present driver, else the oldest staying stage-0 member that has lost
-        the drive least often. Empty: none."""
+        """The next driver: an heir, else the present driver, else the oldest staying stage-0 member
+        that has lost the drive least often. Empty: none."""
         heir, self.heir = self.heir, ""
         ends = {node.name: node for node in self._members.at(0)}
         for name in (heir, self._members.driver):
@@ -59,6 +61,7 @@ class Driving:
         return min(ends, key=lambda name: (ends[name].leaving, lost(name)), default="")
 
     def _awaited(self, now: float) -> str:
+        """The nodes that the run's first driver waits for, as text; empty: none."""
         since = min(self._covered, self.joined_at) if self._covered is not None else math.inf
         if now >= since + self._rules.start_grace:
             return ""

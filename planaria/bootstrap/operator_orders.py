@@ -40,7 +40,7 @@ class Orders:
         return bool(self.changes) and self.changes[-1].pending
 
     def give(self, word: str, why: str) -> str:
-        """Gives an order. Returns what it changes, a sentence; empty: nothing. Raises Refused."""
+        """Gives an operator's order. Returns what it changes; empty: nothing. Raises Refused."""
         if (order := BY_WORD.get(word)) is None:
             words = ", ".join([*BY_WORD, CHANGE, BACK])
             raise Refused("INVALID_ARGUMENT", f"{readable(word)!r}: there are {words}")
@@ -126,7 +126,7 @@ def saved(seats: Iterable[pb.SeatReport], stages: int) -> set[int]:
 
 
 def in_short(change: pb.Change) -> str:
-    """What a change changes, and when."""
+    """What a change of settings changes, and when, for people."""
     settings = ", ".join(change.settings)
     if change.undone:
         return ", ".join(filter(None, (f"back to step {change.step}", settings)))
@@ -143,11 +143,11 @@ def last_step(view: pb.View, committed: int, steps: int) -> int:
 
 
 def changes_in_force(view: pb.View) -> list[pb.Change]:
-    """The changes of settings that hold."""
+    """The changes of settings that hold in a view."""
     return [change for change in view.changes if not change.pending]
 
 
-def in_words(view: pb.View) -> str:
+def order_in_words(view: pb.View) -> str:
     """The order in a view, for people; empty: the run trains."""
     why = f": {view.ordered}" if view.ordered else ""
     if view.order == pb.TRAIN and view.changes and view.changes[-1].pending:
@@ -162,6 +162,6 @@ def in_words(view: pb.View) -> str:
 
 
 def stopped_at(step: int) -> str:
-    """Why nobody can join."""
+    """Why nobody can join a stopped run."""
     at = f" at step {step}" if step else ""
     return f"the run was stopped by its operator{at}; `planaria go` opens it again"

@@ -27,7 +27,7 @@ from planaria.recovery.policy import POLICIES, Policy
 
 @dataclass
 class Staffing:
-    """Per stage, of the nodes that stay: their number, their work per second, their places."""
+    """How each stage is staffed with nodes that stay: their number, work per second, and places."""
 
     count: list[int]
     capacity: list[float]
@@ -48,9 +48,9 @@ class Staffing:
 
 
 def choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tuple[int, str]:
-    """The weakest stage. First, stages with several nodes in one failure domain other than the
-    newcomer's. Else the stage of least capacity, or, up to twice that, the one with the fewest
-    nodes in the newcomer's domain."""
+    """Chooses the weakest stage for a newcomer, and says why. First, stages with several nodes in
+    one failure domain other than the newcomer's. Else the stage of least capacity, or, up to twice
+    that, the one with the fewest nodes in the newcomer's domain."""
     in_one = [s for s in fits if staff.count[s] > 1 and staff.places[s].is_apart(place)]
     least = min(staff.capacity[s] for s in in_one or fits)
     suitable = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
@@ -78,11 +78,11 @@ def assign(
     useful: int = 64,
     outlook: Outlook | None = None,
 ) -> list[SeatAssigned | SeatReleased]:
-    """The changes, in order of application. `candidates`: in the order of joining; `stages`: body
-    stages, L, of the stages 0..L; `begun`: False at the start, while nodes are awaited and only
-    standbys take vacant seats; `policy`: with twins, a holder of a stage's state has that of
-    the next one too; `useful`: nodes per stage that have work; `outlook`: None while too
-    little is measured to compare placements.
+    """Decides which seats nodes take and return, in order of application. `candidates`: in the
+    order of joining; `stages`: body stages, L, of the stages 0..L; `begun`: False at the start,
+    while nodes are awaited and only standbys take vacant seats; `policy`: with twins, a holder of a
+    stage's state has that of the next one too; `useful`: nodes per stage that have work; `outlook`:
+    None while too little is measured to compare placements.
 
     A node that is alone at a stage, or the only one with its state, never leaves it; no stage stays
     vacant while a node has room."""
@@ -114,7 +114,7 @@ def assign(
         if twins and begun and stage not in served:
             assigned = _twin(current, stage, stages, why)
         keeper = policy.keeper(stage, stages)
-        assigned = assigned or _find(current, stage, keeper, why, begun)
+        assigned = assigned or _find_node(current, stage, keeper, why, begun)
         if assigned is not None:
             make(assigned)
     if twins and begun:
@@ -143,7 +143,7 @@ def _twin(
     ]
     if not suitable:
         return None
-    node = max(suitable, key=_share)
+    node = max(suitable, key=_speed_per_seat)
     return SeatAssigned(node.node, stage, f"has its twin, and room: {why}")
 
 
@@ -164,7 +164,7 @@ def _relief(nodes: dict[str, Candidate], weighed: bool) -> Iterator[SeatAssigned
                 if node.stays and stage in node.fits and _is_spared(node, current)
                 if node.stages or not (weighed and node.waits)
             ]
-            if (assigned := _idle(suitable, current, stage, why)) is not None:
+            if (assigned := _standby_or_surplus(suitable, current, stage, why)) is not None:
                 yield assigned
 
 
@@ -189,12 +189,12 @@ def _from_elsewhere(
 
 
 def _is_spared(node: Candidate, candidates: Sequence[Candidate]) -> bool:
-    """Whether the node has no seat, or only one whose state a node without other seats has."""
+    """Whether a node has no seat, or only one whose state a node without other seats has."""
     single = (s for s in candidates if s.node != node.node and s.stays and len(s.stages) == 1)
     return not node.stages or any(node.stages <= other.holds for other in single)
 
 
-def _find(
+def _find_node(
     candidates: Sequence[Candidate], stage: int, keeper: int, why: str, begun: bool
 ) -> SeatAssigned | None:
     """Finds a node for a vacant stage. `keeper`: the stage whose nodes keep the data for a rebuild.
@@ -206,23 +206,23 @@ def _find(
     ]
     if not begun:
         suitable = [node for node in suitable if not node.stages]
-    if (assigned := _idle(suitable, candidates, stage, why)) is not None or not begun:
+    if (assigned := _standby_or_surplus(suitable, candidates, stage, why)) is not None or not begun:
         return assigned
     free = [node for node in suitable if len(node.stages) < node.room]
     if not free:
         return None
-    best = max(map(_share, free))
-    near = [node for node in free if keeper in node.holds and _share(node) >= best / 2]
-    node = max(near or free, key=_share)
+    best = max(map(_speed_per_seat, free))
+    near = [node for node in free if keeper in node.holds and _speed_per_seat(node) >= best / 2]
+    node = max(near or free, key=_speed_per_seat)
     return SeatAssigned(node.node, stage, f"has room for one more seat: {why}")
 
 
-def _share(node: Candidate) -> float:
-    """The node's speed per seat if it takes one more."""
+def _speed_per_seat(node: Candidate) -> float:
+    """A node's speed per seat, if it takes one more."""
     return node.speed / (len(node.stages) + 1)
 
 
-def _idle(
+def _standby_or_surplus(
     able: Sequence[Candidate], candidates: Sequence[Candidate], stage: int, why: str
 ) -> SeatAssigned | None:
     """A standby, by preference of the least used failure domain; otherwise a surplus replica, by
@@ -248,8 +248,8 @@ def _idle(
 
 
 def _surplus(node: Candidate, holders: Counter[int]) -> int | None:
-    """The stage that can lose the node, given the `holders` of each stage's state; None: the node
-    is needed, or drives."""
+    """The stage that can lose this node, by the number of `holders` of each stage's state; None:
+    the node is needed, or drives."""
     if len(node.stages) != 1 or node.drives:
         return None
     (stage,) = node.stages
@@ -257,8 +257,8 @@ def _surplus(node: Candidate, holders: Counter[int]) -> int | None:
 
 
 def _returned(candidates: Iterable[Candidate], weighed: Container[int]) -> Iterator[SeatReleased]:
-    """Seats to return: one per node, from the node with the most seats on; a later call sees the
-    changed placement. `weighed`: stages that rebalancing.py decides about."""
+    """The seats that nodes return: one per node, from the node with the most seats on; a later call
+    sees the changed placement. `weighed`: stages that rebalancing.py decides about."""
     nodes = list(candidates)
     several = [node for node in nodes if len(node.stages) > 1]
     for node in sorted(several, key=lambda node: -len(node.stages)):

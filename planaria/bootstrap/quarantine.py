@@ -32,7 +32,7 @@ class Quarantine:
         self._entries: dict[str, _Entry] = {}
 
     def add(self, instance: str, node: str, cause: Cause, why: str, now: float) -> None:
-        """Records an eviction for cause of `node`."""
+        """Puts an instance in quarantine: it was evicted for cause, as `node`."""
         self._forget(now)
         former = self._entries.get(instance)
         record = Quarantined(instance=instance, node=node, cause=cause, why=why, times=1)
@@ -50,14 +50,14 @@ class Quarantine:
             first = min(self._entries, key=lambda instance: self._entries[instance].until)
             del self._entries[first]
 
-    def left(self, instance: str, now: float) -> float:
+    def seconds_left(self, instance: str, now: float) -> float:
         """Seconds until the instance may join; infinite: never."""
         entry = self._entries.get(instance)
         return 0.0 if entry is None else max(0.0, entry.until - now)
 
     def why_excluded(self, instance: str, now: float) -> str:
         """Why the instance may not join now, as text."""
-        record, seconds = self._entries[instance].record, self.left(instance, now)
+        record, seconds = self._entries[instance].record, self.seconds_left(instance, now)
         if seconds == math.inf:
             return (
                 "this node may not join again: its weights differed from those of its replicas "
@@ -71,17 +71,17 @@ class Quarantine:
         )
 
     def listed(self, now: float) -> list[Quarantined]:
-        """All records, with the seconds left."""
+        """The quarantined instances, as a view has them, with the seconds left."""
         self._forget(now)
         records = []
         for instance, entry in self._entries.items():
-            record = Quarantined(seconds=self.left(instance, now))
+            record = Quarantined(seconds=self.seconds_left(instance, now))
             record.MergeFrom(entry.record)
             records.append(record)
         return records
 
     def restore(self, listed: Iterable[Quarantined], now: float) -> None:
-        """Restores the records of a view."""
+        """Restores the quarantined instances of a view."""
         self._entries = {}
         for record in listed:
             copy = Quarantined()
@@ -90,8 +90,5 @@ class Quarantine:
             self._entries[record.instance] = _Entry(copy, now + record.seconds)
 
     def _forget(self, now: float) -> None:
-        self._entries = {
-            instance: entry
-            for instance, entry in self._entries.items()
-            if now < entry.until + FORGOTTEN
-        }
+        entries = self._entries.items()
+        self._entries = {key: entry for key, entry in entries if now < entry.until + FORGOTTEN}

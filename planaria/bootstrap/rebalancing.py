@@ -38,7 +38,7 @@ Nodes = Mapping[str, Candidate]
 
 
 class Cost(NamedTuple):
-    """Of a placement. The smaller is the better one."""
+    """The cost of a placement of seats; the smaller is the better one."""
 
     seconds: float  # of a step
     crossings: int  # counts where nothing is known of links
@@ -52,7 +52,7 @@ class MovableStages(NamedTuple):
     stages: Sequence[int]
 
     def moved(self, seats: Seats, stages: Sequence[int] = ()) -> Seats:
-        """The seats after the block, or some `stages` of it, has moved."""
+        """The seats of all nodes after this block, or some `stages` of it, has moved."""
         gone = frozenset(stages or self.stages)
         given, taken = seats[self.giver] - gone, seats[self.taker] | gone
         return {**seats, self.giver: given, self.taker: taken}
@@ -74,8 +74,8 @@ def unfinished_moves(nodes: Nodes, outlook: Outlook) -> dict[int, tuple[Candidat
 def returned(
     pairs: Mapping[int, tuple[Candidate, Candidate]], nodes: Nodes, outlook: Outlook
 ) -> SeatReleased | None:
-    """The seat of one of the pairs that ends a move, or a join beside a node with several seats.
-    None: there is none, or the state is still copied, or their link not measured yet."""
+    """The seat to return at the end of a move, or of a join beside a node with several seats. None:
+    there is none, or the state is still copied, or their link not measured yet."""
     seats = {name: node.stages for name, node in nodes.items()}
     copied = (s for s, pair in pairs.items() if all(s in node.holds for node in pair))
     if (stage := next(copied, None)) is None:
@@ -93,16 +93,16 @@ def returned(
     if stage in newer.joined and with_newer.seconds > GAIN * _cost(moved, outlook).seconds:
         with_newer = _cost(moved, outlook)  # no other seat will follow
     if with_newer.seconds <= SLOWER * without.seconds:
-        why = _instead(_cost(moved, outlook), _cost(kept, outlook))
+        why = _compared(_cost(moved, outlook), _cost(kept, outlook))
         return SeatReleased(older.node, stage, f"{newer.node} serves stage {stage}, too: {why}")
     standby = "" if len(newer.stages) > 1 else "standby: "
-    why = f"{standby}without it at stage {stage} {_instead(without, with_newer)}"
+    why = f"{standby}without it at stage {stage} {_compared(without, with_newer)}"
     return SeatReleased(newer.node, stage, f"{why}, by its speed and links")
 
 
 def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
-    """The next move of a body stage. None: none pays, or the last one isn't over, or a stage is
-    vacant, or a node copies, leaves, or isn't heard, or seats have just changed."""
+    """The next move of a body stage's seat. None: none pays, or the last one isn't over, or a stage
+    is vacant, or a node copies, leaves, or isn't heard, or seats have just changed."""
     seats = {name: node.stages for name, node in nodes.items()}
     busy = any(not node.stays or node.stages - node.holds for node in nodes.values())
     complete = is_complete(frozenset().union(*seats.values()), outlook)
@@ -111,7 +111,7 @@ def next_move(nodes: Nodes, outlook: Outlook) -> SeatAssigned | None:
     now = _cost(seats, outlook)
     best, block = reach(nodes, seats, outlook)
     if block is not None and best.seconds <= GAIN * now.seconds:
-        why = _instead(_cost(block.moved(seats), outlook), now)
+        why = _compared(_cost(block.moved(seats), outlook), now)
     elif (block := _evening_out(nodes, seats, outlook)) is not None:
         counts = len(seats[block.giver]), len(seats[block.taker])
         why = f"that has {counts[0]} seats, and this node {counts[1]}; no step becomes longer"
@@ -129,7 +129,7 @@ def reach(
     """The best placement that is at most one block away, and the block; each move counts as
     `MOVE` of a step more. None: `seats` itself. `stays`: a stage that stays where it is."""
     best: tuple[Cost, MovableStages | None] = (_cost(seats, outlook), None)
-    for block in _blocks(nodes, seats, outlook):
+    for block in _movable_blocks(nodes, seats, outlook):
         if stays not in block.stages:
             seconds, crossed = _cost(block.moved(seats), outlook)
             cost = Cost(seconds * (1 + MOVE * len(block.stages)), crossed)
@@ -138,7 +138,7 @@ def reach(
 
 
 def is_complete(served: Collection[int], outlook: Outlook) -> bool:
-    """Whether each stage is among those served."""
+    """Whether each stage of the run is among those served."""
     return len(served) > len(outlook.load.layers)
 
 
@@ -147,7 +147,7 @@ def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> MovableStages 
     stages."""
     blocks = [
         block
-        for block in _blocks(nodes, seats, outlook)
+        for block in _movable_blocks(nodes, seats, outlook)
         if len(block.stages) == 1
         and len(seats[block.giver]) >= len(seats[block.taker]) + 2
         and outlook.layer[block.giver] >= outlook.layer[block.taker]
@@ -161,7 +161,7 @@ def _evening_out(nodes: Nodes, seats: Seats, outlook: Outlook) -> MovableStages 
     return None if longer or later.seconds > now.seconds else block
 
 
-def _blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[MovableStages]:
+def _movable_blocks(nodes: Nodes, seats: Seats, outlook: Outlook) -> Iterator[MovableStages]:
     measured = {name for pair in outlook.links for name in pair}
     at: dict[int, list[str]] = {}
     for name, stages in seats.items():
@@ -187,7 +187,8 @@ def _cost(seats: Seats, outlook: Outlook) -> Cost:
     return Cost(seconds, crossings(seats, len(outlook.load.layers)))
 
 
-def _instead(after: Cost, before: Cost) -> str:
+def _compared(after: Cost, before: Cost) -> str:
+    """How much a placement shortens the expected step, for people."""
     return (
         f"a step is expected to take {after.seconds:.2g} s instead of {before.seconds:.2g} s "
         f"({after.seconds / before.seconds - 1:+.0%})"

@@ -29,7 +29,7 @@ SOMEWHERE: Final = "192.0.2.1"
 
 
 def beside(listen: Address) -> Address:
-    """The default enrolment address: the port below the registry's."""
+    """The default enrolment address of a registry: the port below its own."""
     return listen._replace(port=listen.port - 1 if listen.port > 1 else 0)
 
 
@@ -82,7 +82,7 @@ def _invite(
     registries: list[str],
     enrolments: list[str],
 ) -> str:
-    """The invite in the registry's folder if it is valid, else a new one."""
+    """A role's invite as text: the one in the registry's folder if valid, else a new one."""
     folder, authority = admission.folder, admission.authority
     file = None if folder is None else folder / f"{role}.invite"
     if file is not None and _is_good(admission, file, [*registries, *enrolments]):
@@ -95,6 +95,7 @@ def _invite(
 
 
 def _is_good(admission: Admission, file: Path, places: list[str]) -> bool:
+    """Whether the invite in a file can still be used, and names these addresses."""
     try:
         invitation = decode(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, InviteError):

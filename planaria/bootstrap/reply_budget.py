@@ -23,11 +23,11 @@ class ReplyBudget:
 
     @property
     def waiting(self) -> Collection[str]:
-        """The waiting nodes."""
+        """The nodes whose calls wait for their join replies."""
         return self._waiting.values()
 
     def ask(self, node: str) -> int:
-        """Queues a call of `node`; returns its number."""
+        """Queues a call of `node` for its join reply; returns the call's number."""
         call = next(self._numbers)
         self._waiting[call] = node
         return call
@@ -43,13 +43,13 @@ class ReplyBudget:
         return started
 
     def end(self, call: int) -> None:
-        """Ends a call, after its reply or a disconnection. Idempotent."""
+        """Frees the bytes of a call, after its reply or a disconnection. Idempotent."""
         self._waiting.pop(call, None)
         _, size = self._going.pop(call, ("", 0))
         self._bytes -= size
 
     def before(self, node: str) -> str:
-        """What the node's call waits for, as text."""
+        """What a node's call waits for, for people."""
         first = next((other for other, _ in self._going.values()), "nobody")
         position = list(self._waiting.values()).index(node) if node in self._waiting.values() else 0
         return (

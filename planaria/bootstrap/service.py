@@ -30,15 +30,7 @@ from planaria.bootstrap.authorization import (
 from planaria.bootstrap.broadcast import Broadcast, Waker
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors
 from planaria.bootstrap.credentials import PLAIN, Credentials
-from planaria.bootstrap.effects import (
-    Dial,
-    Effect,
-    Evict,
-    Issue,
-    Probe,
-    Refused,
-    not_served,
-)
+from planaria.bootstrap.effects import Dial, Effect, Evict, Issue, Probe, Refused, not_served
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.failure_domains import block_of
@@ -256,7 +248,7 @@ class RegistryServer:
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
         reply = await self._await_decision(attempt)
         if isinstance(reply, pb.JoinReply) and reply.HasField("view"):
-            await self._turn(request.node, stream)
+            await self._await_turn(request.node, stream)
             reply = self.machine.reply_to(request.node)  # uses the newest view
         if isinstance(reply, Refused):
             who = readable(request.node)
@@ -266,8 +258,8 @@ class RegistryServer:
         rest = self._broadcast.welcome() if reply.HasField("view") else b""
         return reply.SerializeToString() + rest  # concatenated protobuf messages merge
 
-    async def _turn(self, node: str, stream: AcceptedStream) -> None:
-        """Waits until the reply budget admits this reply."""
+    async def _await_turn(self, node: str, stream: AcceptedStream) -> None:
+        """Waits until the reply budget admits a node's join reply. Raises Refused."""
         call, turn = self._answers.ask(node), self._loop.create_future()
         self._turns[call] = turn
         stream.when_over(partial(self._answered, call))
@@ -287,6 +279,7 @@ class RegistryServer:
         self._answer_next()
 
     def _answer_next(self) -> None:
+        """Lets calls go on whose join replies the budget admits now."""
         for call in self._answers.go(len(self._broadcast.welcome())) if self._turns else ():
             turn = self._turns.pop(call)
             if not turn.done():
@@ -306,6 +299,7 @@ class RegistryServer:
         return cast("pb.JoinReply | Refused", await decided)
 
     def _let_in(self) -> None:
+        """Has the machine decide all waiting joins, and wakes their calls."""
         if self._waker.busy:  # watchers of the last view are still being woken
             self._loop.call_later(TICK, self._let_in)
             return
@@ -325,7 +319,7 @@ class RegistryServer:
         self, requests: AsyncIterator[pb.Renewal], stream: AcceptedStream
     ) -> AsyncIterator[pb.Notice]:
         member = _MemberStream()
-        with self._place("streams", self._limits.streams):
+        with self._hold_place("streams", self._limits.streams):
             hearing = asyncio.create_task(self._hear(requests, member, stream))
             try:
                 while (notice := await member.notices.get()) is not None:
@@ -343,7 +337,7 @@ class RegistryServer:
         _check_length("run", request.run, NAME_BYTES)
         if request.run and request.run != run:
             raise not_served(run, request.run)
-        with self._place("watchers", self._limits.watchers):
+        with self._hold_place("watchers", self._limits.watchers):
             sent = request.known if self._broadcast.has(request.known) else b""
             while not (self._stopping or self._failed.done()):
                 newest = self._broadcast.newest.signature
@@ -378,7 +372,7 @@ class RegistryServer:
         self._measurements += 1
         self._measured_at = now
         for node in self._streams:
-            self._tell(node, measure=self._measurements)
+            self._notify(node, measure=self._measurements)
         return pb.MeasureReply(number=self._measurements, nodes=len(self._streams))
 
     async def Describe(self, request: pb.DescribeRequest, stream: AcceptedStream) -> pb.Description:
@@ -402,7 +396,7 @@ class RegistryServer:
             reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
             raise Refused("INVALID_ARGUMENT", reason)
         reply = pb.ExamineReply(time=time.time(), host=host_of(stream.peer))
-        with self._place("examinations", self._limits.examinations):
+        with self._hold_place("examinations", self._limits.examinations):
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
                 holder = stream.caller.instance
@@ -415,8 +409,8 @@ class RegistryServer:
         return reply
 
     @contextmanager
-    def _place(self, kind: str, limit: int) -> Iterator[None]:
-        """Holds one of `limit` places. Raises Refused."""
+    def _hold_place(self, kind: str, limit: int) -> Iterator[None]:
+        """Holds one of `limit` places for a call of this kind. Raises Refused."""
         if self._held[kind] >= limit:
             reason = f"the registry has its maximum of {kind}; try again"
             raise Refused("RESOURCE_EXHAUSTED", reason)
@@ -434,8 +428,8 @@ class RegistryServer:
         node: str,
         stream: AcceptedStream,
     ) -> None:
-        """Raises Refused unless the key of `node` has signed the message. A message of a non-member
-        passes, since it has no effect."""
+        """Checks that the key of `node` has signed a message. Raises Refused. A message of a
+        non-member passes, since it has no effect."""
         record = self.machine.members.by_name.get(node)
         key = None if record is None else record.member.key
         if key is None and isinstance(message, pb.Renewal):  # a renewal may carry the node's view
@@ -463,9 +457,14 @@ class RegistryServer:
                 former.close()
             member.node, self._streams[first.node] = first.node, member
             self._carry_out(effects)
-            self._tell(first.node)
+            self._notify(first.node)
             async for renewal in renewals:
-                _check_renewal(renewal, member.node)
+                if renewal.node != member.node:
+                    reason = f"a renewal of {renewal.node!r} on the stream of {member.node!r}"
+                    raise Refused("INVALID_ARGUMENT", reason)
+                if (size := renewal.ByteSize()) > RENEWAL_BYTES:
+                    most = f"after a stream's first, {RENEWAL_BYTES} is allowed"
+                    raise Refused("INVALID_ARGUMENT", f"a renewal of {size} bytes; {most}")
                 effects = self.machine.lease_renewed(renewal, self._loop.time())
                 if effects:
                     self._carry_out(effects)
@@ -508,7 +507,7 @@ class RegistryServer:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the registry, which sends no further messages; `wait` raises the error."""
+        """Ends this registry, which sends no further messages; `wait` raises the error."""
         if not self._failed.done():
             level = logging.WARNING if isinstance(error, NotLeading) else logging.CRITICAL
             log.log(level, "the registry ends: %s", error)
@@ -523,9 +522,9 @@ class RegistryServer:
                 case Issue(view):
                     self._publish(view)
                 case Probe(node, number):
-                    self._tell(node, probe=number)
+                    self._notify(node, probe=number)
                 case Evict(node, reason):
-                    self._tell(node, evicted=reason)
+                    self._notify(node, evicted=reason)
                 case Dial():
                     dialling = self._loop.create_task(self._dial(effect))
                     self._dialling[dialling] = None
@@ -560,8 +559,8 @@ class RegistryServer:
         self.machine.restore(view, now)
 
     def _write(self, view: pb.View) -> None:
-        """Appends to the journal. If that fails, the run continues: after a restart the registry
-        learns the missing views from the nodes."""
+        """Appends a view to the journal. If that fails, the run continues: after a restart the
+        registry learns the missing views from the nodes."""
         if self._journal is None:
             return
         before, self._unwritten = self._unwritten, ""
@@ -580,7 +579,7 @@ class RegistryServer:
             reason = "this registry does not lead any more; try another one"
             raise Refused("UNAVAILABLE", reason)
 
-    def _tell(self, node: str, **notice: Any) -> None:
+    def _notify(self, node: str, **notice: Any) -> None:
         if (stream := self._streams.get(node)) is not None:
             stream.notices.put_nowait(pb.Notice(**notice, view=self.machine.view.number))
 
@@ -592,7 +591,7 @@ class RegistryServer:
 
 
 class _MemberStream:
-    """An open KeepAlive stream and its outgoing notices; None ends it."""
+    """A node's open KeepAlive stream, and the notices to send by it; None ends it."""
 
     def __init__(self) -> None:
         self.node = ""
@@ -620,17 +619,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def _check_renewal(renewal: pb.Renewal, node: str) -> None:
-    """Raises Refused for an invalid renewal after the first of its stream."""
-    size, problem = renewal.ByteSize(), ""
-    if renewal.node != node:
-        problem = f"a renewal of {renewal.node!r} on the stream of {node!r}"
-    elif size > RENEWAL_BYTES:
-        problem = f"a renewal of {size} bytes; after a stream's first, {RENEWAL_BYTES} is allowed"
-    if problem:
-        raise Refused("INVALID_ARGUMENT", problem)
-
-
 def _check_length(name: str, value: str, limit: int) -> None:
     if (size := len(value.encode())) > limit:
         reason = f"{name} has {size} bytes, more than the {limit} allowed: {value[:40]!r}..."
@@ -646,8 +634,8 @@ async def serve(
     beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serves until `stop`, by default SIGINT or SIGTERM. Writes HOST:PORT to `address_file`
-    atomically once it listens. `beside`: a context held while the registry serves.
+    """Runs a registry until `stop`, by default SIGINT or SIGTERM. Writes HOST:PORT to
+    `address_file` atomically once it listens. `beside`: a context held while the registry serves.
     Raises the errors of `start`, `wait` and `beside`, and OSError."""
     gc.set_threshold(*GARBAGE)
     stop = stop or stopped_by_signals()

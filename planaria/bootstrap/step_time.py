@@ -25,7 +25,7 @@ ROUND_TRIPS: Final = 2
 
 
 class LinkSpeed(NamedTuple):
-    """From one node to another."""
+    """The speed of a link, from one node to another."""
 
     delay: float  # seconds, one way
     rate: float  # bytes per second
@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known of nodes and links."""
+    """What is known of the speeds of nodes and links."""
 
     load: Load
     layer: Mapping[str, float]  # node -> seconds of a microbatch in one layer
@@ -60,8 +60,8 @@ class Outlook:
     resting: frozenset[int] = frozenset()  # stages that moved too lately, or too often
 
     def step_seconds(self, seats: Seats) -> float:
-        """Seconds of a step if each stage, 0 included, has a node. Replicas share a stage's
-        microbatches by their speed."""
+        """The expected seconds of a step with these seats, if each stage has a node. Replicas share
+        a stage's microbatches by their speed."""
         shares = [self._shares(nodes, stage) for stage, nodes in enumerate(self._at(seats))]
         busy = defaultdict[tuple[str, str], float](float)  # seconds of a resource, a microbatch
         trip = 0.0
@@ -88,13 +88,13 @@ class Outlook:
         return trip + (self.load.microbatches - 1) * max(busy.values()) + ROUND_TRIPS * far
 
     def link(self, a: str, b: str) -> LinkSpeed:
-        """From a to b; if only the other direction was measured, as that one."""
+        """The link's speed from a to b; if only the other direction was measured, that one's."""
         if a == b:
             return UNKNOWN
         return self.links.get((a, b)) or self.links.get((b, a)) or UNKNOWN
 
     def _seconds(self, node: str, stage: int) -> float:
-        """Of one microbatch, forward and back."""
+        """The seconds of one microbatch at a node's stage, forward and back."""
         return self.layer[node] * self.load.layers[stage - 1] if stage else self.ends[node]
 
     def _at(self, seats: Seats) -> list[list[str]]:
@@ -126,7 +126,7 @@ def outlook(
     rested: bool = True,
     resting: frozenset[int] = frozenset(),
 ) -> Outlook | None:
-    """What the measurements tell. A node that has not computed a body stage yet counts by its
+    """What measurements tell of speeds. A node that has not computed a body stage yet counts by its
     `speed`. None: too little was measured, or there are too many nodes."""
     known = list(nodes)
     usual = [node.layer * node.speed for node in known if node.layer]

@@ -102,7 +102,7 @@ class Store:
         """The leader's address; empty: none. Raises EtcdAway, EtcdRefused, and StoreError if the
         leader has another run key."""
         leaders = values(self._etcd.ask("kv/range", {"key": written(self._top + "leader")}, ASKED))
-        return self._at(leaders[0]) if leaders else ""
+        return self._address_in(leaders[0]) if leaders else ""
 
     def campaign(self) -> bool:
         """Tries to become leader, and reads the former leader's `view`. Raises
@@ -141,7 +141,7 @@ class Store:
         if int(answer.get("result", {}).get("TTL", 0)):
             term.until = max(term.until, sent + LEASE)
         else:
-            self._over(term)
+            self._end_term(term)
 
     def resign(self) -> None:
         """Ends the term, and revokes the lease if etcd answers."""
@@ -152,7 +152,7 @@ class Store:
     # -- data ------------------------------------------------------------------------------------
 
     def append(self, view: View) -> None:
-        """Writes a view. Raises NotLeading: etcd may then have the view, unannounced."""
+        """Writes a view to etcd. Raises NotLeading: etcd may then have the view, unannounced."""
         key = self._top + "number"
         follows = has_value(key, self._number) if self._number else is_free(key)
         number, content = str(view.number).encode(), view.SerializeToString()
@@ -162,16 +162,16 @@ class Store:
         self.view, self._number = view, number
 
     def records(self) -> list[Record]:
-        """All decisions. Raises EtcdAway, EtcdRefused, StoreError."""
+        """Reads all decisions about invites. Raises EtcdAway, EtcdRefused, StoreError."""
         reply = self._etcd.ask("kv/range", all_below(self._top + "decided/"), READ)
         self._decided = len(reply.get("kvs", []))
         try:
             return [json.loads(value) for value in values(reply)]
         except (ValueError, RecursionError) as error:
-            raise self._strange("the list of decisions", error) from error
+            raise self._invalid_data("the list of decisions", error) from error
 
     def decide(self, record: Record) -> None:
-        """Writes a decision. Raises NotLeading."""
+        """Writes a decision about invites. Raises NotLeading."""
         key = f"{self._top}decided/{self._decided:010}"
         self._write(is_free(key), [], key, json.dumps(record).encode())
         self._decided += 1
@@ -179,7 +179,7 @@ class Store:
     # -- inside ----------------------------------------------------------------------------------
 
     def _write(self, follows: Body, puts: list[Body], key: str, content: bytes) -> None:
-        """Writes atomically if this term lasts and `follows` holds. Raises NotLeading."""
+        """Writes keys at once if this term lasts and `follows` holds. Raises NotLeading."""
         term, now = self._term, self._now()
         if term is None or not term.lasts(now):
             raise NotLeading("its lease has expired")
@@ -191,22 +191,22 @@ class Store:
         try:
             answer = self._etcd.ask("kv/txn", body, term.until - now)
         except (EtcdAway, EtcdRefused) as error:
-            self._over(term)
+            self._end_term(term)
             raise NotLeading(f"its decision can't be written: {error}") from error
         if not answer.get("succeeded"):
             leader, current = (
                 values(response["response_range"]) for response in answer["responses"]
             )
             if leader != [term.value]:
-                self._over(term)
+                self._end_term(term)
                 raise NotLeading("another registry leads")
             if current != [content]:  # equal: an unanswered attempt took effect
-                self._over(term)
+                self._end_term(term)
                 raise NotLeading("etcd has newer data than it has read")
         if not term.lasts(self._now()):
             raise NotLeading("its lease has expired")
 
-    def _over(self, term: Term) -> None:
+    def _end_term(self, term: Term) -> None:
         if self._term is term:
             self._term = None
 
@@ -214,13 +214,13 @@ class Store:
         with suppress(EtcdAway, EtcdRefused):  # the lease expires anyway
             self._etcd.ask("lease/revoke", {"ID": lease}, ASKED)
 
-    def _at(self, value: bytes) -> str:
-        """The leader's address in a value of `leader`. Raises StoreError."""
+    def _address_in(self, value: bytes) -> str:
+        """The leader's address in a value of the key `leader`. Raises StoreError."""
         try:
             value_of = json.loads(value)
             address, key = str(value_of["at"]), str(value_of["key"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise self._strange("the leader's entry", error) from error
+            raise self._invalid_data("the leader's entry", error) from error
         if key != self._me["key"]:
             raise StoreError(
                 f"the leader at {readable(address)} has another key than this registry: give all "
@@ -229,7 +229,7 @@ class Store:
         return address
 
     def _read_view(self) -> None:
-        """Reads the newest view. Raises EtcdAway, EtcdRefused, StoreError."""
+        """Reads the newest view from etcd. Raises EtcdAway, EtcdRefused, StoreError."""
         body = {"success": [get(self._top + "number"), get(self._top + "view")]}
         answer = self._etcd.ask("kv/txn", body, ASKED)
         number, content = (values(response["response_range"]) for response in answer["responses"])
@@ -241,7 +241,7 @@ class Store:
             if int(number[0]) != view.number:
                 raise ValueError(f"it is view {view.number}, not {number[0][:20]!r}")
         except (DecodeError, ValueError, IndexError) as error:
-            raise self._strange("the newest view", error) from error
+            raise self._invalid_data("the newest view", error) from error
         if not is_genuine(view, self._key.public, self._run):
             raise StoreError(
                 f"view {view.number} in etcd is not signed by this registry's key: give all of a "
@@ -250,7 +250,7 @@ class Store:
             )
         self.view, self._number = view, number[0]
 
-    def _strange(self, subject: str, error: Exception) -> StoreError:
+    def _invalid_data(self, subject: str, error: Exception) -> StoreError:
         return StoreError(
             f"{subject} in etcd, below {self._top}, is invalid ({error}): "
             "restore it from a copy, or give the run another name"

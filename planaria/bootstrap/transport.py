@@ -36,14 +36,14 @@ class Stream(Protocol):
     """One end of a stream that carries items in both directions, each in order."""
 
     async def read(self) -> bytes | None:
-        """The next item; None: the other end has closed the stream. Raises Broken."""
+        """The next item of the stream; None: the other end has closed it. Raises Broken."""
 
     async def write(self, data: bytes, /) -> None:
-        """Raises Broken."""
+        """Send an item by the stream. Raises Broken."""
 
 
 class DialledStream(Stream, Protocol):
-    """The dialling end."""
+    """The dialling end of a stream."""
 
     async def accepted(self) -> Mapping[str, str]:
         """The other end's metadata, once it has accepted the stream. Raises Broken."""
@@ -53,7 +53,7 @@ class DialledStream(Stream, Protocol):
 
 
 class AcceptedStream(Stream, Protocol):
-    """The accepting end."""
+    """The accepting end of a stream."""
 
     metadata: Mapping[str, str]  # the dialler's
 
@@ -63,14 +63,14 @@ class AcceptedStream(Stream, Protocol):
 
     @property
     def caller(self) -> Who:
-        """The dialler by its certificate; empty in plain text."""
+        """The dialler's identity by its certificate; empty in plain text."""
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the dialler's deadline; None: it has none."""
+        """The seconds until the dialler's deadline; None: it has none."""
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Call this once the stream is over."""
+        """Have `call` called once the stream is over."""
 
     async def accept(self, metadata: Mapping[str, str]) -> None:
         """Accept the stream; the dialler gets the metadata. Raises Broken."""
@@ -87,15 +87,14 @@ class Channel(Protocol):
     def stream(
         self, method: str, metadata: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> DialledStream:
-        """Dial a method, `SERVICE/NAME`. `seconds`: the stream's deadline, which the server gets,
-        too."""
+        """Dial a method, `SERVICE/NAME`. `seconds`: the stream's deadline, for the server, too."""
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:
         """The answer to one request: a stream that carries one item each way. Raises Broken, with
         the refusal's status even if the other end refuses before it reads."""
 
     async def close(self) -> None:
-        """Break all streams."""
+        """Close the channel, and break all of its streams."""
 
 
 class Transport(Protocol):
@@ -105,15 +104,10 @@ class Transport(Protocol):
         """Why HOST:PORT must not be dialled; "": it may be."""
 
     def channel(self, address: str, holder: str = Role.NODE) -> Channel:
-        """`holder`: the role or instance that the server's certificate must name."""
+        """A channel to HOST:PORT. `holder`: role or instance in the server's certificate."""
 
     async def is_alive(
-        self,
-        node: str,
-        address: str,
-        seconds: float,
-        reach: Reach | None = None,
-        holder: str = "",
+        self, node: str, address: str, seconds: float, reach: Reach | None = None, holder: str = ""
     ) -> bool | None:
         """Whether the node answers at its address; None: nobody has answered in time. `reach`:
         where it may be dialled; None: where this transport dials."""
@@ -129,7 +123,7 @@ class Transport(Protocol):
 
 
 def parse(data: bytes, kind: type[M]) -> M:
-    """The message that the other end has sent. Raises Broken for other bytes."""
+    """Parses a message that the other end has sent. Raises Broken for other bytes."""
     try:
         return kind.FromString(data)
     except DecodeError:

@@ -17,9 +17,10 @@ DECISIONS_BYTES: Final = 2**20
 CUTS_LISTED: Final = 1000
 
 
-def fitting(report: Report, most: int) -> Report:
-    """Truncates a report to `most` bytes. Drops samples and rebuilds, shortens text, then drops
-    from the end link measurements, complaints and finally seats. The node's own figures remain."""
+def truncated_report(report: Report, most: int) -> Report:
+    """Truncates a node's report to `most` bytes. Drops samples and rebuilds, shortens text, then
+    drops from the end link measurements, complaints and finally seats. The node's own figures
+    remain."""
     if report.ByteSize() <= most:
         return report
     fits = Report()
@@ -39,9 +40,10 @@ def fitting(report: Report, most: int) -> Report:
     return fits
 
 
-def fit(description: Description) -> None:
-    """Escapes reports and truncates the description to `DESCRIPTION_BYTES`; counts shortened
-    reports and unlisted members. A large report does not reduce the share of others."""
+def truncate_description(description: Description) -> None:
+    """Escapes the reports of a registry's description and truncates it to `DESCRIPTION_BYTES`;
+    counts shortened reports and unlisted members. A large report does not reduce the share of
+    others."""
     shortened = _share_out(description)
     for member in description.members:
         make_readable(member.report)
@@ -57,7 +59,7 @@ def fit(description: Description) -> None:
     description.unlisted += _drop_last(description, description.members, DESCRIPTION_BYTES)
 
 
-def cut_from(description: Description) -> list[str]:
+def omitted_from(description: Description) -> list[str]:
     """What the registry omitted from a description, one sentence each."""
     shortened, unlisted = description.shortened, description.unlisted
     lines = [f"the reports of {shortened} nodes are truncated: together they are too large"]
@@ -80,7 +82,7 @@ def shorten_all(message: Message, most: int, but: str = "run_file") -> None:
 
 
 def _share_out(description: Description) -> set[int]:
-    """Shortens reports above an equal share; returns their indices."""
+    """Shortens a description's reports above an equal share; returns their indices."""
     sizes = [member.report.ByteSize() for member in description.members]
     if sum(sizes) <= REPORTS_BYTES:
         return set()
@@ -88,7 +90,7 @@ def _share_out(description: Description) -> set[int]:
     large = {at for at, size in enumerate(sizes) if size > share}
     for at in large:
         report = description.members[at].report
-        report.CopyFrom(fitting(report, share))
+        report.CopyFrom(truncated_report(report, share))
     return large
 
 
@@ -97,7 +99,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def _drop_last(whole: Message, listed: Any, most: int) -> int:
-    """Drops items from the end until the message fits; returns their number."""
+    """Drops a list's last items until the whole message fits; returns their number."""
     excess = whole.ByteSize() - most
     count = len(listed)
     while excess > 0 and count:

@@ -50,8 +50,8 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class Goes:
-    """A member to evict, and the reason."""
+class ToEvict:
+    """A member to evict since another one can't reach it, and the reason."""
 
     node: str
     why: str
@@ -85,7 +85,7 @@ class UnreachablePairs:
                     former.clear_since = now
         for peer, relayed in standing.items():
             key = _key(node, peer)
-            pair = self._begun(key, now)
+            pair = self._pair_of(key, now)
             if pair is None:
                 continue
             if not pair.complaints:
@@ -96,7 +96,7 @@ class UnreachablePairs:
                 pair.unlinked = now
 
     def gone(self, node: str) -> None:
-        """Removes a former member."""
+        """Removes a former member, its pairs, and its relays."""
         self._more.discard(node)
         for key in self._of.pop(node, set()):
             del self._pairs[key]
@@ -110,7 +110,7 @@ class UnreachablePairs:
         """Restores the relays of a view; complainants repeat their complaints."""
         self._pairs, self._of, self._more = {}, {}, set()
         for relay in relays:
-            pair = self._begun((relay.a, relay.b), now)
+            pair = self._pair_of((relay.a, relay.b), now)
             if pair is not None:
                 pair.via, pair.clear_since = relay.via, now
 
@@ -124,19 +124,19 @@ class UnreachablePairs:
             if pair.idle_since < math.inf:
                 pair.idle_since = min(now, pair.idle_since + seconds)
 
-    def review(self, now: float) -> list[str | Goes]:
+    def review(self, now: float) -> list[str | ToEvict]:
         """What is due now: descriptions of relays that began, ended or changed, and members to
         evict. After an eviction, which ends the list, call again."""
-        done: list[str | Goes] = []
+        done: list[str | ToEvict] = []
         if now < self._reviewed_at + self.lease / LOOKS:
             return done
         for key, pair in list(self._pairs.items()):
             if not pair.complaints:
                 if now - pair.clear_since >= 2 * self.lease or not pair.via:
-                    done += self._over(key, pair)
+                    done += self._drop(key, pair)
             elif all(self._members.heard(n, now) for n in key) and self._is_due(key, pair, now):
-                done += self._see_to(key, pair, now)
-            if done and isinstance(done[-1], Goes):
+                done += self._remedy(key, pair, now)
+            if done and isinstance(done[-1], ToEvict):
                 return done
         self._reviewed_at = now
         return done
@@ -152,7 +152,7 @@ class UnreachablePairs:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
     def listed(self, now: float) -> list[Cut]:
-        """The cuts, as `planaria status` lists them."""
+        """The pairs that can't reach each other, as `planaria status` lists them."""
         return [
             Cut(
                 a=a,
@@ -173,7 +173,7 @@ class UnreachablePairs:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _begun(self, key: tuple[str, str], now: float) -> _Pair | None:
+    def _pair_of(self, key: tuple[str, str], now: float) -> _Pair | None:
         """The pair's record, created if needed; None: MOST_PAIRS is reached."""
         if key in self._pairs or len(self._pairs) >= MOST_PAIRS:
             return self._pairs.get(key)
@@ -182,7 +182,7 @@ class UnreachablePairs:
             self._of.setdefault(node, set()).add(key)
         return pair
 
-    def _over(self, key: tuple[str, str], pair: _Pair) -> list[str | Goes]:
+    def _drop(self, key: tuple[str, str], pair: _Pair) -> list[str | ToEvict]:
         del self._pairs[key]
         for node in key:
             self._of[node].discard(key)
@@ -192,24 +192,26 @@ class UnreachablePairs:
         return [f"{a} and {b} reach each other again"] if pair.via else []
 
     def _is_due(self, key: tuple[str, str], pair: _Pair, now: float) -> bool:
-        """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
+        """Whether a pair's nodes are alive, as far as known, and no direct link may come soon."""
         waited = now - pair.since >= PATIENCE * self.lease
         both = all(self._members.by_name[node].renewed > pair.since for node in key)
         return (waited and both) or not self._members.linkable(*key)
 
-    def _see_to(self, key: tuple[str, str], pair: _Pair, now: float) -> list[str | Goes]:
+    def _remedy(self, key: tuple[str, str], pair: _Pair, now: float) -> list[str | ToEvict]:
         """Chooses a relay or an eviction for a pair whose cut is due."""
         a, b = key
         former = pair.via
-        if former and self._goes_on(key, pair, now):
+        if former and self._relay_goes_on(key, pair, now):
             return []
-        pair.via = self._third(key, pair, now)
+        pair.via = self._choose_relay(key, pair, now)
         pair.idle_since = now if pair.via else math.inf
         seconds = now - pair.unlinked
         exhausted = len(pair.failed) >= MOST_TRIED or not pair.via
         if exhausted and seconds >= 2 * self.lease and (evicted := self._whom_to_evict(a, b, now)):
             partner = _other(key, evicted)
-            return [Goes(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")]
+            return [
+                ToEvict(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")
+            ]
         if pair.via:
             pair.hopeless_since = math.inf
             return [f"{a} and {b} can't reach each other: {pair.via} relays for them"]
@@ -218,9 +220,9 @@ class UnreachablePairs:
             pair.failed.clear()
         return [f"no member relays for {a} and {b} any more"] if former else []
 
-    def _goes_on(self, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _relay_goes_on(self, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether the pair's relay carries, or has time left to begin."""
-        cut_off = {node for node in key if self._stands(pair.via, node)}
+        cut_off = {node for node in key if self._complains(pair.via, node)}
         if pair.carried:
             pair.idle_since = math.inf
         elif pair.idle_since == math.inf:
@@ -230,7 +232,7 @@ class UnreachablePairs:
             return False
         return self._reaches(pair.via, key, now)
 
-    def _third(self, key: tuple[str, str], pair: _Pair, now: float) -> str:
+    def _choose_relay(self, key: tuple[str, str], pair: _Pair, now: float) -> str:
         """The relay for a pair: by preference a node that has links to both already, then one that
         carries for the fewest pairs, then the oldest; empty: none."""
         carried = Counter(other.via for other in self._pairs.values())
@@ -249,17 +251,19 @@ class UnreachablePairs:
     def _reaches(self, node: str, others: Iterable[str], now: float) -> bool:
         """Whether `node` can link to all `others`, as far as the reports say."""
         return self._members.heard(node, now) and all(
-            self._members.linkable(node, other) and not self._apart(node, other) for other in others
+            self._members.linkable(node, other) and not self._cut_off(node, other)
+            for other in others
         )
 
-    def _stands(self, a: str, b: str) -> bool:
+    def _complains(self, a: str, b: str) -> bool:
+        """Whether one of two nodes complains of the other now."""
         pair = self._pairs.get(_key(a, b))
         return pair is not None and bool(pair.complaints)
 
-    def _apart(self, a: str, b: str) -> bool:
+    def _cut_off(self, a: str, b: str) -> bool:
         """Whether two nodes are cut off, or were when one had to carry for the other."""
         keys = self._of.get(a, set()) | self._of.get(b, set())
-        return self._stands(a, b) or any(
+        return self._complains(a, b) or any(
             b in self._pairs[key].failed.get(a, ()) or a in self._pairs[key].failed.get(b, ())
             for key in keys
         )
@@ -276,7 +280,7 @@ class UnreachablePairs:
 
     def _says_linked(self, node: str, other: str, now: float) -> bool:
         """Whether `node` needs a link with `other` and has no complaint except a relayed one."""
-        if not self._members.believed(node, now):
+        if not self._members.silence_counts(node, now):
             return False
         pair = self._pairs.get(_key(node, other))
         if pair is not None and node in pair.complaints:
@@ -302,7 +306,7 @@ class UnreachablePairs:
         ]
 
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
-            undriven = driver not in (a, b) and self._stands(node, driver)
+            undriven = driver not in (a, b) and self._complains(node, driver)
             spared = members.last_working(node, now)
             cut_off = sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
             return not spared, undriven, cut_off, members.replicas(node, now), order[node]
@@ -310,10 +314,11 @@ class UnreachablePairs:
         return max(free, key=cost, default="")
 
     def _state(self, a: str, b: str, now: float) -> str:
+        """What is done about a pair, for people."""
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'relays' if pair.carried else 'is to relay'} for them"
-        if self._third((a, b), pair, now) or self._whom_to_evict(a, b, now):
+        if self._choose_relay((a, b), pair, now) or self._whom_to_evict(a, b, now):
             return "they wait for a link or a relay"
         return "no member can relay for them, and neither can be spared"
 

@@ -62,7 +62,7 @@ def follows(view: View, former: View) -> bool:
 
 
 def difference(former: View, view: View) -> Difference:
-    """The difference that `apply` turns into `view`, given `former`."""
+    """The difference between two views, which `apply` turns into the later one."""
     result = Difference(former=former.number)
     for field in View.DESCRIPTOR.fields:
         if field.is_repeated:
@@ -75,8 +75,9 @@ def difference(former: View, view: View) -> Difference:
 
 
 def apply(former: View, difference: Difference) -> View:
-    """The later view, still to be verified. Its lists are no longer than those of both inputs
-    together. Raises ValueError if the difference does not fit `former`."""
+    """Makes the later view of a difference; it is still to be verified. Its lists are no longer
+    than those of both inputs together. Raises ValueError if the difference does not fit
+    `former`."""
     if difference.former != former.number:
         raise ValueError(f"it is from view {difference.former}, not {former.number}")
     view = View()
@@ -116,7 +117,7 @@ def unpack(packed: bytes) -> bytes:
 
 
 def packed(message: NewView) -> NewView:
-    """The message, compressed if it is long."""
+    """The message to a watcher, compressed if it is long."""
     content = message.SerializeToString()
     return NewView(packed=pack(content)) if len(content) >= PACKED_FROM else message
 
@@ -132,8 +133,8 @@ def unpacked(message: NewView) -> NewView:
 
 
 def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice], list[Any]]:
-    """The splices from `former` to `later`, and the new items. Fast for few changes; short if kept
-    items keep their order, as in views."""
+    """The splices that turn one list of a view into a later one, and the new items. Fast for few
+    changes; short if kept items keep their order, as in views."""
     before, after = _contents(former), _contents(later)
     ends = min(len(before), len(after))
     head = next((i for i in range(ends) if before[i] != after[i]), ends)
@@ -157,7 +158,7 @@ def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice],
 
 
 def _contents(listed: Sequence[Any]) -> list[Any]:
-    """Messages as bytes, since equal bytes mean equal content even where floats do not compare."""
+    """A list's messages as bytes: equal bytes mean equal content even if floats don't compare."""
     return [item if isinstance(item, str) else item.SerializeToString() for item in listed]
 
 

@@ -27,7 +27,7 @@ from planaria.bootstrap.client import (
     RegistryClient,
     RegistryUnreachable,
 )
-from planaria.bootstrap.operator_orders import changes_in_force, in_words
+from planaria.bootstrap.operator_orders import changes_in_force, order_in_words
 from planaria.bootstrap.registry_pb2 import STOPPED, Description
 from planaria.node.daemon import DaemonMachine, DaemonNode
 from planaria.node.data.corpus import CorpusError
@@ -165,7 +165,7 @@ async def serve(
                 raise
             was_member = True
             if node.view.order == STOPPED:
-                log.info("%s", in_words(node.view))
+                log.info("%s", order_in_words(node.view))
                 break
             if departure.noticed.is_set():
                 await check_saved(node, client)
@@ -248,7 +248,7 @@ async def is_stopped(client: RegistryClient) -> bool:
     with suppress(RegistryUnreachable, JoinRefused):
         view = (await client.describe(deadline=1.0)).view
         if view.order == STOPPED:
-            log.info("%s", in_words(view))
+            log.info("%s", order_in_words(view))
             return True
     return False
 

@@ -181,8 +181,7 @@ def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
 
 
 def _of_this_step(kind: Kind, stage: int, left: Left) -> tuple[Source, ...]:
-    """The nodes that keep the stage's state of this very step and commit. After the run went back
-    in part, others still have it."""
+    """The nodes that keep the stage's state of this very step and commit, in memory or a file."""
     return tuple(
         holding.source
         for (_, step, made), holdings in by_version(left.held, kind).get(stage, {}).items()
@@ -212,8 +211,7 @@ def _nodes_have(count: int) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """The step from which a run continues by files and memory; stages not in `held` have no usable
-    state."""
+    """The step from which a run continues; stages not in `held` have no usable state."""
 
     step: int
     lineage: int

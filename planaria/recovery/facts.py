@@ -82,7 +82,6 @@ class Left:
     leaving: Collection[str] = ()  # nodes that were asked to leave
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
-        """The stage's nodes that are left, in the order of their names."""
         nodes = sorted(self.survivors.get(stage, ()))
         return tuple(Source(node, stage, self.step, self.lineage) for node in nodes)
 
@@ -129,8 +128,7 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class RollBack:
-    """The decision that all stages go back to `step`, by their files of `lineage`; 0: to the
-    initial weights."""
+    """All stages go back to `step`, by their files of `lineage`; 0: to the initial weights."""
 
     step: int
     lineage: int

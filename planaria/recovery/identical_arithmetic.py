@@ -43,8 +43,7 @@ def exact(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def exactly(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """The tensors for exact arithmetic in this block, as `exact`; changed copies are copied
-    back."""
+    """The tensors for exact arithmetic in this block; changed copies are copied back."""
     copies = [exact(tensor) for tensor in tensors]
     yield copies
     for tensor, changed in zip(tensors, copies, strict=True):

@@ -141,8 +141,7 @@ def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
 
 
 def residual_error(chain: Sequence[Learner], pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The error of a run of relearning stages over pairs of input and output; inf if the targets
-    add nothing."""
+    """A run's error over pairs of input and output; inf if the targets add nothing."""
     error = norm = 0.0
     for x, y in pairs:
         activation = x

@@ -132,8 +132,7 @@ def begin_anew(stage: int, loss: str, fallback: bool = False) -> Rebuild:
 
 
 def pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
-    """The guess that a lost stage has the checkpoint's weights: stages of a trained model differ,
-    and have moved little since."""
+    """A guess, the checkpoint's weights: trained stages differ, and have moved little since."""
     source = Source(giver(stage, left.origin), stage, 0)
     reason = f"{loss}: its weights in the checkpoint from which the run began"
     return Rebuild(stage, PRETRAINED, (source,), exact=False, reason=reason, fallback=fallback)

@@ -49,8 +49,7 @@ def at_a_time(tokens: int, context: int) -> int:
 
 
 def parts(samples: int, at_most: int) -> list[slice]:
-    """The parts in which a pair's samples are relearned: of at most `at_most` each, as even as
-    possible."""
+    """Slices of a pair's samples, of at most `at_most` each, as even as possible."""
     count = -(-samples // at_most)
     size, larger = divmod(samples, count)
     ends = [number * size + min(number, larger) for number in range(count + 1)]
@@ -58,8 +57,7 @@ def parts(samples: int, at_most: int) -> list[slice]:
 
 
 def passes(wanted: int, stages: Collection[int]) -> int:
-    """How often relearning passes over the pairs of these stages; `wanted` suffices unless the
-    first is among them."""
+    """Relearning passes over the pairs of these stages: `wanted`, or more with the first one."""
     return wanted * FIRST if 1 in stages else wanted
 
 

@@ -139,9 +139,9 @@ def _batch_rows(width: int) -> int:
 
 
 def choose(rank: Tensor, taken: Tensor, count: int) -> Tensor:
-    """The numbers of `count` blocks for a snapshot's update, ascending, int64: those never sent
-    first, then those of the least `rank`, float64 [blocks]; ties go to the lower number. `taken`:
-    int64 [blocks], the step of a block's last sent value, or NEVER."""
+    """The numbers of `count` blocks for a snapshot's update, ascending, int64. Those never sent
+    come first, then those of the least `rank`, float64 [blocks]; ties go to the lower number.
+    `taken`: int64 [blocks], the step of a block's last sent value, or NEVER."""
     rank = rank.masked_fill(taken == NEVER, -math.inf)
     return torch.argsort(rank, stable=True)[:count].sort().values
 
@@ -430,19 +430,14 @@ class SentWhole:
 
 class SentSnapshot:
     """The record of a running snapshot: each update has a fraction of the blocks, those that
-    changed most; at first, while the holder lacks blocks, at least the fraction `at_first`.
+    changed most. While the holder lacks blocks, it has at least the fraction `at_first`.
 
     `sent`: float32 [values], the holder's weights (with int8 the restored ones), on the device of
     the weights; `taken`: int64 [blocks], the step of each, or NEVER.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        fraction: float,
-        codec: Codec,
-        moments: bool,
-        at_first: float = 0.0,
+        self, layout: Layout, fraction: float, codec: Codec, moments: bool, at_first: float = 0.0
     ) -> None:
         self._layout, self._codec = layout, codec
         self._count, self._at_first = (
@@ -531,8 +526,7 @@ class HeldSnapshot:
 
     @classmethod
     def whole(cls, layout: Layout, step: int, payload: Tensor, tensors: int) -> HeldSnapshot:
-        """A whole state as a snapshot; its tensors share the memory of the payload, which `decode`
-        has checked."""
+        """A whole state as a snapshot, in the memory of a payload that `decode` has checked."""
         held = cls(layout, 0)
         held.tensors = list(torch.split(payload.view(torch.float32), layout.values))
         assert len(held.tensors) == tensors
@@ -567,10 +561,7 @@ def holder_count(stage: int, stages: int) -> int:
 
 
 def route(
-    stage: int,
-    members: Iterable[tuple[str, int]],
-    stages: int,
-    machine: Callable[[str], str] = str,
+    stage: int, members: Iterable[tuple[str, int]], stages: int, machine: Callable[[str], str] = str
 ) -> CopyRoute | None:
     """The route of the snapshot of `stage` among members (node, stage); None: no sender.
 

@@ -50,8 +50,7 @@ class Pace:
         return self._period if self.kept else RECENT
 
     def arrived(self, steps: int) -> bool:
-        """Record that an update of the snapshot took so many steps, or would have taken. Returns
-        whether `kept` has changed."""
+        """Record how many steps an update takes. Returns whether `kept` has changed."""
         self._ages.append(max(steps, self._period) / (2 * self._fraction))
         self.age = median(self._ages) if self.kept else self._ages[-1]
         slow = self.kept and len(self._ages) == UPDATES and self.age > self._limit

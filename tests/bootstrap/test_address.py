@@ -186,7 +186,7 @@ async def test_what_a_name_stands_for_counts(monkeypatch: pytest.MonkeyPatch) ->
             address.host
         ]
 
-    monkeypatch.setattr("planaria.bootstrap.address._stands_for", look_up)
+    monkeypatch.setattr("planaria.bootstrap.address._resolved", look_up)
     why = await resolved_not_to_dial("evil.example:1", Reach())
     assert (
         "'evil.example:1' resolves to 127.0.0.1, which can be reached on its own machine only"

@@ -13,10 +13,10 @@ from planaria.bootstrap.address_probe import (
     NOBODY,
     Endpoints,
     Reachability,
-    dead_end,
     probe,
     probe_all,
     way_out,
+    why_unreachable,
 )
 from tests.harness.ports import free_port
 
@@ -76,17 +76,17 @@ async def test_what_is_no_address_is_said_before_anything_is_dialled() -> None:
 def test_it_is_a_dead_end_when_all_addresses_are_final() -> None:
     final = [Reachability.UNKNOWN, Reachability.REFUSED]
     both = {"a:1": Reachability.UNKNOWN, "b:1": Reachability.REFUSED}
-    said = dead_end(both, final)
+    said = why_unreachable(both, final)
     assert "a:1 is unknown" in said
     assert "b:1 refuses connections" in said
     assert "Check the spelling of the name" in said
     assert "`planaria bootstrap`" in said
-    assert dead_end(both, [Reachability.UNKNOWN]) == ""
+    assert why_unreachable(both, [Reachability.UNKNOWN]) == ""
     silent = {**both, "c:1": Reachability.SILENT}
-    assert dead_end(silent, final) == ""
-    assert "firewall" in dead_end(silent, [*final, Reachability.SILENT])
-    assert "spelling" not in dead_end({"b:1": Reachability.REFUSED}, final)
-    unresolved = dead_end({"a:1": Reachability.UNRESOLVED}, NOBODY)
+    assert why_unreachable(silent, final) == ""
+    assert "firewall" in why_unreachable(silent, [*final, Reachability.SILENT])
+    assert "spelling" not in why_unreachable({"b:1": Reachability.REFUSED}, final)
+    unresolved = why_unreachable({"a:1": Reachability.UNRESOLVED}, NOBODY)
     assert "resolv.conf" in unresolved and "firewall" not in unresolved
 
 

@@ -27,10 +27,10 @@ from planaria.bootstrap.truncation import (
     DECISIONS_BYTES,
     DESCRIPTION_BYTES,
     REPORTS_BYTES,
-    cut_from,
-    fit,
-    fitting,
+    omitted_from,
     shorten_all,
+    truncate_description,
+    truncated_report,
 )
 from planaria.bootstrap.views import sign
 
@@ -52,7 +52,7 @@ REPORTS = st.builds(
 def test_a_report_fits_whatever_it_says_and_complaints_are_counted(
     report: Report, most: int
 ) -> None:
-    fits = fitting(report, most)
+    fits = truncated_report(report, most)
     assert fits.ByteSize() <= most
     assert len(fits.complaints) + fits.unlisted == len(report.complaints) + report.unlisted
     if report.ByteSize() <= most:
@@ -75,7 +75,7 @@ def test_what_a_registry_says_fits_however_much_its_nodes_say(word: str) -> None
     assert described.ByteSize() <= DESCRIPTION_BYTES
     assert len(described.members) == NODES
     assert {one.report.seats[0].committed for one in described.members} == {*range(NODES)}
-    assert cut_from(described) == [
+    assert omitted_from(described) == [
         f"the reports of {described.shortened} nodes are truncated: together they are too large"
     ]
 
@@ -84,7 +84,7 @@ def test_what_is_small_is_left_alone_where_others_are_large() -> None:
     small = MemberDescription(report=Report(trouble="small"))
     large = MemberDescription(report=Report(trouble="x" * 15_000))
     description = Description(members=[small, *[large] * 500])
-    fit(description)
+    truncate_description(description)
     assert description.members[0] == small
     assert description.shortened == 500
 
@@ -96,10 +96,10 @@ def test_members_decisions_and_cuts_of_which_there_are_too_many_are_counted_or_o
         decisions=[f"{number} {'x' * 40_000}" for number in range(200)],
         cuts=[Cut(a="a")] * (CUTS_LISTED + 5),
     )
-    fit(description)
+    truncate_description(description)
     assert description.ByteSize() <= DESCRIPTION_BYTES
     assert len(description.members) + description.unlisted == 10_000
-    assert cut_from(description) == [
+    assert omitted_from(description) == [
         f"{description.unlisted} more nodes are not listed: the list would be too large"
     ]
     assert sum(map(len, description.decisions)) <= DECISIONS_BYTES

@@ -74,7 +74,7 @@ class Spent:
 
     def count(self) -> None:
         """Counts from here on whatever is signed or checked by bootstrap/identity.py."""
-        sign, content = Identity.sign, identity._content
+        sign, content = Identity.sign, identity._serialized
 
         def signing(own: Identity, purpose: str, *parts: bytes) -> bytes:
             self.signed += 1
@@ -102,7 +102,7 @@ class Spent:
 
         for place, name, counted in (
             (Identity, "sign", signing),
-            (identity, "_content", contained),
+            (identity, "_serialized", contained),
             (identity, "Ed25519PublicKey", Checked),
         ):
             setattr(place, name, counted)

@@ -15,9 +15,9 @@ from planaria.bootstrap.address_probe import (
     NO_PROXY,
     NOBODY,
     Reachability,
-    dead_end,
     probe_all,
     proxies,
+    why_unreachable,
 )
 from planaria.node.commands.terminal import refuse, warn
 from planaria.node.launch.options import Security
@@ -64,10 +64,10 @@ def check_registries(addresses: Sequence[str], final: Sequence[Reachability], st
     """End with that status if all addresses have a final answer; warn if none answers yet."""
     answers = asyncio.run(probe_all(addresses, PROBE))
     proxy = f". {warning}: {NO_PROXY}" if (warning := proxies(os.environ)) else ""
-    if why := dead_end(answers, final):
+    if why := why_unreachable(answers, final):
         refuse(f"{why}{proxy}")
         raise typer.Exit(status)
-    if why := dead_end(answers, NOBODY):
+    if why := why_unreachable(answers, NOBODY):
         warn(f"{why}{proxy}. Trying again")
 
 

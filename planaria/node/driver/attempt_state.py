@@ -62,8 +62,7 @@ class Vote:
         return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
 
     def relearned(self, stages: int) -> list[int]:
-        """The relearning updates that enter with the commit, by stage; 0 where other nodes have the
-        stage, too."""
+        """Relearning updates that enter the commit, by stage; 0 where other nodes have it, too."""
         replicas = Counter(self.stages.values())
         alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
         return [alone[of] if replicas[of] == 1 else 0 for of in range(stages)]
@@ -203,7 +202,6 @@ class AttemptState:
     def commit(
         self, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
     ) -> pb.Commit:
-        """The commit of the attempt's step, not signed yet."""
         norms, records = self.vote.norms(), self.vote.records
         total = math.hypot(*norms)
         skipped = bool(why_skipped(norms, at.last))
@@ -231,8 +229,8 @@ class AttemptState:
     # --- going on without lost nodes
 
     def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
-        """Whether the attempt can go on without these training nodes: every microbatch has a
-        remaining node at each of their stages that hasn't given it up."""
+        """Whether the attempt can go on without these training nodes: for every microbatch their
+        stages have a remaining node that hasn't given it up."""
         if not self.may_replan(rules):
             return False
         trains = {place.node for place in self.begin.members}

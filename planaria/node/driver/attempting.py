@@ -51,8 +51,6 @@ vain reports for which node."""
 
 
 class Attempting(Phase):
-    """The phase in which the members compute a step, until the driver commits it or gives up."""
-
     state: AttemptState
 
     def __init__(self, driver: Driver, state: AttemptState) -> None:
@@ -186,8 +184,7 @@ class Attempting(Phase):
     # --- microbatches
 
     def _scored(self, peer: str, scored: Iterable[pb.Home], now: float) -> Turn | None:
-        """Takes in the losses of microbatches from their source. None: all are valid, and still of
-        this source."""
+        """Takes in microbatches' losses. None: all are valid, and still of this source."""
         for home in scored:
             if not (math.isfinite(home.loss) or self.state.begin.non_finite):
                 why = f"its loss in microbatch {home.microbatch} is not finite"
@@ -305,8 +302,7 @@ class Attempting(Phase):
         return driver.node not in nodes and self.state.can_do_without(nodes, driver.rules)
 
     def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
-        """Goes on without these lost nodes, after a takeover if one leaves its stage without any.
-        None: the attempt can't go on."""
+        """Goes on without lost nodes, by a takeover if a stage has no other. None: impossible."""
         driver = self.driver
         nodes = [node for node in nodes if node not in self.lost | {self.seat}]
         if not nodes:
@@ -506,7 +502,6 @@ class Attempting(Phase):
         return self._failed(peer, failed, now)
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> Turn:
-        """Gives up the attempt, since a member can't go on with it."""
         driver = self.driver
         driver.count_failure(now)
         accusations = driver.charge_holdup(peer, failed.reason)

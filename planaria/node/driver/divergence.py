@@ -134,8 +134,7 @@ def _outvoted(
 
 
 def _distance(norm: float, usual: float) -> float:
-    """How far a squared norm is from the usual one: the absolute difference of their logarithms;
-    inf: undefined."""
+    """How far a squared norm is from usual: the difference of logarithms; inf: undefined."""
     if not (0 < norm < math.inf and 0 < usual < math.inf):
         return 0.0 if norm == usual else math.inf
     return abs(math.log(norm) - math.log(usual))
@@ -156,8 +155,7 @@ class AcceptedWeights:
 
 
 class DivergenceRepair:
-    """Detects replicas that have diverged, and has them copied or accused. `step` is always the
-    newest committed one."""
+    """Detects and repairs diverged replicas. `step` is always the newest committed one."""
 
     def __init__(self) -> None:
         self.distrusted: set[str] = set()  # nodes whose state differs from their replicas'

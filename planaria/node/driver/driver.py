@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.operator_orders import in_words, last_step
+from planaria.bootstrap.operator_orders import last_step, order_in_words
 from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.examination import AuditResult
 from planaria.node.driver.answers import Answers, ComingView, Standing
@@ -204,15 +204,13 @@ class Driver:
         return sorted(masked & active(self._newest_view()).keys()) if masked else []
 
     def adopt_later(self, view: registry.View, now: float) -> tuple[ComingView, list[str]]:
-        """Notes a view to adopt at a step boundary; also returns the training members that it
-        lacks."""
+        """Notes a view to adopt at a step boundary; also returns training members it lacks."""
         stay = active(view)
         gone = [node for node, stage in self.training().items() if stay.get(node) != stage]
         self.coming = ComingView(view, now, stay.keys() - self.members.keys())
         return self.coming, gone
 
     def planning(self) -> Planning:
-        """What another plan of the attempt goes by."""
         relays = self._newest_view().relays
         apart = self.faults.cuts | {frozenset((relay.a, relay.b)) for relay in relays}
         return Planning(self.rules, self.seconds, apart)
@@ -285,8 +283,7 @@ class Driver:
         self.encoder.doubt(self.view.number, self.members, having_view)
 
     def open_lineage(self, answers: Answers, step: int) -> None:
-        """Opens a lineage, since the run goes back to `step`: later commits differ from former
-        ones."""
+        """Opens a lineage: the run goes back to `step`, so later commits differ from former."""
         lineages = [holding.source.lineage for holding in answers.held()]
         lineage = 1 + max(self.standing.lineage, self.view.lineage, *lineages)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
@@ -305,7 +302,6 @@ class Driver:
         return self.finish(now) if begin is None else self.send_step(pb.Step(begin=begin), now)
 
     def is_over(self) -> bool:
-        """Whether the run's last step is committed and validated."""
         step = self.standing.committed
         validated = not self.rules.validation_microbatches or self.validated[0] == step
         return step >= self.last_step and validated
@@ -318,7 +314,7 @@ class Driver:
     def paused_by_operator(self) -> str:
         """Why no step is begun; empty: the run isn't paused."""
         view, has_next = self._newest_view(), self.standing.committed < self.last_step
-        return in_words(view) if view.order == registry.PAUSE and has_next else ""
+        return order_in_words(view) if view.order == registry.PAUSE and has_next else ""
 
     def what_next(self) -> pb.Begin | None:
         """The next step or validation; None: a pause, or the end."""
@@ -381,7 +377,6 @@ class Driver:
         return effects
 
     def finish(self, now: float) -> Turn:
-        """Ends the run: all members halt."""
         self.finished = True
         step, loss = self.standing.committed, self.validated[1]
         return self.halt(pb.Halt(finished=True, step=step, validation_loss=loss), now)
@@ -416,8 +411,7 @@ class Driver:
     def tell_step(
         self, step: pb.Step, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({})
     ) -> list[Effect]:
-        """Sends a commit and a plan to all present members: each gets its part of the plan.
-        `checks`: spot checks by node."""
+        """Sends all present members a commit, and each its part of a plan. `checks`: by node."""
         present = self.present()
         if not step.HasField("begin"):
             return [*self.tell_commit(present)]

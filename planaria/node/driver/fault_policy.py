@@ -174,8 +174,7 @@ class FaultPolicy:
     # --- non-finite values
 
     def lets_non_finite_through(self, training: Stages) -> bool:
-        """Whether the model causes the step's non-finite values, since all working nodes of a stage
-        make them."""
+        """Whether the model makes the non-finite values, as if a stage's working nodes all do."""
         working = {node: stage for node, stage in training.items() if node not in self.idle}
         left = {stage for node, stage in working.items() if node not in self.spoiling.why}
         return bool(self.spoiling.why) and left != set(working.values())

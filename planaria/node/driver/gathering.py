@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from planaria.bootstrap.awaited_saves import in_words
+from planaria.bootstrap.awaited_saves import awaited_in_words
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NUMBERS
 from planaria.node.driver.answers import Answers
@@ -47,8 +47,6 @@ REPLACED = 2.0
 
 
 class Gathering(Phase):
-    """The phase in which the driver queries all members, until it can go on by their answers."""
-
     _kind = DriverPhase.GATHERING
 
     def __init__(self, driver: Driver, answers: Answers, taken_over: bool) -> None:
@@ -166,8 +164,7 @@ class Gathering(Phase):
     # --- everything is lost
 
     def _start_again(self, all_lost: str, now: float) -> Turn:
-        """Has the run begin anew, as only the checkpoint policy does, or stop: all states are
-        lost."""
+        """Begins the run anew by the checkpoint policy, or stops it: all states are lost."""
         if not self.driver.rules.policy.checkpoints:
             reason = (
                 f"everything is lost: {all_lost}; start nodes that have saves (--save-dir) of it, "
@@ -283,8 +280,7 @@ class Gathering(Phase):
         return driver.next(now)
 
     def _go_on_following(self, now: float) -> list[Effect]:
-        """Lets joiners with the newest state in, and sends the last commit to those that lack
-        it."""
+        """Lets joiners in that have caught up; sends the last commit to those that lack it."""
         driver = self.driver
         rebuilt, over = driver.rebuilds.stages(), driver.is_over()
         unsure, entered = driver.joining.go_on(self.answers, rebuilt, over, now)
@@ -292,8 +288,8 @@ class Gathering(Phase):
         return [*driver.tell_commit(unsure)]
 
     def _put_off(self, lacking: Mapping[int, list[str]], now: float) -> set[int]:
-        """The stages that no node may copy yet, since they relearn while they train. A leaving
-        node's stage is copied at once."""
+        """Stages that no node copies yet, since they relearn; never those of leaving
+        them."""
         driver = self.driver
         leaving = {stage for m in driver.view.members if m.leaving for stage in stages_of(m)}
         relearning = set() if driver.is_over() else self.answers.relearning() - leaving
@@ -311,7 +307,6 @@ class Gathering(Phase):
         return copied and not (tried or new or driver.is_over())
 
     def _time_to_relearn(self, now: float) -> float:
-        """Seconds that relearning may take while all others wait."""
         driver, rebuilds = self.driver, self.driver.rebuilds
         stalled = now if rebuilds.stalled is None else rebuilds.stalled
         trained = 0.0 if driver.trains_since is None else stalled - driver.trains_since
@@ -320,7 +315,6 @@ class Gathering(Phase):
     # --- what the driver waits for
 
     def _wait_for_state(self, effects: list[Effect], now: float) -> Turn:
-        """Sends these `Sync`s, and waits until their receivers have the state."""
         awaited = {effect.to for effect in effects if isinstance(effect, Send)}
         for node in awaited:
             self.driver.joining.joiners.pop(node, None)
@@ -328,13 +322,12 @@ class Gathering(Phase):
 
     def _wait_for_nodes(self, stages: Sequence[int]) -> Turn:
         """Waits for nodes to join vacant stages, or for lost nodes that have saves."""
-        why = [in_words(save for save in self.driver.view.awaited if save.stage in stages)]
+        why = [awaited_in_words(save for save in self.driver.view.awaited if save.stage in stages)]
         if vacant := ", ".join(map(str, self.answers.vacant())):
             why.append(f"waiting for a node to join stage {vacant}: planaria node --join ...")
         return self._wait(stages, "; ".join(filter(None, why)))
 
     def _wait_for_origin(self, stages: Sequence[int]) -> Turn:
-        """Waits for a node with the checkpoint from which the run begins, for these stages."""
         why = (
             "waiting for a node that has the checkpoint which the run begins from, for stage "
             f"{', '.join(map(str, stages))}: planaria node --join ... --model DIR"

@@ -68,7 +68,6 @@ class StragglerDetector:
         return due
 
     def heard(self, peer: str, account: pb.Account, now: float) -> None:
-        """Takes in a member's account of its computing."""
         before, still, busy = self._accounts.get(peer), now, now
         if before is not None and now - before.at < LAPSE and before.account.computing:
             busy = before.busy
@@ -85,8 +84,7 @@ class StragglerDetector:
         }
 
     def slow(self, begin: pb.Begin) -> list[str]:
-        """Slow nodes: those that have computed for a while when no other node of their stage has
-        work. Each is returned once."""
+        """Nodes that compute when no other of their stage has work. Each is returned once."""
         slow_nodes = []
         for nodes in nodes_by_stage(stages_in(begin)).values():
             busy = [node for node in nodes if self._is_computing(node)]
@@ -130,8 +128,7 @@ class StragglerDetector:
                 yield microbatch, route, passes, max(newest, default=-1)
 
     def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[OverdueVisit]:
-        """The next visits of the microbatches that aren't home, without those that their source
-        keeps until others are."""
+        """The next visits of microbatches that aren't home; if possible of those on their way."""
         overdue: list[OverdueVisit] = []
         not_begun: list[OverdueVisit] = []
         for microbatch, route, passes, newest in self._under_way(begin, home):
@@ -143,8 +140,7 @@ class StragglerDetector:
 
 
 def _passes(route: Route, training: bool) -> list[tuple[int, bool]]:
-    """The position and direction of each pass of a microbatch, in order. At the head there is only
-    a forward pass."""
+    """A microbatch's passes in order: position and direction. At the head it only goes forward."""
     last = len(route.nodes) - 1
     forward = [(position, False) for position in range(last + 1)]
     return forward + [(position, True) for position in reversed(range(last))] * training
@@ -240,8 +236,7 @@ class HangDetector:
 
 
 def is_last(node: str, stages: Mapping[str, int], sound: Iterable[str]) -> bool:
-    """Whether a stage would lose its last `sound` seat with this seat's node. `node`: a seat;
-    `stages`: of all seats."""
+    """Whether a stage would lose its last `sound` seat with this seat's node. `stages`: by seat."""
     own = node_of(node)
     left = {stages[seat] for seat in sound if seat in stages and node_of(seat) != own}
     return any(node_of(seat) == own and stage not in left for seat, stage in stages.items())

@@ -63,7 +63,6 @@ class Joiners:
         self.waiting: dict[str, tuple[int, float]] = {}  # stage that relearns, since when
 
     def listed(self) -> list[pb.Joiner]:
-        """The joiners as an attempt's `Begin` has them."""
         return [
             pb.Joiner(node=node, stage=joiner.stage, step=joiner.step)
             for node, joiner in sorted(self.joiners.items())
@@ -137,13 +136,12 @@ class Joiners:
     # --- while the others train
 
     def fetches(self, node: str, fetched: int, now: float) -> None:
-        """Takes in how many bytes of its state a joiner has fetched."""
+        """Notes how many bytes of its state a member has; few in a long time are no progress."""
         joiner = self.joiners.get(node)
         if joiner is not None and fetched > joiner.fetched:
             joiner.fetched, joiner.progressed = fetched, now
 
     def caught_up(self) -> dict[str, FollowingTry]:
-        """The joiners that have the newest state, and may enter."""
         return {
             node: joiner
             for node, joiner in self.joiners.items()
@@ -165,8 +163,7 @@ class Joiners:
         return True
 
     def hopeless(self, now: float, limit: float) -> dict[str, str]:
-        """The joiners whose tries take longer than `limit` seconds, or are awaited in vain; and
-        why."""
+        """The joiners that take longer than `limit` seconds, or are awaited in vain; and why."""
         reasons: dict[str, str] = {}
         for node, joiner in self.joiners.items():
             if joiner.vain >= IN_VAIN:

@@ -12,23 +12,13 @@ from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import decide
-from planaria.recovery.facts import (
-    ARRIVED,
-    COPIED,
-    INEXACT,
-    OWN,
-    Decision,
-    Rebuild,
-    Source,
-    giver,
-)
+from planaria.recovery.facts import ARRIVED, COPIED, INEXACT, OWN, Decision, Rebuild, Source, giver
 from planaria.recovery.orders import adjoining, all_orders, blocks
 
 
 @dataclass
 class Rebuilds:
-    """The rebuilds since the last attempt began, as events for when the run goes on; and how long
-    nothing trained."""
+    """The rebuilds since the last attempt began, and how long nothing trained."""
 
     stalled: float | None = None  # since when
     spent: float = 0.0  # seconds of that on abandoned rebuilds
@@ -39,7 +29,6 @@ class Rebuilds:
         return {event.stage for event in self.rebuilt if event.method not in COPIED}
 
     def events(self, now: float) -> list[Effect]:
-        """The events of the rebuilds, now that the run goes on."""
         stall = 0.0 if self.stalled is None else now - self.stalled
         return [
             replace(event, stall_seconds=stall) if math.isnan(event.stall_seconds) else event
@@ -48,8 +37,7 @@ class Rebuilds:
 
 
 def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
-    """The event that a node has its stage's state. `stall`: seconds without training because of it;
-    NaN: until all go on."""
+    """A node's rebuild as an event. `stall`: seconds without training; NaN: until all go on."""
     has_relearned = synced.HasField("relearned")
     return StageRebuilt(
         stall_seconds=stall,
@@ -69,21 +57,14 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
 
 
 def decide_each(answers: Answers, rules: TransactionRules) -> dict[int, Decision]:
-    """Decides how nodes without the newest state get it, for each stage that has some, or no
-    node."""
+    """Decides about each stage of which some node, or every one, lacks the newest state."""
     left = replace(answers.left(), adapters=rules.adapters)
-    if (left.lineage, left.step) == (0, 0) and not answers.distrusted:
-        return {
-            stage: decide(stage, left, rules.policy, rules.strict, rules.relearn)
-            for stage in answers.weightless()
-            if left.origin or left.survivors.get(stage)
-        }
     having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
-    return {
-        stage: decide(stage, left, rules.policy, rules.strict, rules.relearn)
-        for stage, count in having.items()
-        if not count or count < len(answers.nodes_of(stage))
-    }
+    if (left.lineage, left.step) == (0, 0) and not answers.distrusted:
+        lacking = [s for s in answers.weightless() if left.origin or having[s]]
+    else:
+        lacking = [s for s, n in having.items() if n < max(1, len(answers.nodes_of(s)))]
+    return {s: decide(s, left, rules.policy, rules.strict, rules.relearn) for s in lacking}
 
 
 def order_rebuilds(

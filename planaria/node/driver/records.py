@@ -39,8 +39,7 @@ def _best_recorders(
 
 
 def record_holders(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> set[str]:
-    """The nodes that keep a step's records, of those with these stages; `ledgers`: the known states
-    of their ledgers."""
+    """The nodes that keep a step's records. `ledgers`: the known states of ledgers."""
     by_stage = nodes_by_stage(stages)
     ledgered = _best_recorders(LEDGERS, by_stage.pop(0, []), ledgers)
     others = [_best_recorders(MEMORIES, by_stage[stage], ledgers) for stage in sorted(by_stage)]

@@ -130,8 +130,8 @@ class SpotChecks:
     def compared(
         self, peer: str, comparison: pb.Compared
     ) -> WrongResult | UndecidedCheck | CheckedVisit | None:
-        """Takes in a neighbour's comparison; returns its outcome: a wrong node, a check by a third
-        node (both neighbours get its `message`), an undecided check, or none."""
+        """Takes in a neighbour's comparison. Returns a wrong node, a check by a third node (both
+        neighbours get its `message`), an undecided check, or none."""
         checked = self.checked.get((comparison.microbatch, comparison.position))
         if checked is None:
             return None  # of an attempt that is over

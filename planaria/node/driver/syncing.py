@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class Syncing(Phase):
-    """The phase in which members fetch states, until all awaited ones have theirs."""
-
     _kind = DriverPhase.SYNCING
 
     def __init__(self, driver: Driver, answers: Answers, awaited: set[str], now: float) -> None:
@@ -98,8 +96,7 @@ class Syncing(Phase):
         self.fetched[peer] = max(self.fetched[peer], fetched)
 
     def _with_staleness(self, event: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
-        """Adds to a rebuild's event how old the state is: a snapshot's as its holder reported
-        it."""
+        """Adds a state's age to its rebuild's event; a snapshot's is as its holder reported."""
         if synced.method in ARRIVED and synced.sources:
             step = synced.sources[0].step
             return replace(event, oldest_step=step, mean_step=step)

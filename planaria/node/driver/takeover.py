@@ -43,19 +43,16 @@ class Takeover:
         return f"{successor}, for {self.why}"
 
     def may_ask(self, now: float) -> bool:
-        """Whether to query the new seat again, which hasn't answered yet."""
         return bool(self.seat) and not self.ordered and now - self.asked >= ASK_AGAIN
 
     def overdue(self, now: float) -> str:
-        """Why the attempt stops waiting for the takeover; empty: it waits. A taken seat has longer:
-        its state is on the way."""
+        """Why an attempt gives up its takeover; empty: it waits, as for a seat that is taken."""
         if self.seat or now - self.since < VACANT:
             return ""
         return f"no node has taken the seat of {self.lost} in {VACANT:g} s: {self.why}"
 
     def order(self, step: int, holders: list[str], at: Standing) -> tuple[RebuildOrdered, pb.Sync]:
-        """Makes the event and the `Sync` by which the seat gets its state from one of these
-        holders."""
+        """The event and the `Sync` by which the seat gets its state from one of these holders."""
         near = beside(self.seat, holders)  # no link is between them; others, if that is lost
         holders = near + [node for node in holders if node not in near]
         reason = (

@@ -22,7 +22,7 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.address_probe import NOBODY, dead_end, probe_all, proxies
+from planaria.bootstrap.address_probe import NOBODY, probe_all, proxies, why_unreachable
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.grpc_transport import GrpcTransport
@@ -184,7 +184,7 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 
 async def _describe(client: RegistryClient, examined: Examined) -> Description | UnknownFact:
     answers = await probe_all(examined.addresses.registries, PROBE)
-    if why := dead_end(answers, NOBODY):
+    if why := why_unreachable(answers, NOBODY):
         return UnknownFact(why, Grade.PROBLEM)
     try:
         async with asyncio.timeout(DESCRIBE):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.operator_orders import in_words
+from planaria.bootstrap.operator_orders import order_in_words
 from planaria.bootstrap.registry_pb2 import PAUSE, TRAIN, Description
 from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity, fields
@@ -109,7 +109,7 @@ def _condition(
     stopped = next((seat.message for seat in state.reports if seat.stopped), "")
     if stopped or story.stopped is not None:
         return "stopped", stopped or (story.stopped.reason if story.stopped else "")
-    if order := in_words(view):
+    if order := order_in_words(view):
         word = {PAUSE: "paused", TRAIN: "waiting"}.get(view.order, "stopped")
         return word, order.removeprefix(f"{word} ")
     if story.finished is not None or any(seat.finished for seat in state.reports):

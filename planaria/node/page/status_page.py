@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.operator_orders import in_words
+from planaria.bootstrap.operator_orders import order_in_words
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.report.events import Severity, figure, shown
 from planaria.node.report.live_view import progress, sampled, stage_table, state_words, styled
@@ -153,7 +153,7 @@ def _head(state: RunState) -> RenderableType:
     rows: list[tuple[str, RenderableType]] = [
         ("run", f"[bold]{escape(description.run)}[/], registry up {_span(description.uptime)}"),
         ("view", f"{view.number}: {escape(view.reason)}"),
-        *([("order", escape(order))] if (order := in_words(view)) else []),
+        *([("order", escape(order))] if (order := order_in_words(view)) else []),
         ("driver", escape(view.driver) or "none yet"),
         *([("in flight", flying)] if (flying := _in_flight(state)) else []),
         *([("page", escape(description.page))] if description.page else []),

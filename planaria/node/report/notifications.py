@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.neighbours import stages_of
-from planaria.bootstrap.operator_orders import in_words
+from planaria.bootstrap.operator_orders import order_in_words
 from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, SeatReport
 from planaria.node.report.events import Severity
 from planaria.node.report.history import LONGEST_SENTENCE, History
@@ -87,11 +87,11 @@ class Notifier:
         view, story = state.description.view, history.story
         driving = state.driving or SeatReport()
         if view.order == PAUSE:
-            yield Condition("paused", Severity.NOTICE, f"the run is {in_words(view)}")
+            yield Condition("paused", Severity.NOTICE, f"the run is {order_in_words(view)}")
         elif history.paused:
             yield Condition("paused", Severity.ERROR, f"the run pauses: {history.paused}")
         if view.order == STOPPED:
-            yield Condition("stopped", Severity.NOTICE, in_words(view))
+            yield Condition("stopped", Severity.NOTICE, order_in_words(view))
         elif driving.stopped:
             yield Condition("stopped", Severity.ERROR, f"the run is stopped: {driving.message}")
         elif story.stopped is not None and state.driving is None:

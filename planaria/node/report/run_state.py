@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.neighbours import place_of, stages_of
-from planaria.bootstrap.truncation import cut_from
+from planaria.bootstrap.truncation import omitted_from
 
 if TYPE_CHECKING:
     from planaria.node.report.live_view import Story
@@ -124,7 +124,7 @@ class RunState:
 
     def omitted(self) -> list[str]:
         """Parts that the registry omitted from its answer."""
-        return cut_from(self.description)
+        return omitted_from(self.description)
 
     def cuts(self) -> Iterator[CutLink]:
         names = {entry.member.node: named(entry.member) for entry in self.description.members}

@@ -296,7 +296,6 @@ class Attempt:
         return sum(frame.size for frame in self._sent.values()) + self._gradients_kept
 
     def start(self) -> None:
-        """Begins the attempt: sends the microbatches that begin here on their way."""
         if not self._plan.mine:
             self.place.forgive()
         self._tell_work(partial(self.place.work.begin, self.began, self.begin))
@@ -305,8 +304,7 @@ class Attempt:
         self._inject()
 
     def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Goes on with the attempt by a new plan, which gives lost nodes' microbatches to others.
-        Raises ValueError."""
+        """Goes on by a new plan, with lost nodes' microbatches at others. Raises ValueError."""
         before = self._plan
         plan = AttemptPlan(ballot, begin, self.place, before.routes)
         if plan.microbatches != before.microbatches:
@@ -500,8 +498,7 @@ class Attempt:
         return False
 
     def _passed(self, visit: Visit, received: Frame | None, done: PassResult) -> None:
-        """Sends the result of a pass on, and counts it. `received`: the pass's input; None: the
-        microbatch began here."""
+        """Passes on a pass's result. `received`: its input; None: the microbatch began here."""
         made = done.frame
         if received is not None:
             self._keep("received", visit, received)
@@ -582,24 +579,22 @@ class Attempt:
     def _compare(self, made_at: Visit, node: str, frame: Frame) -> None:
         """Compares the result of `node` at that visit with those of other nodes."""
         for pair in self._neighbour.made(made_at.key, node, frame):
-            self._measure(pair)
+            work = partial(self.place.work.difference, *pair.made)
+            self.place.compute.post(work, partial(self._compared, pair), Priority.BACKGROUND)
 
-    def _measure(self, pair: DoubledResult) -> None:
-        def then(difference: float | Exception) -> None:
-            if isinstance(difference, float) and not self.over:
-                compared = pb.Compared(
-                    microbatch=pair.key[0],
-                    position=pair.key[1],
-                    backward=pair.backward,
-                    node=pair.node,
-                    other=pair.other,
-                    difference=difference,
-                )
-                self.place.host.tell_driver(self.ballot, compared=compared)
-            self._raise_error(difference)
-
-        work = partial(self.place.work.difference, *pair.made)
-        self.place.compute.post(work, then, Priority.BACKGROUND)
+    def _compared(self, pair: DoubledResult, difference: float | Exception) -> None:
+        """Reports how much two nodes' results of a visit differ."""
+        if isinstance(difference, float) and not self.over:
+            compared = pb.Compared(
+                microbatch=pair.key[0],
+                position=pair.key[1],
+                backward=pair.backward,
+                node=pair.node,
+                other=pair.other,
+                difference=difference,
+            )
+            self.place.host.tell_driver(self.ballot, compared=compared)
+        self._raise_error(difference)
 
     # --- helpers
 

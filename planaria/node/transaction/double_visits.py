@@ -54,7 +54,6 @@ class DoubledNeighbour:
         return list(doubled.sent.values())
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Drops doubled visits that a new plan gives to other nodes."""
         for key in keys:
             self._doubled.pop(key, None)
 

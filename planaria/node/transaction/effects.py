@@ -117,8 +117,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Take the gradient that a replica has sent of that attempt; `MemberSide.reduced` gets the
-    norm."""
+    """Take the gradient that a replica has sent; `MemberSide.reduced` gets the norm."""
 
     ballot: Ballot
 

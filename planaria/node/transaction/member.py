@@ -230,8 +230,7 @@ class MemberSide:
         return wanted
 
     def arrived(self, ballot: Ballot) -> bool:
-        """Notes that a state has come. True: it is still wanted, put it in place and call
-        `fetched`."""
+        """Notes that a state has come. True: it is wanted, put it in place and call `fetched`."""
         following = self.following
         wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if following is not None and self.phase is MemberPhase.FOLLOWING:
@@ -437,8 +436,7 @@ class MemberSide:
         return [StartAttempt(ballot, begin)]
 
     def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        """Goes on with an attempt by a new plan. A vote is void: its gradient lacks what others
-        have to redo."""
+        """Goes on by a new plan. A vote is void: its gradient lacks what others have to redo."""
         since = Ballot.of(begin.since)
         if not self.phase.attempts or since != self.began:
             return self._cannot(f"asked to go on with attempt {since}, which isn't running here")
@@ -560,8 +558,7 @@ class MemberSide:
         return self._follow_on()
 
     def _follow_on(self) -> list[Effect]:
-        """Applies a joiner's next commit; else votes, if asked to; else reports that it has caught
-        up."""
+        """Applies a joiner's next commit; else votes, if asked to; else reports its state."""
         following = self.following
         if following is None or self.phase is not MemberPhase.FOLLOWING:
             return []

@@ -26,8 +26,7 @@ ROUNDING: Final = 1e-9
 
 
 def paces(seats: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The seconds per microbatch at each seat of a stage. A seat without a measurement counts as
-    the average of the others."""
+    """Seconds per microbatch at a stage's seats; unmeasured ones have the others' average."""
     measured = {seat: seconds.get(seat, 0.0) for seat in seats}
     known = [pace for pace in measured.values() if pace]
     usual = sum(known) / len(known) if known else 1.0
@@ -122,8 +121,8 @@ def plan(
 def _evened_out(
     counts: Sequence[Counter[str]], pace: Sequence[Mapping[str, float]]
 ) -> Sequence[Counter[str]]:
-    """The number of each seat's microbatches, stage by stage, once single ones have moved to nodes
-    that would finish them before their present nodes would have finished."""
+    """The number of each seat's microbatches, stage by stage. Single ones move to nodes that would
+    finish them before their present nodes would have finished."""
     busy: dict[str, float] = {}
     for given, seconds in zip(counts, pace, strict=True):
         for seat, at in seconds.items():

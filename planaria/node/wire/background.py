@@ -60,8 +60,7 @@ class Background:
         self._met = False  # the window has reached the link's limit
 
     def room(self, flight: int, now: float) -> int:
-        """Bytes that the next background chunk may have when `flight` are in flight; 0: it waits
-        for the next acknowledgement."""
+        """Bytes of the next background chunk, if `flight` are in flight; 0: it has to wait."""
         if now >= self._anew and self._sent:
             return 0
         if not flight:
@@ -111,7 +110,6 @@ class Background:
             self._change(min(1.0, wanted / self._best), now)
 
     def _change(self, times: float, now: float) -> None:
-        """Multiplies the window by `times`, within its bounds."""
         window = round(self.window * max(times, 1 / FASTEST))
         self.window = min(MOST, max(window, min(self.window, LEAST)))
         self._changed, self._first, self._best = now, math.inf, math.inf

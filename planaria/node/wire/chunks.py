@@ -158,8 +158,7 @@ class ChunkOutbox:
         return chunk
 
     def acknowledge(self, number: int, received: int, now: float) -> None:
-        """Take in that the peer has `received` bytes of this frame. Raises WireError when that
-        can't be."""
+        """Take in a frame's acknowledged bytes. Raises WireError if there can't be as many."""
         others = self._acknowledge(number, received)
         self._background.acknowledged(number, received, now)
         self._update_streams(others, now)
@@ -189,8 +188,9 @@ class ChunkOutbox:
         return 0 if sending.in_background else more
 
     def rewind(self, begun: int, partial: Mapping[int, int]) -> None:
-        """Resume on a new connection: the peer has the first `begun` frames, of those in `partial`
-        only so many bytes; the rest in flight is lost. Raises WireError when that can't be."""
+        """Resume on a new connection: the peer has the first `begun` frames, but of those in
+        `partial` only so many bytes. The rest in flight is lost. Raises WireError when that can't
+        be."""
         unbegun = [sending for number, sending in self._started.items() if number > begun]
         received = [sending for number, sending in self._started.items() if number <= begun]
         valid = partial.keys() <= {sending.number for sending in received}
@@ -229,7 +229,6 @@ class ChunkOutbox:
 
 
 def _rest_of(frame: Frame, sent: int) -> deque[memoryview]:
-    """The frame's payload behind the first `sent` bytes."""
     rest = deque(buffer for buffer in buffers_of(frame.payload) if buffer.nbytes)
     _take(rest, sent)
     return rest

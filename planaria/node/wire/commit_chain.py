@@ -24,11 +24,8 @@ PURPOSE: Final = "commit"  # of the signature
 
 def hash_of(commit: pb.Commit) -> bytes:
     """The hash of a commit without its signature, the same with and without its records."""
-    unsigned = pb.Commit()
-    unsigned.CopyFrom(commit)
+    unsigned = without_records(commit)
     unsigned.ClearField("signature")
-    if commit.records:
-        unsigned.ClearField("microbatches")
     return hashlib.sha256(unsigned.SerializeToString(deterministic=True)).digest()
 
 

@@ -144,7 +144,6 @@ class Link:
         self.detach(why)
 
     def wake(self) -> None:
-        """Dial the peer again if the link rests."""
         if self.rests:
             self._awake()
             self._links.dial_soon(self.peer, first=True)
@@ -203,13 +202,10 @@ class Link:
             self._timer = self._loop.call_later(self.settings.heartbeat, soon, self._beat)
 
     def _beat(self) -> None:
+        """Check whether the link is silent, carried, and could be dialled, unless it rests."""
         self._timer = None
-        if not (self.rests or self.over.is_set()):
-            self._check()
-        self.watch()
-
-    def _check(self) -> None:
-        """Check a link that doesn't rest: whether it is silent, carried, and could be dialled."""
+        if self.rests or self.over.is_set():
+            return
         silent = self._silence.tick(self.now)
         if silent is not None and self._idle.rests(self._is_spare(), self.now):
             self._rest(f"silent for {silent:.1f} s")  # the peer may have hung up, and isn't needed
@@ -219,6 +215,7 @@ class Link:
             self.connection.beat()
             self._check_carried(self.connection)
             self._check_reached()
+        self.watch()
 
     def _check_carried(self, connection: Connection) -> None:
         """End the link if frames are stuck while messages pass."""
@@ -302,13 +299,11 @@ class Connection:
         self._links.spawn(self._until_over(name, work, bulk), name_of_task)
 
     def wake(self) -> None:
-        """Wakes the tasks that send: something may be queued."""
         self.note_streams()
         self._something_to_say.set()
         self._something_to_carry.set()
 
     def beat(self) -> None:
-        """Sends a heartbeat soon."""
         self._heartbeat = True
         self._something_to_say.set()
 
@@ -346,7 +341,6 @@ class Connection:
         return bool(self._carrying())
 
     def add(self, number: int, stream: Stream, ours: bool) -> Bulk:
-        """Adds a stream for chunks; `ours`: this side has dialled it."""
         bulk = self._bulks[number] = Bulk(number, stream, ours)
         if self.over.is_set():
             bulk.over.set()
@@ -438,7 +432,6 @@ class Connection:
             raise
 
     def _refuse(self, error: WireError) -> None:
-        """Ends the link, since the peer has sent an invalid message."""
         cause = SILENT if self.via else error.cause  # a relay may have changed it
         self._link.end(f"{self.peer} sent an invalid message: {error}", cause=cause)
 
@@ -501,7 +494,10 @@ class Connection:
             return
         self._link.used()
         if body == "acknowledged":
-            self._hear_acknowledged(message.acknowledged)
+            for frame in message.acknowledged.received:
+                self._session.outbox.acknowledge(frame.frame, frame.bytes, self._link.now)
+            self.note_streams()
+            self._something_to_carry.set()
             return
         self._session.message_came()
         if self._session.acknowledgement_due:
@@ -531,12 +527,6 @@ class Connection:
             self._peers_streams = heartbeat.streams
             self._other_streams.set()
         self._link.hear_idle(heartbeat.idle)
-
-    def _hear_acknowledged(self, acknowledged: stage_pb2.Acknowledged) -> None:
-        for frame in acknowledged.received:
-            self._session.outbox.acknowledge(frame.frame, frame.bytes, self._link.now)
-        self.note_streams()
-        self._something_to_carry.set()
 
     async def _carry(self, bulk: Bulk) -> None:
         """Sends chunks by a stream until it closes."""

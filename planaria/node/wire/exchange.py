@@ -71,14 +71,13 @@ class Outcome(Generic[T]):
         """Set the outcome's value. Without effect once it is done."""
         if not self.done:
             self._value, self.done = value, True
-            self._tell()
+            self._wake_waiting()
 
     def fail(self, error: BaseException) -> None:
-        """Set the outcome's error, raised in the waiting exchange. Without effect once it is
-        done."""
+        """Set the error that the waiting exchange gets. Without effect once this is done."""
         if not self.done:
             self._error, self.done = error, True
-            self._tell()
+            self._wake_waiting()
 
     def settle(self, result: T | Exception) -> None:
         """Set what some work has returned, or raised."""
@@ -87,7 +86,7 @@ class Outcome(Generic[T]):
         else:
             self.fulfil(result)
 
-    def _tell(self) -> None:
+    def _wake_waiting(self) -> None:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self.exchanges._resume(waiting)
@@ -119,8 +118,7 @@ class _Wait(NamedTuple):
 
 
 class Exchange(Outcome[T]):
-    """A conversation with peers that runs, or is over; its outcome is what its coroutine
-    returns."""
+    """A conversation that runs or is over; its outcome is what its coroutine returns."""
 
     def __init__(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> None:
         super().__init__(exchanges)
@@ -211,8 +209,7 @@ class Exchanges:
     # --- for callers
 
     def start(self, work: Coroutine[Any, Any, T]) -> Exchange[T]:
-        """Start an exchange, which runs at once up to its first wait. The node crashes with what it
-        raises."""
+        """Start an exchange: run it up to its first wait. The node crashes with what it raises."""
         exchange = Exchange(self, work)
         exchange._step()
         return exchange
@@ -247,7 +244,6 @@ class Exchanges:
         return await outcome
 
     async def sleep(self, seconds: float) -> None:
-        """Wait in an exchange for so many seconds."""
         if seconds > 0:
             try:
                 await Outcome[None](self).within(self.now + seconds)
@@ -326,8 +322,7 @@ class ExchangeInbox(Generic[T]):
         return not self._letters
 
     def put(self, peer: str, item: T | Lost, size: int = 0) -> None:
-        """Add a received item of `size` bytes. A peer that has sent too much counts as lost, and
-        its waiting items are dropped."""
+        """Add an item. A peer that has sent too much counts as lost, and its items are dropped."""
         if isinstance(item, Lost):
             self._letters.append((Letter(peer, item), -1))
         else:
@@ -387,11 +382,7 @@ class Inboxes(Generic[Key, T]):
     """
 
     def __init__(
-        self,
-        exchanges: Exchanges,
-        oldest: Key,
-        early_limit: int = 0,
-        open_limit: int = OPEN_LIMIT,
+        self, exchanges: Exchanges, oldest: Key, early_limit: int = 0, open_limit: int = OPEN_LIMIT
     ) -> None:
         self._exchanges = exchanges
         self._oldest = oldest
@@ -402,8 +393,7 @@ class Inboxes(Generic[Key, T]):
 
     @contextmanager
     def open(self, key: Key) -> Iterator[ExchangeInbox[T]]:
-        """The inbox of an exchange while it runs. Once closed, items up to this key have no
-        effect."""
+        """A running exchange's inbox. Once closed, items up to this key have no effect."""
         inbox = self._open[key] = ExchangeInbox(self._exchanges, self._open_limit)
         for peer, early in list(self._early.items()):
             if early.key == key:

@@ -208,8 +208,7 @@ class Frame:
         return sum(buffer.nbytes for buffer in buffers_of(self.payload))
 
     def head(self) -> bytes:
-        """The frame's head in msgpack: [kind, view, attempt, fields, descriptors, seat, sender].
-        Raises WireError."""
+        """The head: [kind, view, attempt, fields, descriptors, seat, sender]. Raises WireError."""
         _check_names(self.fields)
         try:
             content = self.fields, self.descriptors, self.seat, self.sender

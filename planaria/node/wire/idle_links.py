@@ -24,8 +24,7 @@ AGREED: Final = 2
 
 
 class IdleEnd:
-    """Whether one end of a link needs its connection. `spare`: nothing is queued, in flight or
-    requested there."""
+    """One end's need of a link. `spare`: nothing is queued, in flight or requested there."""
 
     def __init__(self, patience: float, now: float) -> None:
         """`patience`: seconds without use."""

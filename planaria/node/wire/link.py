@@ -233,7 +233,6 @@ class Links(LinkTable):
     # For Link and Connection
 
     def forget(self, link: Link, report: bool) -> None:
-        """Removes a link that is over; `report`: to the events."""
         del self.by_peer[link.peer]
         self.relays.lost(link.peer)
         self.dial_soon(link.peer)
@@ -342,7 +341,6 @@ class Links(LinkTable):
             self.relays.hang_up(call)
 
     def _begin(self, node: str) -> _Dial:
-        """Makes the signed hello of a dial."""
         session = self.session(node)
         hello = session.hello()
         return _Dial(node, session, hello, self._greetings.sign(DIAL, node, hello.pack()))
@@ -392,8 +390,7 @@ class Links(LinkTable):
     async def _add_stream(
         self, peer: Peer, connection: Connection, number: int, calls: list[DialledStream]
     ) -> None:
-        """Add a stream to a connection; a failure leaves that as it was. Returns when the stream is
-        over."""
+        """Add a stream to a connection, if possible. Returns when the stream is over."""
         if await self._transport.not_to_dial(peer.address) or connection.over.is_set():
             connection.added()
             return
@@ -524,8 +521,7 @@ class Links(LinkTable):
             return self._adopt(dialler, session, [stream], hellos=(signed, text))
 
     async def _hello_of(self, stream: AcceptedStream) -> tuple[str, str]:
-        """The dialler of a stream, if it may have a link, and its signed hello. Raises
-        DialRefused."""
+        """A stream's dialler, if it may have a link, and its signed hello. Raises DialRefused."""
         if self._handshakes > HANDSHAKE_LIMIT:
             raise DialRefused(
                 "RESOURCE_EXHAUSTED", f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
@@ -606,7 +602,6 @@ class Links(LinkTable):
 
 
 def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
-    """gRPC's options for the channels of links, or for the server."""
     alive = int(silence * 1000)
     options = [
         ("grpc.max_receive_message_length", MESSAGE_LIMIT + CARRIED),

@@ -44,8 +44,7 @@ async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], floa
 
 
 async def measure_all(links: Links, peers: Iterable[str]) -> list[LinkReport]:
-    """Measure the links to these peers one after the other, so that they don't disturb each
-    other."""
+    """Measure links to these peers one after the other, so that none disturbs another."""
     reports = []
     for peer in peers:
 

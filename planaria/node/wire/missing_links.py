@@ -20,9 +20,9 @@ class MissingLinks:
         self._reported: dict[str, bool] = {}  # whether a relay carries the link
 
     def look(self, needed: Iterable[str], carrier: Callable[[str], str | None], now: float) -> bool:
-        """Look which links are missing: `needed`: the members that need a link, and `carrier`,
-        which gives a link's relay: "" for a direct link, None if it is down. Returns whether
-        `complaints` have changed."""
+        """Look which links are missing. `needed`: the members that need a link. `carrier` gives a
+        link's relay: "" for a direct link, None if it is down. Returns whether `complaints` have
+        changed."""
         self._since = {p: self._since.get(p, now) for p in needed if carrier(p) != ""}
         before, ripe = self._reported, [p for p, at in self._since.items() if now - at >= PATIENCE]
         self._reported = {peer: bool(carrier(peer)) for peer in ripe}

@@ -53,7 +53,6 @@ class NodeOutbox:
             self._net.send(peer, item)
 
     def tick(self, now: float) -> None:
-        """Send what waits for links that are up; give up what has waited for too long."""
         for peer, waiting in list(self._waiting.items()):
             if self._net.linked(peer):
                 self.linked(peer)

@@ -117,8 +117,7 @@ class Relays:
     # --- at the ends
 
     def call(self, peer: str, hello: str) -> Call:
-        """Call a peer by its relay, with a hello; `Call.answer` will have its reply. Raises
-        DialRefused."""
+        """Call a peer by its relay; `Call.answer` will have its reply. Raises DialRefused."""
         call = self._begin(peer, f"{self.node} {hello}")
         if not self._say(call, "hello", hello.encode()):
             self.hang_up(call)
@@ -139,7 +138,6 @@ class Relays:
             del self._calls[call.peer]
 
     def _begin(self, peer: str, name: str) -> Call:
-        """Begin a call, which replaces a former one with this peer."""
         if (former := self._calls.get(peer)) is not None:
             former.end("another one has begun")
         call = self._calls[peer] = Call(peer, name, {})

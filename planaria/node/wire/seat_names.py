@@ -33,7 +33,6 @@ def seat_name(seat: registry.Seat) -> str:
 
 
 def seat_id(node: str, name: str) -> str:
-    """The id of a node's seat, by its name."""
     return f"{node}/{name}"
 
 

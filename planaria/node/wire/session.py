@@ -160,7 +160,6 @@ class Session:
         self.outbox.push(frame, arrived)
 
     def next_message(self) -> bytes | None:
-        """The next message to send on this connection; None: none waits."""
         if not self._waiting:
             return None
         sending = self._waiting.popleft()
@@ -186,8 +185,7 @@ class Session:
         self._received += 1
 
     def acknowledge_messages(self, count: int) -> None:
-        """Take in that the peer has received `count` messages. Raises WireError when that can't
-        be."""
+        """The peer acknowledges `count` messages in all. Raises WireError if that can't be."""
         if not 0 <= count - self._acknowledged <= len(self._sent):
             raise WireError(f"{count} messages acknowledged, which is impossible")
         for _ in range(count - self._acknowledged):

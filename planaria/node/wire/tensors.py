@@ -45,8 +45,7 @@ end as two do (rank 4 in lab/results/averaging, seed 0)."""
 
 
 def empty(values: int) -> torch.Tensor:
-    """A new tensor, float32 [values], on the CPU. Raises MemoryError when there is no room for
-    it."""
+    """A tensor, float32 [values], on the CPU. Raises MemoryError when there is no room for it."""
     try:
         return torch.empty(values)
     except RuntimeError as error:
