@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from planaria.bootstrap import registry_pb2 as pb
@@ -184,7 +185,7 @@ class Members:
             node.placed = now
         # New seats are of view `since`, and don't inherit state reported for former ones.
         former = {seat.stage: seat for seat in node.member.seats}
-        member = _copy(node.member)
+        member = deepcopy(node.member)
         del member.seats[:]
         member.seats.extend(former.get(s, pb.Seat(stage=s, since=since)) for s in sorted(stages))
         self._become(node, member)
@@ -197,7 +198,7 @@ class Members:
         node.since = {s: node.since.get(s, now) for s in stages}
 
     def set_leaving(self, node: NodeRecord, leaving: bool) -> None:
-        member = _copy(node.member)
+        member = deepcopy(node.member)  # members of an issued view never change
         member.leaving = leaving
         self._become(node, member)
 
@@ -423,10 +424,3 @@ class Members:
         """The stage's nodes that have its state, and are heard."""
         with_state = (node for node in self.at(stage) if node.holds and stage in node.holds)
         return (node for node in with_state if node.heard(self.rules.lease, now))
-
-
-def _copy(member: pb.Member) -> pb.Member:
-    """A mutable copy of a member, since members of an issued view never change."""
-    copy = pb.Member()
-    copy.CopyFrom(member)
-    return copy

@@ -234,7 +234,7 @@ class AttemptState:
         if not self.may_replan(rules):
             return False
         trains = {place.node for place in self.begin.members}
-        nobodys: dict[int, frozenset[int]] = {}  # by stage, given up by all remaining nodes
+        nobodys: dict[int, frozenset[int]] = {}  # microbatches that no node left does, by stage
         for place in self.begin.members:
             if place.node not in nodes:
                 given_up = self._given_up_by(place.node)

@@ -112,7 +112,7 @@ class Attempting(Phase):
             if not takeover.seat and takeover.stage in stay.values():
                 return None  # a node that had joined before waits for the next attempt
             driver.members = {n: s for n, s in driver.members.items() if n != former}
-            if takeover.seat:  # else a newcomer may have it soon
+            if takeover.seat:  # without one, a newcomer may take it soon
                 driver.members |= {takeover.seat: takeover.stage}
                 coming.unanswered.discard(takeover.seat)
                 effects += self._ask_seat(now)

@@ -159,9 +159,8 @@ class DivergenceRepair:
 
     def __init__(self) -> None:
         self.distrusted: set[str] = set()  # nodes whose state differs from their replicas'
-        self.accepted: dict[
-            str, AcceptedWeights
-        ] = {}  # by node: weights that changed outside an update
+        # By node: weights that changed outside an update.
+        self.accepted: dict[str, AcceptedWeights] = {}
         self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
         # By stage: digests that leave open which replica is right.
         self._open: dict[int, dict[str, ReplicaDigest]] = {}

@@ -81,7 +81,8 @@ class Driver:
         self.noted_again = (0, 0)  # step sent once more to be recorded
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
-        self.paused: tuple[Mapping[str, int], pb.Halt] = {}, pb.Halt()  # by skips: members then
+        # The last pause after skipped steps: the members then, and what they were sent.
+        self.paused: tuple[Mapping[str, int], pb.Halt] = {}, pb.Halt()
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
         self.finished = False  # for good, whichever nodes are lost later
 

@@ -201,7 +201,7 @@ class FailedAttempts:
 
     count: int = 0  # attempts in a row
     last: str = ""  # kind of the last reason for giving up
-    accused: dict[str, dict[int, str]] = field(default_factory=dict)  # by accuser and stage
+    accused: dict[str, dict[int, str]] = field(default_factory=dict)  # nodes, by accuser and stage
     lost_at: frozenset[str] = frozenset()  # nodes that may have caused all losses so far
     lost: int = 0  # attempts in which something got lost
     by_node: Counter[str] = field(default_factory=Counter)  # failures by node
@@ -265,7 +265,7 @@ class Charges:
     wrong."""
 
     def __init__(self) -> None:
-        self._by: dict[str, set[str]] = {}  # by accused
+        self._by: dict[str, set[str]] = {}  # by accused node, its accusers
         self._kept: dict[str, str] = {}  # by accuser: the accused node that rests
         self._vain: Counter[str] = Counter()  # uncorroborated accusations, less one per commit
 
@@ -358,7 +358,7 @@ class NonFiniteSources:
     def __init__(self) -> None:
         self.why: dict[str, str] = {}  # by node, in this step
         self.steps: Counter[str] = Counter()  # by node, steps in which it alone of its stage did
-        self.by: dict[str, set[str]] = {}  # by node, the members that reported those
+        self.by: dict[str, set[str]] = {}  # by node, the members that reported its values
 
     def heard(self, node: str, by: str, reason: str) -> None:
         self.why[node] = reason

@@ -108,7 +108,7 @@ def _judge(
         if (lineage, step) > known.decided:
             why = f"{claimed}; the last committed step is {known.decided[1]}"
             verdict.lies |= dict.fromkeys(claimants, why)
-    elif before and lineage > max(before):  # its opener may have died then
+    elif before and lineage > max(before):  # the driver that opened it may be lost
         most = max(*before, known.registered[0])
         if lineage > most + LINEAGES:
             why = f"{claimed}; the newest that others know is {most}"
@@ -162,7 +162,7 @@ def _compare(
         return
     signed = [node for node, commit in last.items() if known.has_signed(commit)]
     for node in last.keys() - {*signed, known.seat} if signed else ():
-        if statuses[node].trained:  # else it would have refused it
+        if statuses[node].trained:  # a trained member refuses such a commit
             verdict.lies[node] = UNSIGNED.format(last[node].step)
     if len({hashes[node] for node in signed}) > 1:
         verdict.parted = _why_parted({node: last[node] for node in signed}, known)

@@ -269,7 +269,8 @@ class Attempt:
         self._out: set[int] = set()  # injected, and not home
         self._seen: set[Pass] = set()
         self._done: set[Pass] = set()
-        self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by the pass before theirs
+        # Frames that came early, by the pass that must be done before theirs.
+        self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}
         self._held: deque[Callable[[], None]] = deque()  # passes that wait for memory
         self._sent: dict[Pass, Frame] = {}  # to replaceable nodes
         self._scored: dict[int, pb.Home] = {}  # microbatches with a known loss, until sent as home
@@ -448,7 +449,7 @@ class Attempt:
         if not expected or this in self._seen:
             return
         before = visit.before(frame.kind)
-        if before is not None and before not in self._done:  # it is redone here
+        if before is not None and before not in self._done:  # an earlier visit is redone here
             self._early.setdefault(before, {})[this] = peer, frame
             if visit.microbatch in self._waiting:  # it began at a source that was lost
                 self._waiting.remove(visit.microbatch)

@@ -16,7 +16,7 @@ class RelearningProgress:
     """How far a stage's background relearning is: counts of its updates and steps."""
 
     updates: int  # updates of the whole relearning
-    entered: int  # in the weights
+    entered: int  # updates that are in the weights
     each_step: int  # to be made in a step; 0: as many as possible
     within: int  # steps after which it is over
     made: int = 0  # on the copy

@@ -102,7 +102,7 @@ class Background:
         self._best = min(self._best, took)
         shortest = min(self._shortest, self._former)
         wanted = shortest + max(TARGET, shortest / 8)
-        full = chunk.flight + self._chunk > self.window  # else it says nothing about a larger one
+        full = chunk.flight + self._chunk > self.window  # only then a larger one may be useful
         if took <= wanted and full:
             self._change(min(wanted / took, FASTEST) if self._met else FASTEST, now)
         elif now - self._changed >= PROOF and now - self._first >= PROOF / 4:

@@ -66,7 +66,7 @@ class Link:
         self._stuck = Silence(self.settings.handshake, self.settings.heartbeat, self.now)
         self._idle = IdleEnd(self.settings.rest, self.now)
         self._framed = -math.inf  # when a frame was last sent
-        self._reached = False  # by a dial of this side, so that it can be waked from here
+        self._reached = False  # whether this side has dialled the peer, and so can again
         self._look = -math.inf  # time of the last check of `_reached`
         self._timer: asyncio.TimerHandle | None = None  # of the next heartbeat
         self.over = asyncio.Event()

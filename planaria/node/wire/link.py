@@ -323,7 +323,7 @@ class Links(LinkTable):
                 self._returning.discard(peer.node)
             await self._keep_wide(peer, connection)
         finally:
-            if peer.node in self._returning:  # in vain
+            if peer.node in self._returning:  # the direct dial has failed
                 self._returning.remove(peer.node)
                 self.dial_soon(peer.node)
             if channel is not None:
