@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from planaria.node.wire import stage_pb2 as pb
     from planaria.node.wire.exchange import Exchanges
     from planaria.node.wire.frames import Codec, Descriptor, Frame, Payload
-    from planaria.node.wire.lowrank import Cut
+    from planaria.node.wire.lowrank import SlicePart
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Tensors(Protocol):
         """Raises WireError for bytes that can't be these tensors."""
 
     def encode_low_rank(
-        self, row: Tensor, cuts: Sequence[Cut], rank: int
+        self, row: Tensor, cuts: Sequence[SlicePart], rank: int
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
         """Encodes a float32 row [n], its matrices by two factors each."""
 
@@ -102,7 +102,7 @@ class Tensors(Protocol):
         descriptors: Sequence[Descriptor],
         payload: Payload,
         size: int,
-        cuts: Sequence[Cut],
+        cuts: Sequence[SlicePart],
         rank: int,
         device: Any = "cpu",
     ) -> Tensor:

@@ -43,12 +43,12 @@ def time_for(seconds: float, trained: float, spent: float) -> float:
     return max(whole - spent, LEAST * whole)
 
 
-def at_a_time(tokens: int, context: int) -> int:
+def samples_at_a_time(tokens: int, context: int) -> int:
     """Samples in a relearning update of about `tokens` tokens; at least one."""
     return max(1, tokens // context)
 
 
-def parts(samples: int, at_most: int) -> list[slice]:
+def sample_parts(samples: int, at_most: int) -> list[slice]:
     """Slices of a pair's samples, of at most `at_most` each, as even as possible."""
     count = -(-samples // at_most)
     size, larger = divmod(samples, count)
@@ -56,7 +56,7 @@ def parts(samples: int, at_most: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(ends)]
 
 
-def passes(wanted: int, stages: Collection[int]) -> int:
+def pass_count(wanted: int, stages: Collection[int]) -> int:
     """Relearning passes over the pairs of these stages: `wanted`, or more with the first one."""
     return wanted * FIRST if 1 in stages else wanted
 
@@ -68,7 +68,7 @@ def pull(stages: Collection[int]) -> float:
     return PULL if 1 in stages else 0.0
 
 
-def peak(lr: float, step: int) -> float:
+def peak_rate(lr: float, step: int) -> float:
     """Learning rate of the first relearning update after `step` steps of training. Early weights
     are small, and updates at `lr` would make them many times too large. The damage is permanent."""
     return lr * min(1.0, step / YOUNG)
@@ -86,7 +86,7 @@ def updates_per_check(parts: int) -> int:
     return -(-parts // LOOKS)
 
 
-def rate(lr: float, updates: float, time: float = 0.0) -> float:
+def decayed_rate(lr: float, updates: float, time: float = 0.0) -> float:
     """Learning rate of the next relearning update. It falls linearly to 0 at the last update or the
     end of the time, whichever is first; both are given as completed fractions, 0 to 1."""
     return lr * (1 - min(1.0, max(updates, time)))

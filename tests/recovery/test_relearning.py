@@ -21,12 +21,12 @@ from planaria.recovery.orders import Run, adjoining, blocks, order, runs
 from planaria.recovery.relearning import (
     PULL,
     YOUNG,
-    at_a_time,
-    parts,
-    passes,
-    peak,
+    decayed_rate,
+    pass_count,
+    peak_rate,
     pull,
-    rate,
+    sample_parts,
+    samples_at_a_time,
     shuffled,
     time_for,
 )
@@ -103,7 +103,7 @@ def test_swapped_orders_part_what_is_lost_differently() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_parts_are_all_samples_in_order_evenly(samples: int, at_most: int) -> None:
-    found = parts(samples, at_most)
+    found = sample_parts(samples, at_most)
     assert [at for part in found for at in range(samples)[part]] == list(range(samples))
     sizes = [part.stop - part.start for part in found]
     assert max(sizes) <= at_most
@@ -112,13 +112,19 @@ def test_parts_are_all_samples_in_order_evenly(samples: int, at_most: int) -> No
 
 
 def test_an_update_is_made_of_whole_samples_one_at_least() -> None:
-    assert [at_a_time(256, context) for context in (32, 64, 100, 256, 4096)] == [8, 4, 2, 1, 1]
+    assert [samples_at_a_time(256, context) for context in (32, 64, 100, 256, 4096)] == [
+        8,
+        4,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_the_rate_falls_in_a_line_by_whichever_ends_first() -> None:
-    assert [rate(2.0, done / 4) for done in range(5)] == [2.0, 1.5, 1.0, 0.5, 0.0]
-    assert rate(2.0, 0.25, time=0.75) == rate(2.0, 0.75, time=0.25) == 0.5
-    assert rate(2.0, 0.5, time=1.5) == 0.0  # the last piece may take longer than the time
+    assert [decayed_rate(2.0, done / 4) for done in range(5)] == [2.0, 1.5, 1.0, 0.5, 0.0]
+    assert decayed_rate(2.0, 0.25, time=0.75) == decayed_rate(2.0, 0.75, time=0.25) == 0.5
+    assert decayed_rate(2.0, 0.5, time=1.5) == 0.0  # the last piece may take longer than the time
 
 
 @given(st.integers(0, 60), st.integers(0, 50))
@@ -161,7 +167,7 @@ def test_directions_that_nothing_is_learned_about_stay_near_the_guess() -> None:
         generator = torch.Generator().manual_seed(0)
         for number in range(400):
             stage.weight.grad = torch.randn(8, 8, generator=generator)
-            update.step(rate(0.5, number / 400))
+            update.step(decayed_rate(0.5, number / 400))
         spread.append((stage.weight.detach() - guess).norm().item())
     assert spread[0] < spread[1] / 3
 
@@ -264,9 +270,9 @@ def test_a_pair_to_which_nothing_was_added_teaches_nothing() -> None:
 
 
 def test_the_first_body_stage_is_learned_for_longer() -> None:
-    assert passes(2, [3]) == passes(2, [2, 3]) == 2
-    assert passes(2, [1]) == passes(2, [1, 2]) == 8
-    assert passes(0, [1]) == 0
+    assert pass_count(2, [3]) == pass_count(2, [2, 3]) == 2
+    assert pass_count(2, [1]) == pass_count(2, [1, 2]) == 8
+    assert pass_count(0, [1]) == 0
 
 
 def test_relearning_has_a_share_of_the_time_since_the_last_loss_within_bounds() -> None:
@@ -281,5 +287,5 @@ def test_only_the_first_body_stage_and_what_is_learned_with_it_is_drawn_back() -
 
 
 def test_weights_that_have_hardly_been_trained_are_moved_by_less() -> None:
-    rates = [peak(0.05, step) for step in (0, 1, YOUNG // 2, YOUNG, 10 * YOUNG)]
+    rates = [peak_rate(0.05, step) for step in (0, 1, YOUNG // 2, YOUNG, 10 * YOUNG)]
     assert rates == pytest.approx([0, 0.05 / YOUNG, 0.025, 0.05, 0.05])

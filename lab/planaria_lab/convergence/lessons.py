@@ -12,7 +12,7 @@ from torch import Tensor
 
 from planaria.recovery import relearning
 from planaria.recovery.learner import Learner, learn, residual_error, squared_distance
-from planaria.recovery.relearning import rate, shuffled, updates_per_check
+from planaria.recovery.relearning import decayed_rate, shuffled, updates_per_check
 
 MEASURING = 1 / 3
 """Of an update's passes, forward and backward, a forward pass."""
@@ -83,7 +83,9 @@ class Lesson:
         piece = self.pieces[self._place()]
         if not self.constant:
             for learner in self.learners.values():
-                learner.lr = rate(self.lr, self.done / self.updates, self.steps / self.within)
+                learner.lr = decayed_rate(
+                    self.lr, self.done / self.updates, self.steps / self.within
+                )
         learn([self.learners[stage] for stage in piece.stages], *piece.pair(self.device))
         self.done += 1
         self.line["updates"] = self.done

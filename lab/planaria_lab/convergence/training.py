@@ -45,7 +45,7 @@ from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import Learner, Muon, UpdateRule
 from planaria.recovery.orders import blocks, order, runs
-from planaria.recovery.relearning import PULL, parts
+from planaria.recovery.relearning import PULL, sample_parts
 from planaria.recovery.snapshot import (
     Group,
     HeldSnapshot,
@@ -212,8 +212,8 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
 def updates_a_token(run: RunFile, config: ModelConfig, ablation: Ablation) -> float:
     """Updates of relearning for each token, from whole pairs."""
     some = learned_of(run.training.microbatch, ablation)
-    at_most = relearning.at_a_time(run.recovery.relearn.tokens, config.context)
-    return len(parts(some, at_most)) / (some * config.context)
+    at_most = relearning.samples_at_a_time(run.recovery.relearn.tokens, config.context)
+    return len(sample_parts(some, at_most)) / (some * config.context)
 
 
 def learned_of(samples: int, ablation: Ablation) -> int:
@@ -861,7 +861,7 @@ class TrainingSwarm:
             self.stages[number].optimizer.load([("weights", guessed[number].tensors["weights"])], 0)
         lr = ablation.relearn_adam or recovery.relearn.lr
         if ablation.relearn_young:
-            lr = relearning.peak(lr, self.committed)
+            lr = relearning.peak_rate(lr, self.committed)
         lesson = self._lesson(block, pieces, self._passes(block), lr)
         before = after = lesson.residual()
         lesson.line |= {"before": before} | dict.fromkeys(COUNTED, 0)
@@ -904,7 +904,7 @@ class TrainingSwarm:
 
     def _passes(self, block: Sequence[int]) -> int:
         wanted = self.run.recovery.relearn.passes
-        return wanted if self.ablation.relearn_first_steps else relearning.passes(wanted, block)
+        return wanted if self.ablation.relearn_first_steps else relearning.pass_count(wanted, block)
 
     def _ahead(self) -> dict[int, Tensor]:
         """Lets stages learn in the background of this step. Returns the change of their weights,
@@ -926,7 +926,7 @@ class TrainingSwarm:
         nodes before and behind, unless these are lost too, or came later."""
         samples = []
         relearn = self.run.recovery.relearn
-        at_most = relearning.at_a_time(relearn.tokens, self.config.context)
+        at_most = relearning.samples_at_a_time(relearn.tokens, self.config.context)
         longer = self.ablation.relearn_first_steps and 1 in block
         oldest = self.committed - relearn.steps * (relearning.FIRST if longer else 1)
         for step, crossed in self.boundary:
@@ -942,7 +942,7 @@ class TrainingSwarm:
                         BlockSamples(
                             step, run.stages, tensors[run.start][part], tensors[run.end][part]
                         )
-                        for part in parts(some, at_most)
+                        for part in sample_parts(some, at_most)
                     ]
         return samples
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from planaria.bootstrap.rules import MembershipRules
 from planaria.recovery.facts import INEXACT
-from planaria.recovery.relearning import passes, updates_per_check
+from planaria.recovery.relearning import pass_count, updates_per_check
 from planaria_lab.emulation.links import Link
 from planaria_lab.simulator.churn import Churn
 from planaria_lab.simulator.swarm import (
@@ -167,7 +167,7 @@ def training_alone(swarm: Swarm, stage: int, seconds: Seconds, at_most: float) -
     run, relearn = swarm.run, swarm.run.recovery.relearn
     some = relearned_at_a_time(run, swarm.config)
     a_pass = math.ceil(relearn.steps * run.training.batch / some)
-    updates = passes(relearn.passes, (stage,)) * a_pass
+    updates = pass_count(relearn.passes, (stage,)) * a_pass
     if relearn.enough:
         good = stage != FAR_OFF and relearn.enough >= GUESSED
         updates = 0 if good else min(updates, updates_per_check(a_pass))

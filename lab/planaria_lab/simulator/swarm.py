@@ -23,7 +23,7 @@ from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, encoded_size
 from planaria.recovery.newton_schulz import ROUNDS
-from planaria.recovery.relearning import at_a_time
+from planaria.recovery.relearning import samples_at_a_time
 from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
 
@@ -330,7 +330,9 @@ def orthogonalizing_flops(shapes: Iterable[Sequence[int]]) -> float:
 
 def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
     """Samples in an update of relearning; all are of one microbatch."""
-    return min(at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch)
+    return min(
+        samples_at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch
+    )
 
 
 @cache

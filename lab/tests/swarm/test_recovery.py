@@ -7,7 +7,7 @@ import pytest
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.mixture import Mixture
 from planaria.node.report.ledger import audit
-from planaria.recovery.relearning import passes
+from planaria.recovery.relearning import pass_count
 from planaria_lab.convergence.training import Ablation, State, TrainingSwarm
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
@@ -79,7 +79,7 @@ async def test_every_loss_is_survived_by_its_policy(
         if policy == "checkfree":  # else two stages may be a run in half of the microbatches only
             assert [event["pairs"] for event in relearned] == [pairs] * len(relearned)
         assert all(
-            event["passes"] == passes(2, lost) and not event["undone"] for event in relearned
+            event["passes"] == pass_count(2, lost) and not event["undone"] for event in relearned
         )
         assert all(event["residual_after"] < event["residual_before"] for event in relearned)
     for event in swarm.lines.events("rebuilding"):

@@ -13,7 +13,7 @@ from planaria.bootstrap.neighbours import lengths, places, rows
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire.frames import Codec, Descriptor, Form, Frame, check_forms, encoded_size
-from planaria.node.wire.lowrank import Cut, Shape, counts, cuts, encoded_bytes, row_start
+from planaria.node.wire.lowrank import Shape, SlicePart, counts, cuts, encoded_bytes, row_start
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ class Coding:
         """Spans of the pieces of so many parts of a gradient of that size."""
         return spans(size, parts, self.shapes if self.codec == "lowrank" else ())
 
-    def _cuts(self, row: Tensor, start: int) -> list[Cut]:
+    def _cuts(self, row: Tensor, start: int) -> list[SlicePart]:
         return cuts(self.shapes, self.rank, start, row.numel())
 
 

@@ -18,7 +18,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED, SEEDED
-from planaria.recovery.relearning import at_a_time, passes, peak
+from planaria.recovery.relearning import pass_count, peak_rate, samples_at_a_time
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
@@ -262,10 +262,10 @@ class Rebuilding:
         if sync.HasField("relearning"):
             seconds = min(seconds, sync.relearning)
         terms = Terms(
-            samples=at_a_time(recovery.relearn.tokens, self.config.context),
-            passes=passes(recovery.relearn.passes, joiners),
+            samples=samples_at_a_time(recovery.relearn.tokens, self.config.context),
+            passes=pass_count(recovery.relearn.passes, joiners),
             seconds=seconds,
-            lr=peak(recovery.relearn.lr, sync.step),
+            lr=peak_rate(recovery.relearn.lr, sync.step),
             patience=self.run.swarm.progress / 4,
             enough=recovery.relearn.enough if sync.goes_on and len(joiners) == 1 else 0.0,
             each_step=recovery.relearn.each_step,

@@ -33,7 +33,13 @@ from planaria.node.wire.exchange import (
     Lost,
 )
 from planaria.node.wire.frames import Form, Frame, WireError, check_forms
-from planaria.recovery.relearning import parts, rate, ratio, shuffled, updates_per_check
+from planaria.recovery.relearning import (
+    decayed_rate,
+    ratio,
+    sample_parts,
+    shuffled,
+    updates_per_check,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +134,7 @@ class Course:
         self.pieces = [
             PairSlice(pair, part.start, part.stop)
             for pair in pairs
-            for part in parts(samples, terms.samples)
+            for part in sample_parts(samples, terms.samples)
         ]
         newest = max((pair.step for pair in pairs), default=0)
         self.newest = [PairSlice(pair, 0, samples) for pair in pairs if pair.step == newest]
@@ -146,7 +152,7 @@ class Course:
         return self.pieces[self._order[1][place]]
 
     def rate(self, update: int, time_gone: float = 0.0) -> float:
-        return rate(self.terms.lr, update / self.updates, time_gone)
+        return decayed_rate(self.terms.lr, update / self.updates, time_gone)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Link:
         return self._reached and self._has_no_use()
 
     def _has_no_use(self) -> bool:
-        return not (self.session.held or self.via or self._links.asks_for(self.peer))
+        return not (self.session.held or self.via or self._links.needs_connection(self.peer))
 
     def _rest(self, why: str) -> None:
         """Let the link rest until this side has something to send, or the other one dials."""

@@ -101,7 +101,7 @@ class LinkTable:
             self._demanded.add(node)
             self.dial_soon(node)
 
-    def asks_for(self, peer: str) -> bool:
+    def needs_connection(self, peer: str) -> bool:
         """Whether the connection to a peer must always be up: the view requires it, or a side with
         something to send could not dial."""
         member = self.members.get(peer)

@@ -20,7 +20,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class SlicePart:
     """The values from `start` to `stop` of a slice of a gradient: a matrix, if it has `rows`."""
 
     start: int
@@ -40,10 +40,10 @@ def row_start(shapes: Iterable[Shape], place: int) -> int:
     return place
 
 
-def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]:
+def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[SlicePart]:
     """Cuts a gradient's values start..start + size into matrices and other values. `shapes`: of its
     parameters; values behind all of them count as no matrix."""
-    pieces: list[Cut] = []
+    pieces: list[SlicePart] = []
     end, first = start + size, 0
     for shape in shapes:
         last = first + math.prod(shape)
@@ -55,26 +55,26 @@ def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]
             matrix_start = matrix_end = low
             if len(shape) > 1 and rank * (rows + columns) < rows * columns:
                 matrix_start, matrix_end = first + top * columns, first + bottom * columns
-                pieces.append(Cut(matrix_start - start, matrix_end - start, rows, columns))
+                pieces.append(SlicePart(matrix_start - start, matrix_end - start, rows, columns))
             pieces += [
-                Cut(begin - start, stop - start)
+                SlicePart(begin - start, stop - start)
                 for begin, stop in ((low, matrix_start), (matrix_end, high))
                 if begin < stop
             ]
         first = last
     if (behind := max(first, start)) < end:
-        pieces.append(Cut(behind - start, end - start))
+        pieces.append(SlicePart(behind - start, end - start))
     return sorted(pieces, key=lambda cut: cut.start)
 
 
-def counts(some: Iterable[Cut], rank: int) -> tuple[int, int]:
+def counts(some: Iterable[SlicePart], rank: int) -> tuple[int, int]:
     """How many values of a slice are sent in factors, and how many one by one."""
     some = list(some)
     factors = sum(rank * (cut.rows + cut.columns) for cut in some if cut.rows)
     return factors, sum(cut.stop - cut.start for cut in some if not cut.rows)
 
 
-def forms(some: Iterable[Cut], rank: int) -> list[Form]:
+def forms(some: Iterable[SlicePart], rank: int) -> list[Form]:
     """The forms of the two tensors in which a slice is sent: factors, and values. Each has blocks
     of its own, so that neither is rounded by the other's scale."""
     return [Form("float32", (count,), "int8") for count in counts(some, rank)]

@@ -122,7 +122,7 @@ def decode(
 
 
 def encode_low_rank(
-    row: torch.Tensor, cuts: Sequence[lowrank.Cut], rank: int
+    row: torch.Tensor, cuts: Sequence[lowrank.SlicePart], rank: int
 ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
     """Encode a float32 row [n] in int8, its matrices as two factors each."""
     row, nothing = row.detach(), row.new_empty(0)
@@ -140,7 +140,7 @@ def decode_low_rank(
     descriptors: Sequence[Descriptor],
     payload: Payload,
     size: int,
-    cuts: Sequence[lowrank.Cut],
+    cuts: Sequence[lowrank.SlicePart],
     rank: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:

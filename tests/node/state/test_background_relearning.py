@@ -19,7 +19,7 @@ from planaria.recovery.learner import (
     residual_error,
     squared_distance,
 )
-from planaria.recovery.relearning import pull, rate, shuffled, updates_per_check
+from planaria.recovery.relearning import decayed_rate, pull, shuffled, updates_per_check
 from tests.node.state.test_relearn import SHAPE, TERMS, Student, alone, crossed, fetched_by, student
 
 PASS = 8 * SHAPE[0]
@@ -79,7 +79,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
             a_pass, place = divmod(done, PASS)
             pair, first, end = course.pieces[shuffled(PASS, a_pass)[place]]
             x, y = (tensor[first:end].float() for tensor in pairs[pair])
-            learner.lr = rate(TERMS.lr, done / course.updates, steps / within)
+            learner.lr = decayed_rate(TERMS.lr, done / course.updates, steps / within)
             learner.backward(error_gradient(learner.forward(x), y, squared_distance(y, x)))
             done += 1
 

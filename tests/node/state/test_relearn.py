@@ -26,7 +26,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.recovery.learner import Learner, Muon, learn, residual_error
 from planaria.recovery.orders import order, runs
-from planaria.recovery.relearning import parts, pull, rate, shuffled
+from planaria.recovery.relearning import decayed_rate, pull, sample_parts, shuffled
 from tests.harness import network
 from tests.harness.network import AtOnce, Nodes, Thread
 
@@ -204,14 +204,14 @@ def test_joiners_do_what_one_process_would_do(
     a_pass = [
         (pair, x[part], y[part])
         for pair, (x, y) in floats.items()
-        for part in parts(SHAPE[0], samples)
+        for part in sample_parts(SHAPE[0], samples)
     ]
     updates = TERMS.passes * len(a_pass)
     for done in range(updates):
         passes, place = divmod(done, len(a_pass))
         pair, x, y = a_pass[shuffled(len(a_pass), passes)[place]]
         for learner in learners.values():
-            learner.lr = rate(TERMS.lr, done / updates)
+            learner.lr = decayed_rate(TERMS.lr, done / updates)
         learn(chain_of(pair, learners), x, y)
     for stage in lost:
         ours, theirs = students[stage], reference[stage]
