@@ -34,7 +34,7 @@ class Dying(Sick):
         super()._pause(left, right, 10.0)
 
 
-CREDULOUS = patch.object(DivergenceRepair, "look", lambda repair, vote, step: ([], ""))
+CREDULOUS = patch.object(DivergenceRepair, "compare", lambda repair, vote, step: ([], ""))
 """The driver commits whatever its replicas have."""
 LENIENT = patch.object(FaultPolicy, "lets_non_finite_through", lambda policy, training: True)
 """The driver lets what is not finite through, and skips the step."""

@@ -250,7 +250,7 @@ class Attempting(Phase):
         driver, state, vote = self.driver, self.state, self.state.vote
         if state.takeover is not None or not (vote.is_complete and state.is_home()):
             return self.stays()
-        effects, why = driver.divergence.look(vote, driver.standing.committed)
+        effects, why = driver.divergence.compare(vote, driver.standing.committed)
         if why:  # once all members are queried, holdings decide which replica is wrong
             return self.gather(why, now).after(effects)
         driver.ledgers = vote.ledgers()
@@ -262,7 +262,7 @@ class Attempting(Phase):
             if now - vote.complete < EVICTED:
                 return self.stays()
             return self.gather(f"{', '.join(members)} isn't lost after all", now)
-        if driver.joining.hold_up(vote, state.began, now):
+        if driver.joining.must_wait(vote, state.began, now):
             return self.stays()
         return self._decide(now)
 
@@ -284,10 +284,10 @@ class Attempting(Phase):
     def _let_joiners_in(self, vote: Vote, now: float) -> list[Effect]:
         """Makes joiners training members that have voted as a replica of their stage has."""
         driver, effects, step = self.driver, list[Effect](), self.driver.standing.committed
-        for node, joiner in driver.joining.voting(vote):
+        for node, joiner in driver.joining.may_enter(vote):
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
                 why = f"its weights or gradient differ from those of {other}"
-                effects += driver.divergence.differ(joiner.stage, [other], {node: why}, step)
+                effects += driver.divergence.report_wrong(joiner.stage, [other], {node: why}, step)
                 effects += self.give_up_following(node, why, now).effects
             else:
                 del driver.joining.joiners[node]
@@ -345,7 +345,7 @@ class Attempting(Phase):
             return self._not_finite(cut.node, peer, cut.reason, now)
         if cut.cause != SILENT:
             failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
-            return self.wronged(peer, failed, now)
+            return self.accused_by(peer, failed, now)
         driver.faults.cuts.add(frozenset((peer, cut.node)))
         why = f"{peer} can't reach {cut.node}: {cut.reason}"
         self.state.unreached.setdefault(cut.node, (now, peer, why))
@@ -469,7 +469,7 @@ class Attempting(Phase):
                 if times < WRONG or driver.checks.is_known(node):
                     return self.stays([event])
                 by, failed = driver.checks.charge(node, stage, off)
-                return self.wronged(by or driver.node, failed, now).after([event])
+                return self.accused_by(by or driver.node, failed, now).after([event])
         return self.stays()
 
     def _not_finite(self, node: str, by: str, reason: str, now: float) -> Turn:
@@ -481,14 +481,14 @@ class Attempting(Phase):
         has_work = any(node in route.nodes for route in routes(state.begin).values())
         if node in spoiling.why and not has_work:
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
-            return self.wronged(by, failed, now)
+            return self.accused_by(by, failed, now)
         spoiling.heard(node, by, reason)
         driver.faults.failures.count += 1
         stage = driver.members[node]
         event = NonFinite(step=state.begin.step, node=node, stage=stage, reason=reason)
         return self.gather(f"{node} made non-finite values: {reason}", now).after([event])
 
-    def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+    def accused_by(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         """Goes on without the members that are found guilty; else the attempt has failed."""
         driver = self.driver
         guilty = driver.faults.convicted(peer, failed, driver.members)

@@ -189,7 +189,7 @@ class DivergenceRepair:
 
     # --- votes
 
-    def look(self, vote: Vote, step: int) -> tuple[list[Effect], str]:
+    def compare(self, vote: Vote, step: int) -> tuple[list[Effect], str]:
         """Compares the replicas' digests in the votes. Returns events about those that differ, and
         why the step can't be committed; empty: they agree."""
         effects: list[Effect] = []
@@ -200,7 +200,7 @@ class DivergenceRepair:
             else:
                 usual = self._norms.get(stage, 0.0)
                 of_stage = differing(digests, usual, self.strikes, self._digests())
-                effects += self.differ(stage, digests, of_stage, step)
+                effects += self.report_wrong(stage, digests, of_stage, step)
                 wrong |= of_stage
         reasons = [f"{node} differs: {reason}" for node, reason in wrong.items()]
         for stage, digests in self._open.items():
@@ -213,7 +213,7 @@ class DivergenceRepair:
     def committed(self, vote: Vote) -> None:
         self._norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
 
-    def differ(
+    def report_wrong(
         self, stage: int, replicas: Collection[str], wrong: Mapping[str, str], step: int
     ) -> list[Effect]:
         """Reports wrong replicas; accuses a node that is wrong for the third time."""
@@ -234,7 +234,7 @@ class DivergenceRepair:
 
     # --- once the holdings are known
 
-    def settle(self, answers: Answers, rules: TransactionRules, step: int) -> list[Effect]:
+    def settle_doubts(self, answers: Answers, rules: TransactionRules, step: int) -> list[Effect]:
         """Decides which replicas are wrong at the stages in doubt, by what members keep."""
         effects: list[Effect] = []
         doubted, self._open = self._open, {}
@@ -270,7 +270,7 @@ class DivergenceRepair:
         self.distrusted |= digests.keys()
         if len(digests) > 1:
             reason = f"its {STATE} have changed since its last update; {rebuild.reason}"
-            return self.differ(stage, digests, dict.fromkeys(sorted(digests), reason), step)
+            return self.report_wrong(stage, digests, dict.fromkeys(sorted(digests), reason), step)
         (node,) = digests
         self.strikes[node] += 1
         return [
@@ -287,7 +287,7 @@ class DivergenceRepair:
         """Believes one replica or, if all have changed, goes on with what is left."""
         usual, digests = self._norms.get(stage, 0.0), self._digests()
         wrong = differing(replicas, usual, self.strikes, digests, witnesses)
-        effects = self.differ(stage, replicas, wrong, step)
+        effects = self.report_wrong(stage, replicas, wrong, step)
         self.distrusted |= wrong.keys()
         for node in sorted(changed(replicas, digests) - wrong.keys()):
             self.distrusted.discard(node)

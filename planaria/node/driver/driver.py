@@ -295,7 +295,7 @@ class Driver:
 
     # --- steps
 
-    def next(self, now: float) -> Turn:
+    def begin_next(self, now: float) -> Turn:
         """Begins what comes next: the next step, a validation, a pause, or the end."""
         if self.paused_by_operator() and not self.is_over():
             return Turn([], Resting(self, DriverPhase.WAITING, self.paused_by_operator()))

@@ -95,7 +95,7 @@ class Gathering(Phase):
     def _resolve(self, now: float) -> Turn:
         """Decides by the answers which step is the run's, and what the driver does next."""
         driver, answers, rules = self.driver, self.answers, self.driver.rules
-        effects = driver.divergence.settle(answers, rules, driver.standing.committed)
+        effects = driver.divergence.settle_doubts(answers, rules, driver.standing.committed)
         verdict = to_reject(answers.statuses, driver.known_facts(), driver.divergence.distrusted)
         if verdict.parted:
             halt = pb.Halt(reason=verdict.parted, step=driver.standing.committed)
@@ -277,13 +277,13 @@ class Gathering(Phase):
             return Turn([*event], Resting(driver, DriverPhase.PAUSING, driver.unrecorded))
         if now < driver.pause_until:
             return Turn([], Resting(driver, DriverPhase.PAUSING, answers.why))
-        return driver.next(now)
+        return driver.begin_next(now)
 
     def _go_on_following(self, now: float) -> list[Effect]:
         """Lets joiners in that have caught up; sends the last commit to those that lack it."""
         driver = self.driver
         rebuilt, over = driver.rebuilds.stages(), driver.is_over()
-        unsure, entered = driver.joining.go_on(self.answers, rebuilt, over, now)
+        unsure, entered = driver.joining.sort(self.answers, rebuilt, over, now)
         driver.rebuilds.rebuilt += [joiner.entered(n, now) for n, joiner in entered.items()]
         return [*driver.tell_commit(unsure)]
 

@@ -70,7 +70,7 @@ class Joiners:
 
     # --- once all members have answered
 
-    def go_on(
+    def sort(
         self, answers: Answers, rebuilt: Collection[int], is_over: bool, now: float
     ) -> tuple[list[str], dict[str, FollowingTry]]:
         """Sorts joiners: those with the newest state are in, those on the way to it go on, and the
@@ -148,12 +148,12 @@ class Joiners:
             if joiner.caught_up is not None and not self.stays_out(node)
         }
 
-    def voting(self, vote: Vote) -> list[tuple[str, FollowingTry]]:
+    def may_enter(self, vote: Vote) -> list[tuple[str, FollowingTry]]:
         """Joiners that have voted, and may enter with the commit."""
         joiners = self.joiners.items()
         return [(n, j) for n, j in joiners if n in vote.joiners and not self.stays_out(n)]
 
-    def gives_up(self, node: str) -> bool:
+    def give_up(self, node: str) -> bool:
         """Gives up a joiner's try; whether it hadn't been given up before."""
         joiner = self.joiners[node]
         if joiner.failed:
@@ -174,7 +174,7 @@ class Joiners:
                 reasons[node] = f"it took more than {limit:.0f} s"
         return reasons
 
-    def hold_up(self, vote: Vote, began: float, now: float) -> bool:
+    def must_wait(self, vote: Vote, began: float, now: float) -> bool:
         """Whether the commit waits for joiners' votes; if not, counts the wait as theirs. `began`:
         when the attempt did."""
         entering = self.caught_up()

@@ -108,9 +108,9 @@ class Phase:
         if peer in self.driver.joining.joiners:
             effects = self.driver.accuse(peer, failed)
             return self.give_up_following(peer, why, now).after(effects)
-        return self.wronged(peer, failed, now)
+        return self.accused_by(peer, failed, now)
 
-    def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+    def accused_by(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         """Handles the accusation of nodes by a member, `peer`."""
         return self.stays(self.driver.accuse(peer, failed))
 
@@ -135,7 +135,7 @@ class Phase:
 
     def give_up_following(self, peer: str, reason: str, now: float) -> Turn:
         """Gives up a joiner's try; it gets a new `Sync` at the next step boundary."""
-        if not self.driver.joining.gives_up(peer):
+        if not self.driver.joining.give_up(peer):
             return self.stays()
         why = f"{peer} can't follow: {reason}"
         return self.unfollowed(peer, why, now).after([RebuildFailed(node=peer, reason=why)])
@@ -160,7 +160,7 @@ class Resting(Phase):
         if self.kind is not DriverPhase.PAUSING or now < driver.pause_until:
             return self.stays()
         again = self.why if driver.hanging.why else driver.unrecorded
-        return self.gather(again, now) if again else driver.next(now)
+        return self.gather(again, now) if again else driver.begin_next(now)
 
     def unfollowed(self, peer: str, why: str, now: float) -> Turn:
         waits = self.kind in (DriverPhase.PAUSING, DriverPhase.WAITING)

@@ -42,7 +42,7 @@ class Syncing(Phase):
                 case "synced":
                     return self._synced(peer, message.synced, now)
                 case "failed":
-                    return self.wronged(peer, message.failed, now)
+                    return self.accused_by(peer, message.failed, now)
                 case "account" if peer in self.awaited:
                     self._note_fetched(peer, message.account.fetched, now)
         return super().received(peer, message, now)
@@ -66,7 +66,7 @@ class Syncing(Phase):
         ]
         return self.gather(waited, now).after(suspects)
 
-    def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+    def accused_by(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         self.driver.count_failure(now)
         accusations = self.driver.accuse(peer, failed)
         event = RebuildFailed(node=peer, reason=failed.reason)
