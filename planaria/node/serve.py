@@ -225,8 +225,8 @@ async def settle(
     check_precision(run, device)
     own = find_own_code(run, config)
     room = options.seats or room_on(device, config)
-    log.info("%s", learning_rate.describe(run))
-    if problem := learning_rate.too_long(run):
+    log.info("%s", learning_rate.describe_rate(run))
+    if problem := learning_rate.warmup_too_long(run):
         log.warning("%s", problem)
     log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
     place = replace(

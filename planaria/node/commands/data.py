@@ -82,9 +82,9 @@ def data_link(
 ) -> None:
     """Make a folder that links to prepared data elsewhere; only what is needed is read."""
     from planaria.node.data.corpus import Corpus
-    from planaria.node.data.elsewhere import stand_in
+    from planaria.node.data.elsewhere import make_stand_in
 
-    stand_in(url, out)
+    make_stand_in(url, out)
     _print_corpus(Corpus.open(out))
 
 
@@ -142,7 +142,7 @@ def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -
 
 def _print_data_of_run(file: Path) -> None:
     """Raises RunFileError, CorpusError."""
-    from planaria.node.data.mixture import folders_of, open_data
+    from planaria.node.data.mixture import corpus_folders, open_data
     from planaria.node.launch.resolve import resolve
     from planaria.node.run_file import load
 
@@ -154,7 +154,7 @@ def _print_data_of_run(file: Path) -> None:
     )
     shares = data.shares(config.context)
     turns = sum(share.turns for share in shares)
-    for path, share in zip(folders_of(run.data), shares, strict=True):
+    for path, share in zip(corpus_folders(run.data), shares, strict=True):
         trained = run.steps * run.training.batch * share.turns / turns
         table.add_row(
             str(path),

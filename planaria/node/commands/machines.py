@@ -228,7 +228,7 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     from planaria.bootstrap.invites import read_allowed
     from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.launch.resolve import resolve
-    from planaria.node.model.learning_rate import too_long
+    from planaria.node.model.learning_rate import warmup_too_long
     from planaria.node.run_file import load
 
     options.log.begin("registry")
@@ -238,7 +238,7 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     insecure = options.insecure or options.insecure_http
     page = options.security.place(options.http, insecure)
     run = resolve(load(options.run_file))
-    if problem := too_long(run):
+    if problem := warmup_too_long(run):
         warn(problem)
     bootstrapping = Bootstrapping(
         options,

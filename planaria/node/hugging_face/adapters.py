@@ -31,7 +31,7 @@ from planaria.node.hugging_face.export import (
 )
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import ADAPTER_CONFIG, UnsupportedModelError
-from planaria.node.model.layout import adapters, weights
+from planaria.node.model.layout import lora_weights, model_weights
 from planaria.node.model.lora import merged
 from planaria.node.model.shape import Lora, ModelConfig
 from planaria.node.run_file import RunFile, override
@@ -98,7 +98,7 @@ def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
         checkpoint = Checkpoint.open(folder)
     except (UnsupportedModelError, OSError) as error:
         raise ExportError(f"--merged: {error}; {REMEDY}") from error
-    if {weight.name for weight in weights(config)} != checkpoint.names:
+    if {weight.name for weight in model_weights(config)} != checkpoint.names:
         raise ExportError(f"--merged: {folder} {ANOTHER}")
     return checkpoint
 
@@ -116,15 +116,15 @@ def _merged(
     config, read, *_ = model
     lora = config.lora
     assert lora is not None
-    at = {(weight.stage, weight.first): weight for weight in weights(config)}
-    adapter_weights = {weight.name: weight for weight in adapters(config)}
+    at = {(weight.stage, weight.first): weight for weight in model_weights(config)}
+    adapter_weights = {weight.name: weight for weight in lora_weights(config)}
 
     seen = [xxh3_128() for _ in content]  # of each stage, in the order of its tensors
     left = Counter(weight.stage for weight in at.values())
 
     def read_merged(stage: int, first: int, count: int) -> Tensor:
         weight = at[stage, first]
-        words, kept = checkpoint.as_kept(config, stage, weight.name)
+        words, kept = checkpoint.base_words(config, stage, weight.name)
         seen[stage].update(words.astype("<f4", copy=False).data)
         left[stage] -= 1
         if not left[stage] and seen[stage].hexdigest() != content[stage]:
@@ -144,7 +144,7 @@ def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) ->
     """Write the adapters, for the model that `base` names."""
     config, read, vocabulary, card = model
     assert config.lora is not None
-    adapter_weights = adapters(config)
+    adapter_weights = lora_weights(config)
     with whole_or_not(out) as folder:
         write_json(folder / ADAPTER_CONFIG, adapter_config(config.lora, base))
         write_vocabulary(folder, vocabulary, config.context)

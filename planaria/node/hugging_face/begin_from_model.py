@@ -146,20 +146,20 @@ def _shape(folder: Path) -> ModelConfig:
     """The shape that the folder's config.json gives. Raises UnsupportedModelError, OSError."""
     if not needs_transformers(folder):
         return read_config(folder)
-    from planaria.node.model.decoder import decoder_of, shape_of
+    from planaria.node.model.decoder import config_of, decoder_of
 
-    return shape_of(decoder_of(folder))
+    return config_of(decoder_of(folder))
 
 
 def _try(run: RunFile) -> None:
     """Check that transformers' code can be cut into this run's stages. Raises RunFileError,
     UnsupportedModelError."""
     from planaria.node.model.decoder import Decoder
-    from planaria.node.model.trial import check
+    from planaria.node.model.trial import try_cut
 
     config = run.config
     assert config.own is not None
-    check(Decoder(config.own.decoder), config.cut, config.block_causal)
+    try_cut(Decoder(config.own.decoder), config.cut, config.block_causal)
 
 
 def check_adapted(run: RunFile) -> None:

@@ -81,7 +81,7 @@ def model_card(
     training = run.training
     rows = {
         "steps": f"{step} of {run.steps}" + (f" ({doubt})" if doubt else ""),
-        "tokens": f"{run.batches.until(step) * config.context:,}",
+        "tokens": f"{run.batches.samples_until(step) * config.context:,}",
         "batch": f"{training.batch} samples of {config.context} tokens",
         "data": f"content {run.data.content or 'unknown'}",
         "vocabulary": f"{config.vocabulary:,}",

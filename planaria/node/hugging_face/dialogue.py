@@ -14,7 +14,7 @@ from planaria.node.data.corpus import CorpusError
 from planaria.node.data.rendering import Renderer
 from planaria.node.hugging_face.generate import Sampling, Speaker, decoded, encoded, generate
 from planaria.node.model.checkpoint import TOKENIZER
-from planaria.node.model.config import read_stops
+from planaria.node.model.config import read_stop_tokens
 
 log = logging.getLogger("planaria")
 
@@ -71,7 +71,7 @@ class Dialogue:
         self._renderer = renderer = Renderer(template)
         tokenizer, eos = speaker.tokenizer, template.special_tokens.get("eos_token", "")
         self._stops = {speaker.end, tokenizer.token_to_id(eos), end_of_turn(renderer, tokenizer)}
-        self._stops |= {*read_stops(speaker.folder)}
+        self._stops |= {*read_stop_tokens(speaker.folder)}
         return renderer
 
     def _prompt(self, renderer: Renderer, speaker: Speaker, asked: dict[str, Any]) -> list[int]:

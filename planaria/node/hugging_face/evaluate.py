@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError
-from planaria.node.data.mixture import beginnings, inputs_and_targets
+from planaria.node.data.mixture import document_beginnings, inputs_and_targets
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import LONGEST, TOKENIZER, same_tokenizer
 from planaria.node.hugging_face.options import EvaluateOptions
@@ -70,7 +70,7 @@ class Portion:
         self._scored += int((targets != UNSCORED).sum())
         arrays = [inputs, targets]
         if self._apart:
-            begins = beginnings(self.corpus, self._split, self._context, rows)
+            begins = document_beginnings(self.corpus, self._split, self._context, rows)
             arrays.append(begins.astype(np.int64))
         return tuple(torch.from_numpy(each) for each in arrays)
 

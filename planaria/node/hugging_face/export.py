@@ -23,8 +23,8 @@ from planaria.bootstrap.files import flush
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import read_object, write_tokenizer
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
-from planaria.node.model.config import CONFIG, GENERATION_CONFIG, special_tokens, to_config
-from planaria.node.model.layout import Weight, weights
+from planaria.node.model.config import CONFIG, GENERATION_CONFIG, special_token_ids, to_config
+from planaria.node.model.layout import Weight, model_weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.model.subspace import subspace_of
 
@@ -74,13 +74,14 @@ def export(
     with whole_or_not(out) as folder:
         end = vocabulary.end_of_document if vocabulary else None
         origin = vocabulary.origin if vocabulary else None
-        fields = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
+        name = str(DTYPES[dtype]).removeprefix("torch.")
+        fields = to_config(config, name, end) | (special_token_ids(origin) if origin else {})
         write_json(folder / CONFIG, fields | _ending(fields, end))
         write_vocabulary(folder, vocabulary, config.context)
         fields = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
         write_json(folder / GENERATION_CONFIG, fields | _ending(fields, end))
         (folder / "README.md").write_text(card, encoding="utf-8")
-        in_order = weights(replace(config, subspace=None))
+        in_order = model_weights(replace(config, subspace=None))
         _write_weights(folder, in_order, _tensors(config, read), dtype, track, most)
 
 
@@ -119,7 +120,8 @@ def weight_files(in_order: Sequence[Weight], size: int, most: int) -> list[list[
 
 def _tensors(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
     """Reader of the model's weights, float32, as transformers has them."""
-    stored, subspace = {weight.name: weight for weight in weights(config)}, subspace_of(config)
+    stored = {weight.name: weight for weight in model_weights(config)}
+    subspace = subspace_of(config)
 
     def tensor(weight: Weight) -> Tensor:
         at = stored[weight.name]
@@ -185,10 +187,6 @@ def _copy(origin: Path, names: Iterable[str], folder: Path) -> None:
     for name in names:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
-
-
-def _name(dtype: str) -> str:
-    return str(DTYPES[dtype]).removeprefix("torch.")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

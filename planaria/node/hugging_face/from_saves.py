@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer, read_index
-from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.data.mixture import corpus_folders, index_of
 from planaria.node.data.progress import Track
-from planaria.node.data.tokenizer import TOKENIZER, bounds_of
+from planaria.node.data.tokenizer import TOKENIZER, text_bounds
 from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabulary
@@ -111,7 +111,7 @@ def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
 def of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
     """Tokenizer of prepared data, from `given` or else the run file; `model`: that the run began
     from. Raises CorpusError when it isn't the run's."""
-    path, index = folders_of(run.data, given)[0], index_of(run.data, given)
+    path, index = corpus_folders(run.data, given)[0], index_of(run.data, given)
     if problem := index.misfit(path, run.data.content, run.model.vocabulary):
         raise CorpusError(f"{path} {problem}")
     return Vocabulary(path / TOKENIZER, index.end_of_document, _with_tokenizer(model))
@@ -126,5 +126,5 @@ def of_model(model: Path | None) -> Vocabulary | None:
     Raises CorpusError."""
     if (folder := _with_tokenizer(model)) is None:
         return None
-    end = bounds_of(load_tokenizer(folder / TOKENIZER), folder).end
+    end = text_bounds(load_tokenizer(folder / TOKENIZER), folder).end
     return None if end is None else Vocabulary(folder / TOKENIZER, end, folder)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.data.tokenizer import added, bounds_of
+from planaria.node.data.tokenizer import added_tokens, text_bounds
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import TOKENIZER
 
@@ -85,7 +85,7 @@ class Speaker:
     def of(cls, model: WholeModel, folder: Path) -> Speaker:
         """The speaker of a local model; `folder` has its tokenizer. Raises CorpusError."""
         tokenizer, config = load_tokenizer(folder / TOKENIZER), model.config
-        end = bounds_of(tokenizer, folder).end
+        end = text_bounds(tokenizer, folder).end
 
         def next_logits(known: Tensor) -> Tensor:
             return model.logits(known)[0, -1]
@@ -97,7 +97,7 @@ def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Ite
     """Yield the continuation of the prompt in pieces; after an empty one, a new document. The
     prompt begins with the tokenizer's begin tokens. Raises ValueError."""
     end = speaker.end
-    context_tokens = encoded(speaker, prompt, added(speaker.tokenizer)[0])
+    context_tokens = encoded(speaker, prompt, added_tokens(speaker.tokenizer)[0])
     if not context_tokens and end is not None:
         context_tokens = [end]
     following = generate(

@@ -173,12 +173,12 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
     Raises NodeError when stage 0 or --data was requested, and the data can't be used.
     """
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.data.elsewhere import folder_of
-    from planaria.node.data.mixture import found_by_content, open_data
+    from planaria.node.data.elsewhere import local_folder_of
+    from planaria.node.data.mixture import find_by_content, open_data
     from planaria.node.launch.own_folders import data_below, own_folder
 
     links = (options.saves or options.out or Path("out")) / "data"
-    places = options.data or found_by_content(run.data)
+    places = options.data or find_by_content(run.data)
     needed = options.stage == 0 or bool(options.data)
     data: DataSection | None
     try:
@@ -191,7 +191,7 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
         log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
         return None
     try:
-        corpus = open_data(data, [folder_of(place, links) for place in places])
+        corpus = open_data(data, [local_folder_of(place, links) for place in places])
     except CorpusError as error:
         if needed:
             raise NodeError(

@@ -29,8 +29,8 @@ from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.elsewhere import folder_of
-from planaria.node.data.mixture import folders_of, found_by_content, index_of
+from planaria.node.data.elsewhere import local_folder_of
+from planaria.node.data.mixture import corpus_folders, find_by_content, index_of
 from planaria.node.launch.begin import check_reachable
 from planaria.node.launch.diagnosis import (
     Clock,
@@ -317,13 +317,13 @@ def _look_at(folder: Path) -> DiskFacts:
 
 
 def _data_at(places: Sequence[str], run: RunFile) -> Data:
-    places = places or found_by_content(run.data)
+    places = places or find_by_content(run.data)
     where, data = " with ".join(places) or run.data.where, run.data
     try:
         data = data if places else data_below(own_folder(None, run), data)
         with TemporaryDirectory(prefix="planaria-") as links:
-            folders = [folder_of(place, Path(links)) for place in places]
-            folder, index = folders_of(data, folders)[0], index_of(data, folders)
+            folders = [local_folder_of(place, Path(links)) for place in places]
+            folder, index = corpus_folders(data, folders)[0], index_of(data, folders)
             problem = index.misfit(folder, data.content, run.model.vocabulary)
     except NodeError as error:
         return Data(where, str(error), False)

@@ -17,7 +17,7 @@ from planaria.node.hugging_face.begin_from_model import (
     in_other_process,
     take_in,
 )
-from planaria.node.model.checkpoint import some
+from planaria.node.model.checkpoint import first_few
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.run_file import DATA, RunFile, RunFileError, override
@@ -138,7 +138,7 @@ def _check_alike(run: RunFile) -> None:
                 "recovery.policy = %s can estimate %s of the %s values of stage %d: layers of its "
                 "neighbours differ, and the rest would begin anew (%s). With auto all are kept",
                 *(name, f"{config.trained_in(stage) - size:,}", f"{config.trained_in(stage):,}"),
-                *(stage, some([weight.name for weight in lacking])),
+                *(stage, first_few([weight.name for weight in lacking])),
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from planaria.bootstrap.registry_pb2 import Change
 from planaria.bootstrap.rules import MembershipRules, Resettled
 from planaria.node.launch.resolve import check_policy
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.run_file import (
     PRIVATE,
     ChangeSection,
@@ -123,7 +123,7 @@ def _rows(before: RunFile, run: RunFile) -> list[str]:
     """The settings that differ, and what becomes of the learning rate, in sentences."""
     step, rows = run.changed_at + 1, differences(before, run)
     sentences = [f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()]
-    was, rate = of_run(step, before), of_run(step, run)
+    was, rate = rate_of(step, before), rate_of(step, run)
     if abs(rate - was) > 1e-3 * was:
         gently = "; training.rewarm=50 makes that 50 steps long"
         how = gently if rate > was and not run.training.rewarm else ""

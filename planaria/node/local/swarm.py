@@ -26,7 +26,7 @@ from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import read_view
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
-from planaria.node.data.mixture import found_by_content, index_of
+from planaria.node.data.mixture import find_by_content, index_of
 from planaria.node.data.progress import Track
 from planaria.node.hugging_face.begin_from_model import take_in
 from planaria.node.launch.own_folders import folder_options
@@ -484,7 +484,7 @@ def resume_from(
     the step from which changed settings hold, and messages. Raises SwarmError."""
     missing = [name for name in plan.run.data.names if not Path(name).exists()]
     if missing and not plan.data:
-        plan = plan._replace(data=found_by_content(plan.run.data))
+        plan = plan._replace(data=find_by_content(plan.run.data))
     if missing and not plan.data:
         raise SwarmError(
             f"the run's prepared data is not in {missing[0]}: name the folder that has it, with "
@@ -601,8 +601,8 @@ class _Swarm:
     async def train(self, stop: asyncio.Future[int]) -> Ending:
         """Run the swarm until the run is over. Raises SwarmError."""
         self.screen.say(f"starting; logs are in {self.logs}")
-        self.screen.say(learning_rate.describe(self.run))
-        if problem := learning_rate.too_long(self.run):
+        self.screen.say(learning_rate.describe_rate(self.run))
+        if problem := learning_rate.warmup_too_long(self.run):
             self.screen.say(problem, Severity.WARNING)
         self._start("registry")
         self.address = await self._registry_address(stop)

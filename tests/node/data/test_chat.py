@@ -19,10 +19,15 @@ from planaria.node.cli import app
 from planaria.node.data import shards
 from planaria.node.data.chat import ChatTemplate, Conversation, template_of
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, CorpusError
-from planaria.node.data.mixture import Mixture, beginnings, count_scored, inputs_and_targets
+from planaria.node.data.mixture import (
+    Mixture,
+    count_scored,
+    document_beginnings,
+    inputs_and_targets,
+)
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.data.tokenizer import context_of
+from planaria.node.data.tokenizer import context_of_model
 
 CONVERSATIONS = Path(__file__).parents[2] / "conversations.jsonl"
 MARKED = (
@@ -203,7 +208,7 @@ def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> No
     np.testing.assert_array_equal(begins[1:], tokens[:-2] == plain.index.end_of_document)
     both = Mixture([plain, corpus], [1, 1])
     second = plain.count(TRAIN, 16)
-    rows = beginnings(both, TRAIN, 16, [0, second])
+    rows = document_beginnings(both, TRAIN, 16, [0, second])
     np.testing.assert_array_equal(rows[0], plain.begins(TRAIN, 16, 0))
     np.testing.assert_array_equal(rows[1], corpus.begins(TRAIN, 16, 0))
 
@@ -374,12 +379,12 @@ def test_conversations_that_are_too_long_are_counted_and_cut_or_left_out(
 
 
 def test_the_context_is_that_of_the_model(folder: Path, tmp_path: Path) -> None:
-    assert context_of(tmp_path) is None
+    assert context_of_model(tmp_path) is None
     shutil.copy(folder / "tokenizer.json", tmp_path)
     write_config(tmp_path, chat_template=MARKED, model_max_length=10**30)
-    assert context_of(tmp_path) is None
+    assert context_of_model(tmp_path) is None
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 300}')
-    assert context_of(tmp_path) == 300
+    assert context_of_model(tmp_path) == 300
     corpus, _ = prepare(recipe(tmp_path), tmp_path / "data")
     assert corpus.index.source and corpus.index.source.context == 300
 

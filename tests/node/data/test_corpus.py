@@ -748,7 +748,7 @@ def test_a_shard_that_is_replaced_by_its_like_is_read_on(copy: Path, tmp_path: P
 def test_each_shard_is_verified_once(sharded: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = Corpus.open(sharded.path)
     reads: Counter[str] = Counter()
-    verified = corpus._all()
+    verified = corpus._all_shards()
     for shard in verified:
         monkeypatch.setattr(
             shard, "_check_size", lambda _, name=shard.file.name: reads.update([name])

@@ -20,7 +20,7 @@ from planaria.node.hugging_face.export import ExportError, ModelParts
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.lora import copied, initial_adapters
+from planaria.node.model.lora import copy_with, initial_adapters
 from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, from_fields, override
@@ -78,7 +78,7 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     flat, x = trained(run.config), some_tokens(run.config, 20)
     checkpoint = Checkpoint.open(tmp_path / "base")
     begun = Beginning(run, run.config, checkpoint)
-    ends, *body = (copied(begun.stage(of), flat[of]) for of in flat)
+    ends, *body = (copy_with(begun.stage(of), flat[of]) for of in flat)
     assert isinstance(ends, EmbeddingStage)
     with torch.inference_mode():
         found = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))

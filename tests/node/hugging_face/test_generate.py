@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.data.tokenizer import bounds_of
+from planaria.node.data.tokenizer import text_bounds
 from planaria.node.hugging_face.generate import Sampling, Speaker, choose, generate, texts
 from planaria.node.hugging_face.samples import Occasions
 from tests.node.data.test_tokenizer import AROUND, NAMED, write
@@ -86,7 +86,7 @@ def test_a_prompt_becomes_what_transformers_makes_of_it(
         return torch.nn.functional.one_hot(torch.tensor(2), 400).float()
 
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    speaker = Speaker(next_logits, tokenizer, bounds_of(tokenizer, folder).end, 400, 16)
+    speaker = Speaker(next_logits, tokenizer, text_bounds(tokenizer, folder).end, 400, 16)
     assert list(texts(speaker, prompt, 4, Sampling(temperature=0))) == []
     assert asked == [wanted]
 

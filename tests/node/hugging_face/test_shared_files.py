@@ -14,7 +14,7 @@ import virtual_time
 
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.tokenizer import PART, SHARED, part_of
+from planaria.node.data.tokenizer import PART, SHARED, read_part
 from planaria.node.hugging_face import through_swarm
 from planaria.node.hugging_face.export import ExportError, Vocabulary
 from planaria.node.hugging_face.living_run import Access, ways_to
@@ -47,7 +47,7 @@ class Giver:
         return True
 
     def given(self, asked: Frame) -> pb.Message:
-        part = part_of([self.folder], asked.fields["file"], asked.fields["first"])
+        part = read_part([self.folder], asked.fields["file"], asked.fields["first"])
         fields = {"transfer": asked.fields["transfer"]}
         return Frame(
             "state", NEVER, fields, *encode([torch.tensor([*part], dtype=torch.uint8)], "none")

@@ -339,8 +339,8 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
         again = new._replace(run=goes_on_as(new, new.run, goes_back=True))
         again = taken_over(new, again, at=step)
         assert again.run.changed_at == step
-        assert again.run.batches.of(step).samples == 16
-        assert again.run.batches.of(13).samples == 24
+        assert again.run.batches.at_step(step).samples == 16
+        assert again.run.batches.at_step(13).samples == 24
         assert again.id != new.id
         assert at(again, "1.0", 1) == [Age(2, step)]
 

@@ -160,7 +160,10 @@ def test_a_run_from_quantized_weights_loads_the_same_bits_and_exports_a_plain_mo
         Beginning(run, run.config, checkpoint).stage(stage)
     write(tmp_path / "out", run, True)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    merged, (_, kept) = Checkpoint.open(tmp_path / "out"), checkpoint.as_kept(run.config, 2, NORM)
+    merged, (_, kept) = (
+        Checkpoint.open(tmp_path / "out"),
+        checkpoint.base_words(run.config, 2, NORM),
+    )
     assert (merged.read(NORM) == kept).all()
     assert merged.places[Q].kind == "F32"
 
