@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.hugging_face.begin_from_model import take_in_here
+from planaria.node.hugging_face.begin_from_model import with_model_here
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
@@ -30,7 +30,7 @@ def run_of(folder: Path, key: str, stages: int | list[int] = 3, **changes: Any) 
     run = override(small(steps=8), **changes)
     others = run.model_dump(exclude_none=True, exclude={"model"})
     model = {key: str(folder), "stages": stages, "context": 32}
-    return take_in_here(from_fields({**others, "model": model}))
+    return with_model_here(from_fields({**others, "model": model}))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
     unlike = content("qwen3_moe", **sizes | {"num_hidden_layers": 4}, mlp_only_layers=[1])
     (tmp_path / "config.json").write_text(json.dumps(unlike))
     model = {"config": str(tmp_path), "stages": 4, "context": 32}
-    other = take_in_here(from_fields({"model": model}))
+    other = with_model_here(from_fields({"model": model}))
     other = override(other, recovery__policy="checkfree+", data__path=str(data))
     with pytest.raises(RunFileError, match="stage 1 would be estimated from stage 2, whose layers"):
         resolve(other)

@@ -119,7 +119,7 @@ def data_inspect(
 
 
 def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -> list[str]:
-    """Texts of the first documents. Raises CorpusError."""
+    """Texts of the first documents in prepared data. Raises CorpusError."""
     from planaria.node.data.corpus import TRAIN
 
     tokenizer = corpus.tokenizer()
@@ -141,7 +141,7 @@ def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -
 
 
 def _print_data_of_run(file: Path) -> None:
-    """Raises RunFileError, CorpusError."""
+    """Print how a run uses its data. Raises RunFileError, CorpusError."""
     from planaria.node.data.mixture import corpus_folders, open_data
     from planaria.node.launch.resolve import resolve
     from planaria.node.run_file import load

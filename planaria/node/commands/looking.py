@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, errors, say
+from planaria.node.commands.terminal import console, errors, fail, say
 from planaria.node.launch.options import (
     LOOPBACK,
     Http,
@@ -132,8 +132,8 @@ def page_command(
     invite, one that lives, with its figures for Prometheus."""
 
     if (folder is None) == (join is None):
-        end("name one run: a folder that it wrote, or --join INVITE of a running one")
-    place = security.place(http, insecure)
+        fail("name one run: a folder that it wrote, or --join INVITE of a running one")
+    place = security.page_address(http, insecure)
     if place is None:
         raise ValueError("--http none: the page needs an address, --http HOST:PORT")
     if join is None:

@@ -18,13 +18,13 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.begin_from_model import HUB_NAME, name_of
+from planaria.node.hugging_face.begin_from_model import HUB_NAME, public_name
 from planaria.node.hugging_face.export import (
     DTYPES,
     ExportError,
     ModelParts,
+    complete_folder,
     export,
-    whole_or_not,
     write_json,
     write_tensors,
     write_vocabulary,
@@ -51,8 +51,8 @@ Write: TypeAlias = Callable[[Path, ModelParts, str, Track], None]
 """Writes a folder of a run's model, with the arguments of `export`."""
 
 
-def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) -> Write:
-    """Writer of a run's result: a model, its adapters, or a model with merged adapters, which needs
+def export_writer(run: RunFile, config: ModelConfig, into_weights: bool, base: str) -> Write:
+    """Writer of an export: of a model, its adapters, or a model with merged adapters, which needs
     the base model on this machine. `base`: the base model's name. Raises ExportError."""
     if config.lora is None:
         if into_weights:
@@ -65,8 +65,8 @@ def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) ->
                 "by --base ORG/NAME",
                 base,
             )
-        return partial(_apart, base)
-    return partial(_merged, _checkpoint(run, config), run.model.content or ())
+        return partial(_write_adapters, base)
+    return partial(_write_merged, _base_checkpoint(run, config), run.model.content or ())
 
 
 def kind_of_result(run: RunFile, into_weights: bool) -> str:
@@ -74,15 +74,15 @@ def kind_of_result(run: RunFile, into_weights: bool) -> str:
     return "adapters" if run.training.lora is not None and not into_weights else "model"
 
 
-def base_of(run: RunFile, given: str) -> str:
-    """Name of the model that the run began from, as given or as known; empty: none. Raises
+def base_name(run: RunFile, given: str) -> str:
+    """Name of the model that a run began from, as given or as known; empty: none. Raises
     ExportError."""
     if given and run.model.origin is None:
         raise ExportError(f"--base {given}: this run began from no checkpoint; leave it out")
-    return given or name_of(run.model.origin or "")
+    return given or public_name(run.model.origin or "")
 
 
-def begun_from(run: RunFile, folder: Path | None) -> RunFile:
+def with_origin(run: RunFile, folder: Path | None) -> RunFile:
     """The run with this folder as the checkpoint that it began from. Raises ExportError."""
     if folder is None:
         return run
@@ -91,8 +91,8 @@ def begun_from(run: RunFile, folder: Path | None) -> RunFile:
     return override(run, model__from=str(folder.absolute()))
 
 
-def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
-    """The checkpoint that the run began from. Raises ExportError."""
+def _base_checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
+    """The checkpoint that a run with adapters began from. Raises ExportError."""
     folder = Path(run.model.origin or "")
     try:
         checkpoint = Checkpoint.open(folder)
@@ -103,7 +103,7 @@ def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def _merged(
+def _write_merged(
     checkpoint: Checkpoint,
     content: Sequence[str],
     out: Path,
@@ -140,12 +140,12 @@ def _merged(
     export(out, model._replace(read=read_merged), dtype, track)
 
 
-def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) -> None:
-    """Write the adapters, for the model that `base` names."""
+def _write_adapters(base: str, out: Path, model: ModelParts, dtype: str, track: Track) -> None:
+    """Write a folder of adapters, for the model that `base` names."""
     config, read, vocabulary, card = model
     assert config.lora is not None
     adapter_weights = lora_weights(config)
-    with whole_or_not(out) as folder:
+    with complete_folder(out) as folder:
         write_json(folder / ADAPTER_CONFIG, adapter_config(config.lora, base))
         write_vocabulary(folder, vocabulary, config.context)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -75,9 +75,9 @@ def model_card(
     merged: bool = False,
     base: str = "",
 ) -> str:
-    """Text of the card. `doubt`: why it isn't the model as of the step, or empty. `summary`: the
-    content of `summary.json`, or empty. `merged`: the adapters are in the weights. `base`: name of
-    the model that the run began from."""
+    """Text of the model card. `doubt`: why it isn't the model as of the step, or empty. `summary`:
+    the content of `summary.json`, or empty. `merged`: the adapters are in the weights. `base`: name
+    of the model that the run began from."""
     training = run.training
     rows = {
         "steps": f"{step} of {run.steps}" + (f" ({doubt})" if doubt else ""),

@@ -30,7 +30,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss that is comparable between tokenizers."""
+        """Loss in bits per byte of text, which is comparable between tokenizers."""
         if self.bytes_per_token is None:
             return None
         return self.loss / math.log(2) / self.bytes_per_token
@@ -47,8 +47,8 @@ class Evaluation:
 
 
 class Portion:
-    """The first `samples` samples of a split of the prepared folder `data`, or all. `apart`: the
-    model keeps documents apart."""
+    """The samples to evaluate on: the first `samples` of a split of the prepared folder `data`, or
+    all. `apart`: the model keeps documents apart."""
 
     def __init__(
         self, data: Path, split: str, context: int, samples: int | None, apart: bool
@@ -89,7 +89,7 @@ class Portion:
 def evaluate(
     model: WholeModel, folder: Path, options: EvaluateOptions, track: Track = untracked
 ) -> Evaluation:
-    """Evaluate on samples of the model's context length, at most LONGEST tokens. `folder`: the
+    """Evaluate a local model on samples of its context, at most LONGEST tokens. `folder`: the
     model's. Raises CorpusError when the data can't be used, or was made with another tokenizer."""
     config, data = model.config, options.data
     context, samples = min(config.context, LONGEST), options.samples

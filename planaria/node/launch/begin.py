@@ -45,9 +45,9 @@ Serve: TypeAlias = Callable[..., Awaitable[int]]
 
 
 async def begin(setup: Setup, serve: Serve) -> int:
-    """Get the registry's run, check it, and call `serve`. Returns the exit status. Raises
-    NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted, OSError, and
-    exceptions of `serve`."""
+    """Get the registry's run, check that the node can serve it, and call `serve`. Returns the exit
+    status. Raises NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted,
+    OSError, and exceptions of `serve`."""
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import check_port
     from planaria.node.run_file import loads
@@ -60,7 +60,7 @@ async def begin(setup: Setup, serve: Serve) -> int:
         return await _begin_invited(setup, setup.invitation, serve)
     if not setup.addresses.dials_only:
         check_port(setup.addresses.listen, setup.credentials, options.insecure)
-    run_kept = find_run(options.saves)
+    run_kept = run_of_saves(options.saves)
     client = RegistryClient(setup.addresses.registries, setup.credentials, run_kept)
     try:
         await client.check_one_run()
@@ -75,7 +75,7 @@ async def begin(setup: Setup, serve: Serve) -> int:
 
 
 async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> int:
-    """Begin with an invite; the node's folder has its key and, after enrolment, its certificate."""
+    """Begin a node with an invite; its folder has its key and, after enrolment, its certificate."""
     from planaria.bootstrap.authority import Role
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.launch.enrolled import check_role, enrolled
@@ -92,7 +92,7 @@ async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> 
         return await begin(replace(setup, invitation=None, **changes), serve)
 
 
-def find_run(folder: Path | None) -> str:
+def run_of_saves(folder: Path | None) -> str:
     """The run of the node's saves in `folder`, to which a restarted node keeps; empty: there are
     none."""
     if folder is None or not any(folder.glob("stage-*")):
@@ -151,7 +151,7 @@ def check_reachable(addresses: Addresses) -> None:
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Write a file: permissions don't show a full or read-only disk. Raises NodeError."""
+    """Write into a node's folder: permissions don't show a full disk. Raises NodeError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
@@ -167,8 +167,8 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
-    """The prepared data, from --data, else by content in `PLANARIA_DATA`, else the run file's path
-    below this node's own folder; needed at stage 0 only.
+    """The prepared data of a node, from --data, else by content in `PLANARIA_DATA`, else the run
+    file's path below this node's own folder; needed at stage 0 only.
 
     Raises NodeError when stage 0 or --data was requested, and the data can't be used.
     """

@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 class UnknownFact(NamedTuple):
-    """A fact that could not be determined."""
+    """A fact of the diagnosis that could not be determined."""
 
     why: str
     verdict: Grade = Grade.WARNING
@@ -92,7 +92,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts, each known or with the reason why not."""
+    """All facts of the diagnosis, each known or with the reason why not."""
 
     version: str  # of this planaria
     protocol: int  # its protocol version
@@ -116,7 +116,7 @@ class Facts:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """A finding for each check, in the order of repair."""
+    """The findings of all checks, in the order of repair."""
     return [
         _version(facts),
         _clock(facts),
@@ -133,7 +133,7 @@ def findings(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(all_findings: Iterable[Finding]) -> Grade:
+def worst_grade(all_findings: Iterable[Finding]) -> Grade:
     return max((finding.verdict for finding in all_findings), default=Grade.OK)
 
 
@@ -197,7 +197,7 @@ def _tls(facts: Facts) -> Finding:
 
 
 def _proxy(facts: Facts) -> Iterator[Finding]:
-    """Finding about proxies in the environment, if any."""
+    """The finding about proxies in the environment, if any."""
     if facts.proxies and not isinstance(facts.registry_protocol, UnknownFact):
         yield Finding("proxy", Grade.OK, f"{facts.proxies}; the registry is reached directly")
     elif facts.proxies:
@@ -242,7 +242,7 @@ def _reachable(facts: Facts) -> Finding:
 
 
 def _on_one_machine(listens: str) -> Finding:
-    """Finding for a registry on this machine: it can't test reachability from others."""
+    """The finding for a registry on this machine: it can't test reachability from others."""
     if Address.parse(listens).is_loopback:
         description = (
             f"registry and node are on one machine, and only nodes on it can dial {listens}"
@@ -257,7 +257,7 @@ def _on_one_machine(listens: str) -> Finding:
 
 
 def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
-    """Finding for another advertised address, which the registry can't test: it dials callers."""
+    """The finding for another advertised address: the registry can't test it."""
     if facts.advertise is None or back.host in facts.advertise[1]:
         return None
     advertised, hosts = facts.advertise
@@ -324,7 +324,7 @@ def _disk(facts: Facts) -> Finding:
         return _unknown(about, UnknownFact(f"{_gib(free)} free; the run file can't be read"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
-    needed = saves * _of_stage(facts, run.config, run.config.state_bytes)
+    needed = saves * _largest(facts, run.config, run.config.state_bytes)
     description = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
@@ -347,7 +347,7 @@ def _data(facts: Facts) -> Finding:
 
 
 def _code(facts: Facts) -> Iterator[Finding]:
-    """Finding about a run's own architecture, if it has one."""
+    """The finding about a run's own architecture, if it has one."""
     if isinstance(facts.run, UnknownFact) or facts.run.model.module is None:
         return
     try:
@@ -393,7 +393,7 @@ def _memory(facts: Facts) -> Finding:
     if isinstance(facts.run, UnknownFact):
         return _unknown(about, UnknownFact("the run's model isn't known"))
     config = facts.run.config
-    needed = COMPUTED * _of_stage(facts, config, config.bytes_of)
+    needed = COMPUTED * _largest(facts, config, config.bytes_of)
     description = (
         f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     )
@@ -405,8 +405,8 @@ def _memory(facts: Facts) -> Finding:
     return Finding(about, Grade.OK, description)
 
 
-def _of_stage(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
-    """The figure of the requested stage; the largest one if none, or one that the run lacks, is
+def _largest(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
+    """A figure of the requested stage; the largest stage's if none, or one that the run lacks, is
     requested."""
     sizes = [figure(stage) for stage in range(config.stages + 1)]
     return max(sizes) if (stage := facts.stage) is None else max(sizes[stage : stage + 1] or sizes)
@@ -416,8 +416,8 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def lines(all_findings: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
-    """Subject, verdict, and text of each finding."""
+def finding_lines(all_findings: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
+    """Subject, verdict, and text of each finding, to print."""
     for finding in all_findings:
         remedy = f". {finding.remedy[:1].upper()}{finding.remedy[1:]}" if finding.remedy else ""
         yield finding.about, finding.verdict.name.lower(), f"{finding.description}{remedy}"

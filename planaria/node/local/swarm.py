@@ -28,7 +28,7 @@ from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
 from planaria.node.data.mixture import find_by_content, index_of
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve, text_to_prepare
 from planaria.node.launch.settings import describe_change, with_changes
@@ -48,9 +48,9 @@ from planaria.node.local.resume import (
     RUN_FILE,
     KeptRun,
     SwarmError,
-    put_in_place,
-    resuming,
-    take_over,
+    place_saves,
+    resume_errors,
+    rewrite_saves,
 )
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.extras import remedy
@@ -136,7 +136,7 @@ class Kill:
 
 
 def parse_kill(text: str, run: RunFile) -> Kill:
-    """Parse STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
+    """Parse --kill, STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
     place, _, step = text.partition("@")
     stage, dot, replica = place.partition(".")
     figures = [stage, step, *([replica] if dot else [])]
@@ -147,13 +147,13 @@ def parse_kill(text: str, run: RunFile) -> Kill:
         )
     kill = Kill(int(stage), int(replica) if dot else None, int(step))
     stages, replicas = run.model.body_stages, run.swarm.replicas
-    _within(text, "stage", kill.stage, 0, stages)
-    _within(text, "replica", kill.replica or 0, 0, replicas - 1)
-    _within(text, "step", kill.step, 1, run.steps)
+    _check_range(text, "stage", kill.stage, 0, stages)
+    _check_range(text, "replica", kill.replica or 0, 0, replicas - 1)
+    _check_range(text, "step", kill.step, 1, run.steps)
     return kill
 
 
-def _within(kill: str, noun: str, value: int, low: int, high: int) -> None:
+def _check_range(kill: str, noun: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise SwarmError(f"--kill {kill}: there is no {noun} {value}, choose {low} to {high}")
 
@@ -187,14 +187,14 @@ class Ending(NamedTuple):
 
 
 class ProcessHome(NamedTuple):
-    """A process's own network."""
+    """The network of a swarm's process, if it has its own."""
 
     host: str  # address in that network
     namespace: Path  # the network, as in /proc/PID/ns/net
 
 
 class SwarmPlan(NamedTuple):
-    """A run and its folders, devices and options."""
+    """A run of `planaria up`: its run file, folders, devices and options."""
 
     run: RunFile  # resolved
     out: Path
@@ -228,7 +228,7 @@ async def up(
     check_gpu(plan.device, gpus_of_this_machine)
     if not plan.options.oversubscribe:
         check_processes(plan, MachineSize.this())
-    for sentence in outlook(plan, MachineSize.this(), speed_of_a_core):
+    for sentence in forecast(plan, MachineSize.this(), speed_of_a_core):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if resumed is not None:
         plan, sentences = resume_from(plan, resumed, losses.first())
@@ -236,7 +236,7 @@ async def up(
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
         (out / MERGED).unlink(missing_ok=True)  # until the run ends again
     else:
-        claim(plan)
+        create_folder(plan)
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
@@ -255,7 +255,7 @@ async def up(
 
 
 class MachineSize(NamedTuple):
-    """Resources that all processes of a swarm share."""
+    """This machine's resources that all processes of a swarm share."""
 
     memory: int  # bytes
     cores: int
@@ -267,7 +267,7 @@ class MachineSize(NamedTuple):
 
 
 class SwarmNeeds(NamedTuple):
-    """Minimum resources that a swarm takes."""
+    """Minimum resources that a swarm takes of this machine."""
 
     nodes: int
     states: int  # bytes of weights, gradients and moments in main memory
@@ -275,8 +275,8 @@ class SwarmNeeds(NamedTuple):
 
     @classmethod
     def of(cls, plan: SwarmPlan) -> SwarmNeeds:
-        """Minimum load of a swarm. A step multiplies and adds each parameter once a token forward,
-        and twice backward if it is trained; embeddings are lookups."""
+        """Minimum resources of a swarm. A step multiplies and adds each parameter once a token
+        forward, and twice backward if it is trained; embeddings are lookups."""
         run, config = plan.run, plan.run.config
         nodes = (config.stages + 1) * run.swarm.replicas
         has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
@@ -289,12 +289,12 @@ class SwarmNeeds(NamedTuple):
 
     @property
     def least_memory(self) -> int:
-        """Minimum bytes, without computation."""
+        """Minimum bytes of a swarm's processes, without computation."""
         return self.nodes * NODE_BYTES + self.states
 
     @property
     def memory(self) -> float:
-        """Bytes, computation included."""
+        """Bytes of a swarm's processes, computation included."""
         return self.nodes * NODE_BYTES + COMPUTED * self.states
 
 
@@ -318,7 +318,7 @@ def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
         )
 
 
-def outlook(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) -> Iterator[str]:
+def forecast(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) -> Iterator[str]:
     """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
     operations per second of a core, called where cores compute."""
     run, config, load = plan.run, plan.run.config, SwarmNeeds.of(plan)
@@ -353,8 +353,8 @@ def _gib(size: float) -> str:
 
 
 def check_gpu(device: str, count: Callable[[], int]) -> None:
-    """Check that the device exists, before PyTorch is loaded; `count`: number of GPUs. Raises
-    SwarmError."""
+    """Check that the device of --device exists, before PyTorch is loaded; `count`: number of GPUs.
+    Raises SwarmError."""
     if not device.startswith("cuda"):
         return
     number, gpus = int(device.partition(":")[2] or 0), count()
@@ -378,8 +378,8 @@ def gpus_of_this_machine() -> int:
     return count.value if works else 0
 
 
-def claim(plan: SwarmPlan) -> None:
-    """Create the folder of a run. Raises SwarmError when it, or the one for saves, is in use."""
+def create_folder(plan: SwarmPlan) -> None:
+    """Create a run's folder. Raises SwarmError when it, or the one for saves, is in use."""
     out, save_dir = plan.out, plan.save_dir
     depths = "*/stage-*/step-*", "*/*/stage-*/step-*"
     if save_dir is not None and any(any(save_dir.glob(depth)) for depth in depths):
@@ -422,7 +422,7 @@ def plan_run(
     say: Callable[[str], object],
     track: Track,
 ) -> SwarmPlan:
-    """Resolve the run file, and prepare the shipped prose for a run that names no data, and the
+    """Resolve a new run's file. Prepare the shipped prose for a run that names no data, and the
     model of a run that it begins from. Raises SwarmError, RunFileError, ExportError,
     CorpusError."""
     from planaria.node.local.from_run import begin_from_run  # which reads that run's plan
@@ -433,7 +433,7 @@ def plan_run(
         from planaria.node.data.prepare import prepare
         from planaria.node.data.recipe import Recipe
 
-        run = take_in(run)
+        run = with_model(run)
         tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
         say(f"there is no prepared data at {path}; preparing the prose in {text}")
         prepare(Recipe([str(text)], tokenizer), path, track=track)
@@ -480,8 +480,8 @@ def read_plan(folder: Path, data: Sequence[str] = ()) -> SwarmPlan:
 def resume_from(
     plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]
 ) -> tuple[SwarmPlan, list[str]]:
-    """Put saves of `before` where the processes in `slots` look for them. Returns the plan, with
-    the step from which changed settings hold, and messages. Raises SwarmError."""
+    """Put saves of `before` where the resumed processes in `slots` look for them. Returns the plan,
+    with the step from which changed settings hold, and messages. Raises SwarmError."""
     missing = [name for name in plan.run.data.names if not Path(name).exists()]
     if missing and not plan.data:
         plan = plan._replace(data=find_by_content(plan.run.data))
@@ -492,26 +492,26 @@ def resume_from(
         )
     sentences: list[str] = []
     if plan.out != before.out:
-        before = copied(before, plan.out)
+        before = copy_run(before, plan.out)
         plan = plan._replace(save_dir=before.save_dir)
         sentences.append(f"the run is copied to {plan.out}, and goes on there")
     if plan.run.notify != before.run.notify:  # which is no change of the run
         before = before._replace(run=before.run.model_copy(update={PRIVATE: plan.run.notify}))
-        with resuming():
+        with resume_errors():
             replace_file(plan.out / RUN_FILE, dumps(before.run).encode())
     if plan.run != before.run or plan.at is not None:
-        plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
+        plan = plan._replace(run=rewrite_saves(before.kept, plan.kept, slots, plan.at).run)
         sentences += describe_change(before.run, plan.run)
     if plan.kept.id == before.kept.id:
-        sentences += put_in_place(plan.kept, slots)
+        sentences += place_saves(plan.kept, slots)
     else:
         sentences.append(f"the saves as they were stay in {before.kept.saves or 'their folder'}")
-    empty_registry(plan)
+    empty_journal(plan)
     return plan, sentences
 
 
-def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
-    """The plan of a copy of the run with its saves in `out`, a new or empty folder. Raises
+def copy_run(plan: SwarmPlan, out: Path) -> SwarmPlan:
+    """Copy a run with its saves to `out`, a new or empty folder. Returns the copy's plan. Raises
     SwarmError."""
     if plan.run.policy.checkpoints:
         raise SwarmError(
@@ -531,7 +531,7 @@ def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
             f"--out {out} can't have a copy of the run: name a new or empty folder, outside of "
             f"{' and '.join(map(str, folders))}"
         )
-    with resuming(), plan.kept.open_journal():  # exclusive use
+    with resume_errors(), plan.kept.open_journal():  # exclusive use
         try:
             for folder, to in folders.items():
                 shutil.copytree(folder, to, dirs_exist_ok=True)
@@ -543,15 +543,15 @@ def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
     return plan
 
 
-def empty_registry(plan: SwarmPlan) -> None:
-    """Remove all members from the journal: their processes are gone. Raises SwarmError."""
-    with resuming(), plan.kept.open_journal() as journal:
+def empty_journal(plan: SwarmPlan) -> None:
+    """Remove all members from a stopped run's journal. Raises SwarmError."""
+    with resume_errors(), plan.kept.open_journal() as journal:
         journal.go_on_from(journal.view or View(), "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
 
 
 class _Swarm:
-    """The processes, their state, and the remaining kills."""
+    """The processes of a swarm, what they report, and the remaining kills."""
 
     def __init__(
         self,
@@ -619,8 +619,8 @@ class _Swarm:
                 at = f"at step {self.story.committed}"
                 return Ending(1, f"stopped by its operator {at}; {self._continues()}")
             if self.story.finished is not None and order != STOP:
-                await self._last_nodes(stop)
-                return await self._until_saved(stop)
+                await self._wait_for_nodes(stop)
+                return await self._wait_for_saves(stop)
             self._replace_ended()
             self.screen.show(self.story, self.description, self.stages)
             if self.story.committed > committed or order != TRAIN:
@@ -649,7 +649,7 @@ class _Swarm:
         return f"planaria up --resume {self.out} continues from there"
 
     async def end(self) -> None:
-        """End every process, and close all logs."""
+        """End every process of the swarm, and close all logs."""
         self.events.write(SwarmEnding())
         if self.describing is not None:
             self.describing.cancel()
@@ -708,7 +708,7 @@ class _Swarm:
         messages = {seat.message for report in reports for seat in report.seats if seat.message}
         return "; ".join(sorted(messages)) or "no node reports what it waits for"
 
-    async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
+    async def _wait_for_nodes(self, stop: asyncio.Future[int]) -> None:
         """Wait until every node has the state of the last step: so the swarm ends complete, and
         shows that a late replacement recovers."""
         deadline = time.monotonic() + LAST_NODES
@@ -731,7 +731,7 @@ class _Swarm:
                 return
             await _pause(stop, POLL)
 
-    async def _until_saved(self, stop: asyncio.Future[int]) -> Ending:
+    async def _wait_for_saves(self, stop: asyncio.Future[int]) -> Ending:
         """Keep the nodes while the last step of any stage is in memory only."""
         began, reported = time.monotonic(), False
         while stages := self._unsaved():
@@ -760,7 +760,7 @@ class _Swarm:
         return unsaved(self.description, stages, self.run.steps)
 
     def _samples_due(self) -> bool:
-        """Whether samples of the last step are outstanding."""
+        """Whether generated texts of the last step are outstanding."""
         training, made = self.run.training, self.story.samples
         if not training.sample_every or self.run.steps % training.sample_every:
             return False
@@ -802,7 +802,7 @@ class _Swarm:
             raise SwarmError(f"can't start a process for {slot}: {error}") from error
         self.events.write(Started(slot=slot, pid=pid))
         if slot != "registry":
-            self.losses.took(slot, time.monotonic())
+            self.losses.started(slot, time.monotonic())
 
     def _command(self, slot: str) -> list[str]:
         home = self.homes.get(slot)
@@ -834,15 +834,15 @@ class _Swarm:
         ]
 
     def _apply_due_kills(self) -> None:
-        due = [kill for kill in self.kills if self._under_way(kill.step)]
+        due = [kill for kill in self.kills if self._has_begun(kill.step)]
         for kill in due:
             self.kills.remove(kill)
             if self.story.finished is not None:
                 self.screen.say(f"too late to kill at step {kill.step}: the run is over")
                 continue
-            self._carry_out(kill)
+            self._kill_slots(kill)
 
-    def _under_way(self, step: int) -> bool:
+    def _has_begun(self, step: int) -> bool:
         if step > 1:
             return self.story.committed >= step - 1
         # A driver begins as soon as it is named and all nodes have built their stages.
@@ -853,7 +853,7 @@ class _Swarm:
             and all(self.story.serves(pid) for pid in running)
         )
 
-    def _carry_out(self, kill: Kill) -> None:
+    def _kill_slots(self, kill: Kill) -> None:
         slots = kill.slots(self.replicas)
         for slot in slots:
             if not self._kill(slot, kill.step):
@@ -863,7 +863,7 @@ class _Swarm:
         self._check_any_node_left()
 
     def _kill(self, slot: str, step: int) -> bool:
-        """Kill the slot's process, and remove its saves: so a machine is lost. Returns whether
+        """Kill the process in a slot, and remove its saves: so a machine is lost. Returns whether
         there was one."""
         now = time.time()
         pid = self.processes.kill(slot)
@@ -871,18 +871,18 @@ class _Swarm:
             if self.save_dir is not None:
                 for saves in (self.save_dir / slot).glob("stage-*"):
                     shutil.rmtree(saves, ignore_errors=True)
-            victim = self._victim(slot, pid)
+            victim = self._describe_victim(slot, pid)
             self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), at=now)
         return pid is not None
 
     def _apply_due_losses(self) -> None:
-        """Apply losses and replacements of the schedule."""
+        """Apply the schedule's losses and replacements."""
         if self.story.finished is not None:
             return
-        if not self.training and (self.story.committed or self._under_way(1)):
+        if not self.training and (self.story.committed or self._has_begun(1)):
             self.training = True
             self.losses.begin(time.monotonic())
-        changes = self.losses.due(time.monotonic())
+        changes = self.losses.due_changes(time.monotonic())
         for place, starts in changes:
             if starts and self.replacing:
                 self.at_large |= {place} if self.losses.at_large else set()
@@ -898,7 +898,7 @@ class _Swarm:
         if not more and not any(slot != "registry" for slot in self.processes.running()):
             raise SwarmError("no node is left, and none will be started")
 
-    def _victim(self, slot: str, pid: int) -> dict[str, Any]:
+    def _describe_victim(self, slot: str, pid: int) -> dict[str, Any]:
         node, stage = self.story.node_of(pid), stage_of(slot)
         running = self.processes.running()
         left = sum(other.startswith(f"{stage}.") for other in running)
@@ -922,7 +922,7 @@ class _Swarm:
                 how=describe_status(ended.status),
             )
             if slot != "registry":
-                exited = replace(exited, **self._victim(slot, ended.pid))
+                exited = replace(exited, **self._describe_victim(slot, ended.pid))
             self.events.write(exited)
             self._read()
             if slot != "registry" and not self.replacing:
@@ -952,8 +952,8 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
 
 
 def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending:
-    """Write the merged files, the summary and the plot; print the essence. Returns the ending, with
-    all problems, a line each."""
+    """Write a run's merged files, the summary and the plot; print the essence. Returns the ending,
+    with all problems, a line each."""
     problems = [ending.reason] if ending.reason else []
     records = list(read_events(out / "logs"))
     _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in records), problems)
@@ -985,7 +985,7 @@ def _print_error(console: Console, problem: str) -> None:
 
 
 def _write(path: Path, text: str, problems: list[str]) -> None:
-    """Write atomically; append an error to the problems."""
+    """Write a result file atomically; append an error to the problems."""
     try:
         replace_file(path, text.encode())
     except OSError as error:
@@ -993,7 +993,7 @@ def _write(path: Path, text: str, problems: list[str]) -> None:
 
 
 def read_events(logs: Path) -> Iterator[dict[str, Any]]:
-    """All the events in a folder, sorted by time."""
+    """All events in a folder of logs, sorted by time."""
     events = [event for path in logs.glob("events-*.jsonl") for event in Tail(path).lines()]
     yield from sorted(events, key=lambda event: float(event["time"]))
 
@@ -1017,7 +1017,7 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
 
 
 def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
-    """Failures of a finished run, in sentences."""
+    """Failures of a finished run by its summary, in sentences."""
     problems = []
     if summary["steps"] != run.steps:
         problems.append(f"only {summary['steps']} of {run.steps} steps are in the ledger")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.begin_from_model import take_in, take_in_here
+from planaria.node.hugging_face.begin_from_model import with_model, with_model_here
 from planaria.node.model import trial
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
@@ -75,7 +75,7 @@ def saved(folder: Path, kind: str, **others: Any) -> Any:
 
 def run_of(folder: Path, key: str = "from", **model: Any) -> RunFile:
     fields = {key: str(folder), "stages": 2, "context": 24, **model}
-    return take_in_here(from_fields({"model": fields}))
+    return with_model_here(from_fields({"model": fields}))
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,11 @@ def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
 def test_another_process_takes_it_in_and_says_what_is_wrong(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content("opt")))
     model = {"config": str(tmp_path), "stages": 2, "context": 24}
-    assert take_in(from_fields({"model": model})) == take_in_here(from_fields({"model": model}))
+    run = from_fields({"model": model})
+    assert with_model(run) == with_model_here(run)
     refusal = r"model\.config = .*: OPTForCausalLM of .* with documents kept apart, computes logits"
     with pytest.raises(RunFileError, match=refusal):
-        take_in(from_fields({"model": model | {"attn_mask_type": "block_causal"}}))
+        with_model(from_fields({"model": model | {"attn_mask_type": "block_causal"}}))
 
 
 def test_another_version_of_transformers_is_refused(tmp_path) -> None:
@@ -207,10 +208,10 @@ def test_adapters_need_linear_modules(tmp_path) -> None:
     fields = {"model": {"from": str(tmp_path / "gpt2"), "stages": 2, "context": 24}}
     lora = {"training": {"lora": {"targets": ["c_attn"]}}}
     with pytest.raises(RunFileError, match="is called c_attn; this model has none"):
-        take_in_here(from_fields(fields | lora))
+        with_model_here(from_fields(fields | lora))
     saved(tmp_path / "granite", "granite")
     fields["model"]["from"] = str(tmp_path / "granite")
-    run = take_in_here(from_fields(fields | {"training": {"lora": {"rank": 2}}}))
+    run = with_model_here(from_fields(fields | {"training": {"lora": {"rank": 2}}}))
     own = load_as_said(run, run.config)
     adapters = initial_adapters(run.config, 1, 0)
     stage = add_adapters(build_stage(run.config, 1, 0, own), run.config, 1, adapters)
