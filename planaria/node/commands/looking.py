@@ -152,11 +152,8 @@ def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
     with suppress(KeyboardInterrupt):
         with errors.status("reading"):
             replay = replay_of(folder, price)
-
-        async def until_interrupted() -> None:
-            await show(replay, place, partial(_print_address, str(folder)), _forever())
-
-        asyncio.run(until_interrupted())
+        say_address = partial(_print_address, str(folder))
+        asyncio.run(show(replay, place, say_address, asyncio.Event().wait()))
 
 
 def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
@@ -170,7 +167,3 @@ def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
 
 def _print_address(subject: str, url: str) -> None:
     say(f"{subject} is shown at {url}")
-
-
-async def _forever() -> None:
-    await asyncio.get_running_loop().create_future()

@@ -95,13 +95,7 @@ class Tokenizing:
     def part_folder(self, file: str, first: int) -> Path:
         """Folder of an input file's part, as the file is now. Raises CorpusError."""
         recipe = self.recipe
-        how = [
-            recipe.validation,
-            recipe.context,
-            recipe.longer,
-            *recipe.reading,
-            self.template,
-        ]
+        how = [recipe.validation, recipe.context, recipe.longer, *recipe.reading, self.template]
         tokenizer = file_checksum(self.tokenizer), self.vocabulary
         fields = [file, file_version(file), first, *tokenizer, *how]
         return self.folder / _hash_of(fields)
@@ -244,9 +238,8 @@ def documents_of(
     recipe: Recipe, file: str, template: Template | None, renderer: Renderer | None
 ) -> Iterator[Document | RowError]:
     """The rows of an input file as documents, all of the template's kind. Raises CorpusError."""
-    return limit_bad_rows(
-        _as_documents(recipe.documents(file), template, renderer), recipe.skip_bad
-    )
+    documents = _as_documents(recipe.documents(file), template, renderer)
+    return limit_bad_rows(documents, recipe.skip_bad)
 
 
 def _as_documents(

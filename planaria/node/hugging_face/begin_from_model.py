@@ -106,10 +106,8 @@ def main() -> None:
 def with_model_here(run: RunFile) -> RunFile:
     """`with_model` for an existing folder, in this process. Raises RunFileError."""
     origin = run.model.origin
-    key, folder = (
-        ("config" if origin is None else "from"),
-        Path(origin or run.model.blueprint or ""),
-    )
+    key = "config" if origin is None else "from"
+    folder = Path(origin or run.model.blueprint or "")
     try:
         checkpoint = None if origin is None else Checkpoint.open(folder)
         config = _shape_in(folder) if checkpoint is None else checkpoint.config

@@ -116,7 +116,8 @@ def _recoveries(rebuilds: Sequence[Mapping[str, Any]]) -> str:
     if not rebuilds:
         return ""
     rows = "".join(
-        f"| {row['stage']} | {row['step']} | {row['method']} | {_exact(row)} |\n"
+        f"| {row['stage']} | {row['step']} | {row['method']} | "
+        f"{'yes' if row.get('exact') else 'no'} |\n"
         for row in rebuilds
     )
     return f"""
@@ -125,7 +126,3 @@ def _recoveries(rebuilds: Sequence[Mapping[str, Any]]) -> str:
 | stage | rebuilt at step | method | exact |
 | --- | --- | --- | --- |
 {rows}"""
-
-
-def _exact(row: Mapping[str, Any]) -> str:
-    return "yes" if row.get("exact") else "no"

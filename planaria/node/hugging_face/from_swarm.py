@@ -166,13 +166,9 @@ async def living_card(
     while not has_passed(description, model.step) and model.loop.time() < until:
         await asyncio.sleep(LOOK)
         description = await describe()
+    fields = "stage", "step", "method", "exact"
     rebuilds = [
-        {
-            "stage": rebuild.stage,
-            "step": rebuild.step,
-            "method": rebuild.method,
-            "exact": rebuild.exact,
-        }
+        {name: getattr(rebuild, name) for name in fields}
         for rebuild in description.rebuilds
         if rebuild.step <= model.step
     ]

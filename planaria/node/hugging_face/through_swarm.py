@@ -187,10 +187,10 @@ class LivingStages(LivingRun):
         if not isinstance(item, Frame):
             return
         number: Any = item.fields.get("transfer")
-        awaited, answer = (
-            self._waiting.get(number, ("", None)) if type(number) is int else ("", None)
-        )
-        if answer is not None and awaited == seat and not answer.done():
+        if type(number) is not int or number not in self._waiting:
+            return
+        awaited, answer = self._waiting[number]
+        if awaited == seat and not answer.done():
             answer.set_result(item)
 
     def lost(self, seat: str, why: str) -> None:
@@ -270,7 +270,4 @@ def check_data(run: RunFile, data: Path) -> None:
     if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")
     if index.content != run.data.content:
-        log.warning(
-            "%s isn't the run's data: its tokenizer may be another one",
-            data,
-        )
+        log.warning("%s isn't the run's data: its tokenizer may be another one", data)

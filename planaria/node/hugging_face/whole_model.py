@@ -57,16 +57,14 @@ class WholeModel:
 
     def _run(self, tokens: Tensor, *begins: Tensor) -> Tensor:
         length = tokens.shape[1]
-        self._check_length(length)
-        cos, sin = (table.to(self.device) for table in rope_tables(self.config, length))
-        self._body.cos, self._body.sin = nn.Buffer(cos), nn.Buffer(sin)
+        if not 0 < length <= self.config.context:
+            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
+        if isinstance(self._body, LlamaBody):
+            cos, sin = (table.to(self.device) for table in rope_tables(self.config, length))
+            self._body.cos, self._body.sin = nn.Buffer(cos), nn.Buffer(sin)
         x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
         out: Tensor = self._body(x)
         return out
-
-    def _check_length(self, length: int) -> None:
-        if not 0 < length <= self.config.context:
-            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
 
 
 class _OfTransformers(WholeModel):
@@ -84,9 +82,3 @@ class _OfTransformers(WholeModel):
             for name, parameter in part.named_parameters():
                 parameter.data.copy_(tensors[name.removeprefix("model.")])
         self._ends, self._body = (part.to(device) for part in parts)  # type: ignore[assignment]
-
-    def _run(self, tokens: Tensor, *begins: Tensor) -> Tensor:
-        self._check_length(tokens.shape[1])
-        x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
-        out: Tensor = self._body(x)
-        return out

@@ -110,15 +110,12 @@ async def gather_facts(examined: Examined, version: str, elapsed: float = 0.0) -
         async with _listening(examined) as port:
             described = await _describe(client, examined)
             run = _run_of(described)
-            if isinstance(described, UnknownFact):
-                no_registry = UnknownFact("no registry answers")
-                back: DialledBack | UnknownFact = no_registry
-                clock: Clock | UnknownFact = no_registry
-                link: LinkFacts | UnknownFact = no_registry
-            else:
-                back, (clock, link) = await asyncio.gather(
-                    _dial_back(client, examined, port), _measure(client)
-                )
+            back: DialledBack | UnknownFact = UnknownFact("no registry answers")
+            clock: Clock | UnknownFact = UnknownFact("no registry answers")
+            link: LinkFacts | UnknownFact = UnknownFact("no registry answers")
+            if not isinstance(described, UnknownFact):
+                asked = _dial_back(client, examined, port), _measure(client)
+                back, (clock, link) = await asyncio.gather(*asked)
         data: Data | UnknownFact = UnknownFact("the run's data isn't known")
         if isinstance(run, RunFile):
             reading = _in_thread(_data_facts, options.data or (), run)
@@ -263,9 +260,8 @@ async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, LinkFac
     except TimeoutError:
         pass
     except (JoinRefused, RegistryUnreachable) as error:
-        return (clock if isinstance(clock, Clock) else UnknownFact(str(error))), UnknownFact(
-            str(error)
-        )
+        link = UnknownFact(str(error))
+        clock = clock if isinstance(clock, Clock) else link
     return clock, link
 
 

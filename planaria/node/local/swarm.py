@@ -691,17 +691,14 @@ class _Swarm:
         while True:
             with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
                 self.description = await self.client.describe(deadline=1.0)
-                self._tell_page(self.description.page)
+                if (page := self.description.page) and page != self.page:
+                    self.page = page
+                    self.screen.say(f"watch it at {page}")
                 if self.description.run_file not in ("", self.run_text):
                     self.run_text = self.description.run_file
                     self.run = loads(self.run_text)
                     self.story.steps = self.run.steps
             await asyncio.sleep(DESCRIBE)
-
-    def _tell_page(self, url: str) -> None:
-        if url and url != self.page:
-            self.page = url
-            self.screen.say(f"watch it at {url}")
 
     def _awaited(self) -> str:
         reports = [entry.report for entry in self.description.members] if self.description else []
@@ -825,12 +822,7 @@ class _Swarm:
             *("node", "--join", self.address, "--name", f"node-{slot}", *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), "--save-dir", saves),
-            *(
-                "--seats",
-                "auto" if self.options.seats is None else str(self.options.seats),
-                *self.log,
-            ),
-            *(*own_code, *folders),
+            *("--seats", str(self.options.seats or "auto"), *self.log, *own_code, *folders),
         ]
 
     def _apply_due_kills(self) -> None:
@@ -914,13 +906,8 @@ class _Swarm:
         for ended in self.processes.ended():
             slot = ended.slot
             log = self.processes.log(slot)
-            exited = Exited(
-                slot=slot,
-                pid=ended.pid,
-                node=None,
-                log=str(log),
-                how=describe_status(ended.status),
-            )
+            how = describe_status(ended.status)
+            exited = Exited(slot=slot, pid=ended.pid, node=None, log=str(log), how=how)
             if slot != "registry":
                 exited = replace(exited, **self._describe_victim(slot, ended.pid))
             self.events.write(exited)

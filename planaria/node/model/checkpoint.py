@@ -154,11 +154,6 @@ class Checkpoint:
         """Names of all tensors."""
         return set(self.places)
 
-    def of_stage(self, config: ModelConfig, stage: int) -> list[str]:
-        """Names of a stage's tensors, in the order of its flat weights. `config`: this model's,
-        with any number of stages."""
-        return list(named_shapes(config, stage))
-
     def read(self, name: str) -> NDArray[np.float32]:
         """All values of a tensor, float32, in row-major order. Raises OSError."""
         return values_of(self.places[name])
@@ -166,7 +161,7 @@ class Checkpoint:
     def digest(self, config: ModelConfig, stage: int) -> str:
         """Digest of a stage's flat weights, or of its base's words. Raises OSError, and
         UnsupportedModelError for values that aren't finite."""
-        names = self.of_stage(config, stage)
+        names = list(named_shapes(config, stage))
         if config.base_of(stage) is not None:
             return digest_of(self.base_words(config, stage, name)[0] for name in names)
         pieces = ((name, piece) for name in names for piece in self.pieces(name))

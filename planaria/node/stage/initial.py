@@ -14,7 +14,7 @@ from planaria.node.model.checkpoint import Checkpoint, digest_of
 from planaria.node.model.lora import add_adapters, initial_adapters
 from planaria.node.model.modules import Stage, build_stage, empty_stage
 from planaria.node.model.quantized import put_values, slots, words_of
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
@@ -56,7 +56,7 @@ class Beginning(NamedTuple):
         folder, expected = self.checkpoint.folder, content[stage]
         try:
             module = empty_stage(self.config, stage, self.own)
-            names = self.checkpoint.of_stage(self.config, stage)
+            names = list(named_shapes(self.config, stage))
             for name, slot in zip(names, slots(module), strict=True):
                 put_values(slot, map(torch.from_numpy, self.checkpoint.pieces(name)))
         except OSError as error:
