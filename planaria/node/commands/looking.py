@@ -118,8 +118,7 @@ def page_command(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DIR",
-            help="The --out of `planaria up`, or out/RUN of nodes; without --join.",
+            metavar="DIR", help="The --out of `planaria up`, or out/RUN of nodes; without --join."
         ),
     ] = None,
     join: Living = None,

@@ -255,8 +255,7 @@ def _show(text: str) -> None:
 @flattened
 def evaluate_command(
     folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="[DIR]", help="Folder written by `planaria export`."),
+        Path | None, typer.Argument(metavar="[DIR]", help="Folder written by `planaria export`.")
     ] = None,
     *,
     options: EvaluateOptions,

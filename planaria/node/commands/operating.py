@@ -53,8 +53,7 @@ class InviteOptions:
         ),
     ] = "node"
     listing: Annotated[
-        bool,
-        typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="List the invites."),
+        bool, typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="List the invites.")
     ] = False
     revoke: Annotated[str | None, typer.Option(metavar="ID", help="Make this invite invalid.")] = (
         None
@@ -149,8 +148,7 @@ def evict_command(
 @flattened
 def ban_command(
     who: Annotated[
-        str,
-        typer.Argument(metavar="NODE|INSTANCE", help="As in status or `planaria members`."),
+        str, typer.Argument(metavar="NODE|INSTANCE", help="As in status or `planaria members`.")
     ],
     join: Join,
     security: Security,
@@ -209,8 +207,7 @@ def back_command(
     join: Join,
     security: Security,
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE...]", help="Settings to change, too."),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings to change, too.")
     ] = None,
 ) -> None:
     """Take a run back to a saved step: later steps don't count, and the nodes go on from there."""

@@ -18,13 +18,7 @@ def up_command(options: UpOptions) -> None:
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
     from planaria.node.local.resume import SwarmError, continued_run, with_settings_of
-    from planaria.node.local.swarm import (
-        choose_losses,
-        parse_kill,
-        plan_run,
-        read_plan,
-        up,
-    )
+    from planaria.node.local.swarm import choose_losses, parse_kill, plan_run, read_plan, up
     from planaria.node.run_file import PRIVATE, RunFile, load
 
     check_tracker(options.swarm.track)

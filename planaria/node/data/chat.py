@@ -294,11 +294,7 @@ def _to_json(
 ) -> str:
     """Jinja's filter `tojson` for chat templates, without the HTML escapes of Jinja's own."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -126,11 +126,7 @@ def too_long_record(place: str, longest: int) -> RowError:
 
 
 def _documents(
-    file: str,
-    text_field: str,
-    separator: re.Pattern[str] | None,
-    longest: int,
-    form: Form | None,
+    file: str, text_field: str, separator: re.Pattern[str] | None, longest: int, form: Form | None
 ) -> Iterator[Row | RowError]:
     """The documents of one input file, by its kind; some may be blank."""
     name = file.lower().removesuffix(packing(file))

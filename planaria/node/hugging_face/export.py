@@ -59,11 +59,7 @@ class ModelParts(NamedTuple):
 
 
 def export(
-    out: Path,
-    model: ModelParts,
-    dtype: str = "fp32",
-    track: Track = untracked,
-    most: int = SHARD,
+    out: Path, model: ModelParts, dtype: str = "fp32", track: Track = untracked, most: int = SHARD
 ) -> None:
     """Write a model's folder `out`; `dtype`: a key of DTYPES.
 

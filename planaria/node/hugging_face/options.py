@@ -46,8 +46,7 @@ class ExportOptions:
         ),
     ] = ""
     push: Annotated[
-        str,
-        typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too."),
+        str, typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too.")
     ] = ""
     private: Annotated[
         bool, typer.Option("--private", help="With --push: for those only who may read it there.")

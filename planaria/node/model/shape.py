@@ -495,10 +495,7 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(
-    section: ModelSection,
-    vocabulary: int,
-    lora: LoraSection | None = None,
-    muon: bool = False,
+    section: ModelSection, vocabulary: int, lora: LoraSection | None = None, muon: bool = False
 ) -> ModelConfig:
     """The shape of a run's model: the preset with the section's overrides, for data with
     `vocabulary` token ids; `lora`: the adapters; `muon`: the body's optimizer.

@@ -181,6 +181,6 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
 
 def test_a_finding_is_one_line() -> None:
     [(about, verdict, said)] = finding_lines(
-        [Finding("disk", Grade.PROBLEM, "it is full", "free space")]
+        [Finding(Grade.PROBLEM, "it is full", "free space", "disk")]
     )
     assert (about, verdict, said) == ("disk", "problem", "it is full. Free space")
