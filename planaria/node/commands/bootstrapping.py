@@ -36,8 +36,7 @@ Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class Bootstrapping:
-    """A registry's options, and what follows from them. Methods raise what the parts that they
-    start raise."""
+    """A registry's options, and what follows. Methods raise what the parts that they start do."""
 
     options: BootstrapOptions
     listen: Address
@@ -49,7 +48,7 @@ class Bootstrapping:
     page: PageAddress | None
 
     def serve_alone(self) -> None:
-        """Serve a registry with a journal, or none, until this process gets a signal."""
+        """Serve a registry with a journal, or none, until a signal."""
         journal, after, folder = self.options.journal, self.options.after, self.options.authority
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
@@ -70,8 +69,7 @@ class Bootstrapping:
             run_on_loop(serving._serve(admission, self._certified(admission), log))
 
     def serve_among_others(self) -> None:
-        """Serve a registry when elected leader among those of the store, until this process gets a
-        signal."""
+        """Serve when elected leader among the store's registries, until a signal."""
         authority = self.options.authority
         if authority is None or not self.listen.port:
             raise ValueError(

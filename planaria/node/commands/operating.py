@@ -221,8 +221,7 @@ def _change(
     after: int | None,
     goes_back: bool = False,
 ) -> None:
-    """Change a run's settings after a step; None: the newest. It may go back to one that is
-    past."""
+    """Change a run's settings after a step; None: the newest. It may go back to a past one."""
     from planaria.node.report.run_state import RunState
 
     async def change(client: RegistryClient) -> None:

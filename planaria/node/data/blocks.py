@@ -24,8 +24,7 @@ def checksums_name(shard: str) -> str:
 
 
 def write_checksums(file: Path) -> str:
-    """Write the list of a shard's block checksums. Returns the list's own, xxh3_128 in hex. Raises
-    OSError."""
+    """Write a shard's block checksums. Returns the list's own, xxh3_128 in hex. Raises OSError."""
     checksums = b"".join(_block_checksums(file))
     file.with_name(checksums_name(file.name)).write_bytes(checksums)
     return xxhash.xxh3_128_hexdigest(checksums)

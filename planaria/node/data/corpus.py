@@ -281,8 +281,7 @@ class Corpus:
         }
 
     def _shard_constructor(self) -> Callable[[TokenShard, str, int], _Shard]:
-        """Constructor of shards, from an entry, its dtype and its vocabulary. Raises
-        CorpusError."""
+        """Constructor of shards, from an entry, dtype and vocabulary. Raises CorpusError."""
         if self.elsewhere:
             from planaria.node.data.elsewhere import shard_constructor
 
@@ -331,8 +330,7 @@ class Corpus:
         return load_tokenizer(self.path / "tokenizer.json")
 
     def count(self, split: str, context: int) -> int:
-        """Number of a split's samples of `context` inputs. Raises CorpusError when there is
-        none."""
+        """Number of a split's samples of `context` inputs. Raises CorpusError for none."""
         tokens = int(self._starts[split][-1])
         if tokens <= context:
             raise CorpusError(
@@ -346,8 +344,7 @@ class Corpus:
         return [Share(self.count(TRAIN, context), turns=1)]
 
     def validation_ids(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
-        """Ids of the validation samples at these positions, int64, in order and cyclic. Raises
-        CorpusError."""
+        """Ids of the validation samples at these positions, int64, cyclic. Raises CorpusError."""
         import numpy as np
 
         count = self.count(VALIDATION, context)
@@ -483,8 +480,7 @@ def file_checksum(file: Path) -> str:
 
 
 def _token_names(folder: Path, tokens: range) -> str:
-    """Names of the first four of these tokens, behind a colon; empty without a readable tokenizer,
-    as at a registry."""
+    """Names of these tokens, four at most, behind a colon; empty without a readable tokenizer."""
     try:
         tokenizer = load_tokenizer(folder / "tokenizer.json")
     except (CorpusError, ModuleNotFoundError):

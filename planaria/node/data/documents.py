@@ -200,7 +200,7 @@ def _text_of(place: str, record: Any, text_field: str) -> str:
 
 
 def _check_text(place: str, text: str) -> None:
-    """Raises CorpusError for a text with a lone surrogate, which has no UTF-8."""
+    """Check that a record's text has no lone surrogate. Raises CorpusError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -321,8 +321,7 @@ def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | Row
 
 
 def _python_rows(batch: Any) -> Iterable[Any]:
-    """The rows of Arrow's record batch. A row that Python can't represent, for example bytes that
-    aren't UTF-8, is its error."""
+    """The rows of Arrow's record batch; one that Python can't represent is its error."""
     try:
         return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:

@@ -25,7 +25,7 @@ class Spread(Protocol):
     """Applies a function to many files, in this process or in others."""
 
     def __call__(self, do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
-        """Like `map`: results in order. Raises CorpusError, and exceptions of `do`."""
+        """Apply `do` like `map`: results in order. Raises CorpusError, and exceptions of `do`."""
 
 
 @contextmanager

@@ -118,8 +118,7 @@ def _question_and_answer(question: object, answer: object) -> list[dict[str, obj
 
 
 def _read_message(place: str, message: object) -> tuple[dict[str, Any], bool]:
-    """A message as a chat template reads it, and whether it is scored if the assistant's. Raises
-    CorpusError."""
+    """A message for a template, and whether it is scored if the assistant's. Raises CorpusError."""
     if not isinstance(message, dict):
         raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {shortened(message)}")
     fields = _without_nulls(message)

@@ -75,7 +75,8 @@ class Mixture:
         return any(corpus.elsewhere for corpus in self.corpora)
 
     def prefetch(self, split: str, context: int, indices: Iterable[int]) -> None:
-        """Like `Corpus.prefetch`. Raises IndexError, CorpusError."""
+        """Prefetch samples of the mixture, like `Corpus.prefetch`. Raises IndexError,
+        CorpusError."""
         for corpus, own in self._by_corpus(split, context, map(int, indices)):
             if corpus.elsewhere:
                 corpus.prefetch(split, context, [own])
@@ -114,12 +115,12 @@ class Mixture:
         return any(corpus.masked for corpus in self.corpora)
 
     def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Like `Corpus.scored`."""
+        """Which targets of the mixture's sample are scored, like `Corpus.scored`."""
         ((corpus, own),) = self._by_corpus(split, context, [index])
         return corpus.scored(split, context, own)
 
     def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Like `Corpus.begins`."""
+        """Which inputs of the mixture's sample begin a document, like `Corpus.begins`."""
         ((corpus, own),) = self._by_corpus(split, context, [index])
         return corpus.begins(split, context, own)
 
@@ -244,8 +245,7 @@ def _in_words(folders: Sequence[Path]) -> str:
 
 
 def index_of(section: DataSection, given: Sequence[Path] = ()) -> Index:
-    """Index of the run's data as a whole: the first corpus's, with the content hash of all. Raises
-    CorpusError."""
+    """Index of all of a run's data, the first corpus's with a joint hash. Raises CorpusError."""
     folders = corpus_folders(section, given)
     indexes = [read_index(path) for path in folders]
     check_tokenizers(list(zip(folders, indexes, strict=True)))

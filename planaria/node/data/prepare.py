@@ -327,7 +327,7 @@ def _training_texts(rows: Iterable[Document | RowError], validation: float) -> I
 
 
 def _check_rows(recipe: Recipe, parts: Parts) -> None:
-    """Raises CorpusError when more input rows are bad than may be left out; warns of bad rows."""
+    """Check that few enough input rows are bad, and warn of those. Raises CorpusError."""
     rows = sum(part.rows for _, part in parts)
     documents = sum(part.documents for _, part in parts)
     bad = sum(part.bad for _, part in parts)

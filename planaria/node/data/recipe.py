@@ -72,7 +72,7 @@ class Recipe(PrepareOptions):
         return limit_bad_rows(rows, self.skip_bad)
 
     def check_bad_rows(self, bad: int, rows: int, reasons: Iterable[str]) -> None:
-        """Raises CorpusError when there are more bad rows than may be left out."""
+        """Check that no more input rows are bad than may be left out. Raises CorpusError."""
         if bad > max(ALWAYS_SKIPPED, self.skip_bad * rows):
             raise CorpusError(
                 f"{bad} of {rows} rows can't be prepared, which is more than --skip-bad "

@@ -114,8 +114,7 @@ class Windows:
         return min(count // own.samples for count, own in zip(had, self._own, strict=True))
 
     def ids(self, step: int) -> NDArray[np.int64]:
-        """Sample ids of `step` >= 1, int64 [batch]. Of one corpus, they repeat only where an epoch
-        ends."""
+        """The step's sample ids, int64 [batch]; of one corpus, they repeat where an epoch ends."""
         first = np.uint64(self._position(step))
         positions = first + np.arange(self.batches.at_step(step).samples, dtype=np.uint64)
         whose, turns = self._turns.at(positions)

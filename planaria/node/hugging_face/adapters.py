@@ -75,8 +75,7 @@ def kind_of_result(run: RunFile, into_weights: bool) -> str:
 
 
 def base_name(run: RunFile, given: str) -> str:
-    """Name of the model that a run began from, as given or as known; empty: none. Raises
-    ExportError."""
+    """Name of the model that a run began from, given or known; empty: none. Raises ExportError."""
     if given and run.model.origin is None:
         raise ExportError(f"--base {given}: this run began from no checkpoint; leave it out")
     return given or public_name(run.model.origin or "")

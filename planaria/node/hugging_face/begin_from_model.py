@@ -202,8 +202,7 @@ def find_checkpoint(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
 
 
 def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
-    """Download parts of a repository, and the files that its index names. Raises OSError,
-    NO_SENSE."""
+    """Download parts of a repository, and what its index names. Raises OSError, NO_SENSE."""
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(parts)))
@@ -214,8 +213,7 @@ def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
 
 
 def find_tokenizer(origin: str) -> Path:
-    """A tokenizer.json: that file, or the one in a folder or in a repository on the hub. Raises
-    CorpusError."""
+    """The tokenizer.json that is a file, in a folder, or on the hub. Raises CorpusError."""
     if (file := Path(origin).expanduser()).is_file():
         return file
     try:

@@ -8,6 +8,15 @@ from typing import Any
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 
+LOADING = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+```
+"""
+
 HEAD = """\
 ---
 library_name: transformers
@@ -19,13 +28,6 @@ tags:
 # {name}
 
 A language model of {parameters:,} parameters, trained with planaria.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-```
 """
 
 OWN_HEAD = """\
@@ -56,13 +58,6 @@ tags:
 
 Adapters of {parameters:,} parameters for {base}, trained with planaria.
 The package `peft` adds them to the model:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-```
 """
 
 
@@ -107,6 +102,7 @@ def model_card(
         head, count = ADAPTERS, config.trained_in
     parameters = sum(map(count, range(config.stages + 1)))
     text = head.format(base=base, name=run.name, parameters=parameters)
+    text += "" if head == OWN_HEAD else LOADING
     text += "\n| | |\n| --- | --- |\n"
     text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return text + _recoveries(summary.get("rebuilds", []))

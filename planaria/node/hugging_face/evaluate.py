@@ -53,7 +53,7 @@ class Portion:
     def __init__(
         self, data: Path, split: str, context: int, samples: int | None, apart: bool
     ) -> None:
-        """Open the data. Raises CorpusError."""
+        """Open the data to evaluate on. Raises CorpusError."""
         if split not in SPLITS:
             raise CorpusError(f"--split {split}: there are {' and '.join(SPLITS)}")
         self.corpus, self._split, self._context = Corpus.open(data), split, context

@@ -101,8 +101,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
 
 
 def weight_files(in_order: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
-    """Divides an export's weights, in this order, into files of at most `most` bytes. A value has
-    `size` bytes."""
+    """Divide weights, of `size` bytes a value, into files of at most `most` bytes, in order."""
     files: list[list[Weight]] = [[]]
     used = 0
     for weight in in_order:

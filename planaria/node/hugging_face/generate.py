@@ -123,8 +123,7 @@ def encode_text(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[
 
 
 def decode_pieces(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of generated tokens, in whole characters. They are appended to `written`, the
-    earlier tokens."""
+    """Yield the text of generated tokens, in whole characters; append them to `written`."""
     earlier = tokenizer.decode(written)
     for token in tokens:
         written.append(token)

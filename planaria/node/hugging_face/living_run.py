@@ -256,8 +256,7 @@ class LivingRun:
             await asyncio.sleep(LOOK)
 
     async def _pin_all(self, step: int) -> Mapping[str, pb.Pinned]:
-        """Ask all seats to pin a step; drops one that doesn't answer, if its stage has another.
-        Raises ExportError."""
+        """Ask all seats to pin a step; drop those that don't answer. Raises ExportError."""
         seats = [seat for of_stage in self.seats.values() for seat in of_stage]
         results = await asyncio.gather(
             *(self.asking.pin(seat, step) for seat in seats), return_exceptions=True

@@ -124,8 +124,7 @@ def sampler_of(
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     tell: Callable[[Sampled], None],
 ) -> Sampler | None:
-    """The generator of a node's texts; None: it has no corpus, or the run wants no samples. Raises
-    CorpusError."""
+    """A node's generator of texts; None: no corpus, or none are wanted. Raises CorpusError."""
     if corpus is None or not run.training.sample_every:
         return None
     return Sampler(run, corpus.tokenizer(), corpus.index.end_of_document, spawn, tell)

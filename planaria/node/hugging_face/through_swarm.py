@@ -139,8 +139,7 @@ class LivingStages(LivingRun):
         return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context, folder)
 
     async def _ask_stage(self, stage: int, shown: list[Tensor], **fields: Any) -> Tensor:
-        """Answer of the first of a stage's seats that gives one; `fields`: those of the frame.
-        Raises ExportError."""
+        """Answer of a stage's first seat with one; `fields`: the frame's. Raises ExportError."""
         async with self._turns[stage]:
             while True:
                 seat = self.seats[stage][0]
@@ -173,8 +172,7 @@ class LivingStages(LivingRun):
         return tensor
 
     def _check_commit(self, seat: str, made: Any) -> None:
-        """Check that all answers are from the same commit of the step. Raises NoAnswerError,
-        ExportError."""
+        """Check that all answers are of one commit. Raises NoAnswerError, ExportError."""
         if not self.step:
             return
         if made is None:
@@ -264,8 +262,8 @@ async def evaluate_swarm(
 
 
 def check_data(run: RunFile, data: Path) -> None:
-    """Raises CorpusError when the data to evaluate on has another tokenizer than the run's, as far
-    as this machine can tell."""
+    """Check that data to evaluate on has the run's tokenizer, if that is known. Raises
+    CorpusError."""
     index = read_index(data)
     if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")

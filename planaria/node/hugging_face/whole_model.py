@@ -18,7 +18,7 @@ class WholeModel:
     """A model's stage 0, and all its layers as one body stage, in float32."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """A model with uninitialized weights."""
+        """Build a whole model with uninitialized weights."""
         self.config, self.device = config, device
         short = replace(config, context=1)  # RoPE's tables are made for each input
         with torch.device("meta"):  # without initial weights

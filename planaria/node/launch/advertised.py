@@ -63,8 +63,7 @@ def forwarded_address(listen: Address, environment: Mapping[str, str]) -> Advert
 
 
 def unforwarded_port(listen: Address, environment: Mapping[str, str]) -> str:
-    """Warning that a rented container's port isn't forwarded, with what to do; empty: no such
-    container."""
+    """Warning that a rented container's port isn't forwarded; empty: no such container."""
     for renter in RENTERS:
         if any(name.startswith(renter.port) for name in environment):
             port = listen.port or 7401

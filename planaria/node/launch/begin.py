@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from planaria.bootstrap.address import Address
 from planaria.node.launch.errors import NodeError
@@ -87,14 +87,12 @@ async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> 
         options = replace(options, stage=invitation.stage)
     async with enrolled(invitation, folder) as (instance, certified):
         credentials = Credentials.of(certified, options.security.token)
-        changes: dict[str, Any] = {"options": options, "credentials": credentials}
-        changes["instance"] = instance
-        return await begin(replace(setup, invitation=None, **changes), serve)
+        setup = replace(setup, options=options, credentials=credentials, instance=instance)
+        return await begin(replace(setup, invitation=None), serve)
 
 
 def run_of_saves(folder: Path | None) -> str:
-    """The run of the node's saves in `folder`, to which a restarted node keeps; empty: there are
-    none."""
+    """The run of a node's saves, to which a restarted node keeps; empty: there are none."""
     if folder is None or not any(folder.glob("stage-*")):
         return ""
     from planaria.node.state.saves import saved_run  # loads torch
@@ -110,7 +108,7 @@ def run_of_saves(folder: Path | None) -> str:
 
 
 def check_stage(stage: int | None, run: RunFile) -> None:
-    """Raises NodeError for a stage that the run doesn't have."""
+    """Check that the run has the node's --stage. Raises NodeError."""
     stages = run.model.body_stages
     if stage is not None and stages and stage > stages:
         raise NodeError(
@@ -120,7 +118,7 @@ def check_stage(stage: int | None, run: RunFile) -> None:
 
 
 def check_module(run: RunFile, allowed: str | None) -> None:
-    """Raises NodeError for a run whose architecture is code, unless that may be loaded."""
+    """Check that the run's own code, if it has any, may be loaded. Raises NodeError."""
     module = run.model.module
     if module is not None and module != allowed:
         instead = f" (and not --allow-module {allowed})" if allowed is not None else ""
@@ -132,8 +130,7 @@ def check_module(run: RunFile, allowed: str | None) -> None:
 
 
 def check_reachable(addresses: Addresses) -> None:
-    """Raises NodeError when no other machine could dial a node of a run on several, and
-    AddressError."""
+    """Check that other machines could dial the node. Raises NodeError, AddressError."""
     registries, listen, advertise, dials_only = addresses
     if advertise is not None and advertise.is_any:
         raise NodeError(

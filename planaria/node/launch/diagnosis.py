@@ -278,9 +278,8 @@ def _bandwidth(facts: Facts) -> Finding:
 
 
 def bytes_a_step(run: RunFile) -> float:
-    """Bytes that a body stage's node sends per step, with the initial number of replicas. These are
-    its two boundaries' tensors, and its part of the stage's gradient, which each replica sends
-    twice."""
+    """Bytes that a body stage's node sends per step, with the initial number of replicas: two
+    boundaries' tensors, and its part of the stage's gradient, which each replica sends twice."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
     tokens = round(training.batch / replicas * config.context)
     boundaries = sum(crossing_bytes(config, tokens, run.wire))
@@ -396,8 +395,7 @@ CHECKS: Final[Mapping[str, Callable[[Facts], Finding | None]]] = {
 
 
 def _largest(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
-    """A figure of the requested stage; the largest stage's if none, or one that the run lacks, is
-    requested."""
+    """The figure of the requested stage; the largest stage's if the run has none such."""
     sizes = [figure(stage) for stage in range(config.stages + 1)]
     return max(sizes) if (stage := facts.stage) is None else max(sizes[stage : stage + 1] or sizes)
 

@@ -269,8 +269,7 @@ def find_cloud(name: str, ask: Ask) -> Cloud | None:
 
 
 def watch_notices(name: str, on_notice: Callable[[Notice], None]) -> None:
-    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop. `name`: see
-    `find_cloud`."""
+    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:

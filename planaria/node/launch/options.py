@@ -239,7 +239,7 @@ LOG = "Log"
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What a process logs."""
+    """The options for what a process logs."""
 
     PANELS: ClassVar = {LOG: ()}
 

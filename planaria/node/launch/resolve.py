@@ -92,7 +92,7 @@ def _with_parts(run: RunFile) -> RunFile:
 
 
 def check_policy(run: RunFile) -> None:
-    """Raises RunFileError for a policy that this run can't have."""
+    """Check that the run can have its recovery policy. Raises RunFileError."""
     name, policy, config = run.recovery.policy, run.policy, run.config
     stages, cut = config.stages, config.cut
     if policy.swapped and stages < 4:

@@ -43,8 +43,7 @@ def _flat_settings(run: RunFile) -> dict[str, Any]:
 
 
 def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = ()) -> None:
-    """Raises RunFileError for a key of the model or the data with two values, unless it is one of
-    `free`."""
+    """Check that keys of model and data, but for `free`, keep their value. Raises RunFileError."""
     for key, (before, after) in values.items():
         if key == STAGES and key not in free and before != after:
             raise RunFileError(

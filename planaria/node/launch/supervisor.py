@@ -53,8 +53,7 @@ class Pauses:
 
 
 def is_watched() -> bool:
-    """Whether this process has a supervisor. From now on it ends with that; at once, if it is gone
-    already."""
+    """Whether this process has a supervisor; if so, it ends with that from now on."""
     watcher = os.environ.pop(SUPERVISOR, "")
     if not watcher:
         return False
@@ -65,8 +64,7 @@ def is_watched() -> bool:
 
 
 def own_command() -> list[str]:
-    """The command line of this process without options that may have secrets, which go into the
-    environment."""
+    """This process's command line without possible secrets, which go into the environment."""
     words, _ = without_secrets(sys.argv[1:])
     return [sys.executable, "-m", "planaria", *words]
 

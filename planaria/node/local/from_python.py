@@ -55,7 +55,7 @@ class Result:
     """The result of a run of `planaria up`, read from its folder."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises SwarmError when no run has ended in the folder."""
+        """Read the run's folder. Raises SwarmError when no run has ended in it."""
         self.folder = Path(folder)
         self.summary: dict[str, Any] = read_summary(self.folder)
         """Content of `summary.json`."""
@@ -112,7 +112,7 @@ class Result:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks."""
+        """The result as HTML for notebooks."""
         text = "".join(f"<p>{escape(line)}</p>" for line in self._lines())
         picture = self.folder / "loss.png"
         if not picture.exists():

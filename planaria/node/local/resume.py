@@ -73,15 +73,14 @@ class KeptRun(NamedTuple):
 
     @property
     def checkpoints(self) -> Path | None:
-        """The checkpoint folder that the run file names; if its parent is gone, that in the run's
-        folder, which was moved."""
+        """The run file's checkpoint folder; if it was moved, that in the run's folder."""
         if not self.run.policy.checkpoints:
             return None
         named = Path(self.run.recovery.checkpoint.dir)
         return named if named.parent.exists() else self.out / named.name
 
     def find(self) -> list[SaveFile]:
-        """All saves of the run. Raises SwarmError."""
+        """All saves of the stopped run. Raises SwarmError."""
         from planaria.node.state.saves import find_saves
 
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
@@ -104,8 +103,7 @@ class KeptRun(NamedTuple):
         return [s for s in own if not is_undone(s.state.id.step, s.state.id.made.view)]
 
     def find_at(self, step: int) -> list[SaveFile]:
-        """Saves of a step, of each stage, under the present settings or else the last that have
-        them. Raises SwarmError."""
+        """All stages' saves of a step, of the run as it is or as it was. Raises SwarmError."""
         from planaria.node.state.regroup import as_saved, whole_steps
         from planaria.node.state.saves import find_saves
 

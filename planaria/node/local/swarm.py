@@ -353,8 +353,7 @@ def _gib(size: float) -> str:
 
 
 def check_gpu(device: str, count: Callable[[], int]) -> None:
-    """Check that the device of --device exists, before PyTorch is loaded; `count`: number of GPUs.
-    Raises SwarmError."""
+    """Check that --device exists, before PyTorch is loaded. Raises SwarmError."""
     if not device.startswith("cuda"):
         return
     number, gpus = int(device.partition(":")[2] or 0), count()
@@ -367,8 +366,7 @@ def check_gpu(device: str, count: Callable[[], int]) -> None:
 
 
 def gpus_of_this_machine() -> int:
-    """Number of NVIDIA GPUs visible under CUDA_VISIBLE_DEVICES, else of AMD's, at most; 0 without
-    a driver."""
+    """Number of visible NVIDIA GPUs, else of AMD's, at most; 0 without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -511,8 +509,7 @@ def resume_from(
 
 
 def copy_run(plan: SwarmPlan, out: Path) -> SwarmPlan:
-    """Copy a run with its saves to `out`, a new or empty folder. Returns the copy's plan. Raises
-    SwarmError."""
+    """Copy a run and its saves to `out`. Returns the copy's plan. Raises SwarmError."""
     if plan.run.policy.checkpoints:
         raise SwarmError(
             f"--out {out}: the run file names {plan.kept.checkpoints} for checkpoints, so the copy "
@@ -781,7 +778,7 @@ class _Swarm:
                     self.screen.say(*news)
 
     def _keep(self, line: Mapping[str, Any]) -> None:
-        """Pass a line on to the experiment."""
+        """Pass a line of a log on to the experiment tracker."""
         if self.experiment is not None:
             self.experiment.tell(line)
             if self.experiment_works and self.experiment.trouble:
@@ -855,8 +852,7 @@ class _Swarm:
         self._check_any_node_left()
 
     def _kill(self, slot: str, step: int) -> bool:
-        """Kill the process in a slot, and remove its saves: so a machine is lost. Returns whether
-        there was one."""
+        """Kill the process in a slot, and remove its saves. Returns whether there was one."""
         now = time.time()
         pid = self.processes.kill(slot)
         if pid is not None:
@@ -885,7 +881,7 @@ class _Swarm:
             self._check_any_node_left()
 
     def _check_any_node_left(self) -> None:
-        """Raises SwarmError when no node is left."""
+        """Check that a node is left, or will be started. Raises SwarmError."""
         more = self.replacing and self.losses.more_to_come()
         if not more and not any(slot != "registry" for slot in self.processes.running()):
             raise SwarmError("no node is left, and none will be started")

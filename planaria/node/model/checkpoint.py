@@ -151,7 +151,7 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Names of all tensors of the checkpoint."""
         return set(self.places)
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -184,7 +184,7 @@ class Checkpoint:
         return words.numpy(), kept.flatten().numpy()
 
     def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
-        """The values of the tensor that `read` returns, in pieces. Raises OSError."""
+        """The values of a checkpoint's tensor, float32, in pieces. Raises OSError."""
         return self.places[name].pieces()
 
 
@@ -235,7 +235,7 @@ def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> Mod
 
 
 def _equal(first: Place, second: Place) -> bool:
-    """Whether two tensors are equal. Raises OSError."""
+    """Whether two tensors of a checkpoint are equal. Raises OSError."""
     import numpy as np
 
     if first.shape != second.shape or not {first.kind, second.kind} <= SIZES.keys():

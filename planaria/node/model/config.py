@@ -82,7 +82,7 @@ class UnsupportedModelError(UserError):
 
 
 def check_not_adapters(folder: Path) -> None:
-    """Raises UnsupportedModelError for a folder with adapters, but no model."""
+    """Check that a folder hasn't adapters only. Raises UnsupportedModelError."""
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
         raise UnsupportedModelError(
             f"{folder} has adapters but no model: `planaria export --merged` writes a model "
@@ -112,8 +112,7 @@ def is_quantized(folder: Path) -> bool:
 
 
 def needs_transformers(folder: Path) -> bool:
-    """Whether the folder's model is of another family than planaria's own modules, and has a
-    name."""
+    """Whether the folder's model is of a named family that planaria has no modules for."""
     kind = _content_of(folder).get("model_type")
     return isinstance(kind, str) and kind not in get_args(Family)
 

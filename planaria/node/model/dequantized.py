@@ -68,7 +68,7 @@ class Quantized:
         return math.prod(self.shape)
 
     def check(self, fits: bool, **sizes: int) -> None:
-        """Raises UnsupportedModelError unless all parts of the matrix are there, in these sizes."""
+        """Check that the matrix has all parts in these sizes. Raises UnsupportedModelError."""
         places = {"codes": self.codes, **self.parts}
         actual = {name: place.size for name, place in places.items()}
         kinds = [place.kind for place in places.values()]

@@ -33,7 +33,7 @@ class AdaptedLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float [.., in] to [.., out]."""
+        """Map float [.., in] to [.., out] by the base and its adapter."""
         flat = x.flatten(0, -2)
         low = self.scale * F.linear(flat, self.lora_A)
         out: Tensor = self.base(flat)
@@ -128,8 +128,7 @@ def _fits_bf16(part: Tensor) -> bool:
 
 
 def copy_with(module: Stage, weights: Tensor) -> Stage:
-    """A copy of a stage with these flat weights as its trained ones; it shares the rest with the
-    module."""
+    """A copy of a stage with these flat weights as its trained ones; the rest is shared."""
     shared = (tensor for tensor in module.parameters() if not tensor.requires_grad)
     copy = deepcopy(module, {id(tensor): tensor for tensor in (*shared, *module.buffers())})
     _set_adapters(copy, weights)

@@ -253,7 +253,7 @@ def slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def size_of(slot: Slot) -> int:
-    """Number of a slot's words."""
+    """Number of words of a parameter or packed matrix."""
     if isinstance(slot, QuantizedLinear):
         return slot.codes.numel() // 4 + slot.scales.numel()
     return slot.numel()

@@ -104,7 +104,7 @@ class RopeScaling(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The figures that aren't None."""
+        """The figures of RoPE's scaling that aren't None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -257,8 +257,7 @@ class ModelConfig:
 
     @property
     def reach(self) -> int | None:
-        """Number of positions that the model supports, with RoPE scaling; None: no more than the
-        context."""
+        """Number of positions that RoPE and its scaling support; None: as many as the context."""
         rope, positions = self.rope_scaling, self.positions
         if positions is None or rope is None or rope.rope_type == "llama3":
             return positions
@@ -422,8 +421,7 @@ def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]
 
 
 def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """A stage's modules with adapters, and the shapes of their weights. Embedding and head have
-    none."""
+    """A stage's modules with adapters, and their weights' shapes. Embedding and head have none."""
     targets = config.lora.targets if config.lora is not None and stage > 0 else ()
     return {
         module: shape
