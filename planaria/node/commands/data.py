@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 
-
 SHOWN = 3
 """Documents that `inspect` shows."""
 SEARCHED = 1 << 16

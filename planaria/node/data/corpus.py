@@ -391,8 +391,8 @@ class Corpus:
         return self.index.masked
 
     def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Which of a sample's `context` targets, its tokens but the first, are scored. Raises
-        IndexError, CorpusError."""
+        """Which of a sample's `context` targets are scored, bool. Raises IndexError,
+        CorpusError."""
         import numpy as np
 
         if not self.masked:

@@ -212,8 +212,8 @@ def local_folder_of(place: str, cache: Path) -> Path:
 
 
 def shard_constructor(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
-    """Constructor of the remote shards of a stand-in, from a shard's entry, its dtype and its
-    vocabulary. Raises CorpusError."""
+    """Constructor of a stand-in's shards, from an entry, dtype and vocabulary. Raises
+    CorpusError."""
     file = folder / PLACE
     try:
         url = json.loads(file.read_text(encoding="utf-8"))["place"]

@@ -75,8 +75,7 @@ class Mixture:
         return any(corpus.elsewhere for corpus in self.corpora)
 
     def prefetch(self, split: str, context: int, indices: Iterable[int]) -> None:
-        """Prefetch samples of the mixture, like `Corpus.prefetch`. Raises IndexError,
-        CorpusError."""
+        """Prefetch the mixture's samples, like `Corpus`. Raises IndexError, CorpusError."""
         for corpus, own in self._by_corpus(split, context, map(int, indices)):
             if corpus.elsewhere:
                 corpus.prefetch(split, context, [own])
@@ -168,7 +167,7 @@ def inputs_and_targets(
 def document_beginnings(
     data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Which inputs of these samples begin a document, bool [n, context]. Raises IndexError,
+    """Which inputs of samples begin a document, bool [n, context]. Raises IndexError,
     CorpusError."""
     import numpy as np
 
@@ -184,8 +183,8 @@ def count_scored(data: Data, split: str, context: int, ids: NDArray[np.int64]) -
 
 
 def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
-    """Content hash of corpora with these contents and turns: xxh3_128 in hexadecimal. A single
-    corpus keeps its own content."""
+    """Content hash of corpora that take these turns, xxh3_128 in hex; a single one keeps its
+    own."""
     if len(contents) == 1:
         return contents[0]
     fields = [list(pair) for pair in zip(contents, turns, strict=True)]

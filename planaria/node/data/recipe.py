@@ -109,8 +109,7 @@ class Recipe(PrepareOptions):
 
 
 def limit_bad_rows(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | RowError]:
-    """Pass on the rows of an input file. Raises CorpusError when more than half of them, and more
-    than the share `skip_bad`, are bad."""
+    """Pass on a file's rows. Raises CorpusError when half, and the share `skip_bad`, are bad."""
     bad, reasons = 0, list[str]()
     for number, row in enumerate(rows, 1):
         if isinstance(row, RowError):

@@ -88,8 +88,8 @@ def text_bounds(
 
 
 def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens that a tokenizer's post-processor puts before and behind a text, as `AutoTokenizer` of
-    transformers does."""
+    """Tokens that a tokenizer's post-processor puts before and behind a text, as transformers
+    does."""
     text = tokenizer.encode(PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(PROBE).ids
     starts = range(len(whole) - len(text) + 1)

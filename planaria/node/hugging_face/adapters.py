@@ -46,7 +46,6 @@ REMEDY: Final = (
 )
 ANOTHER: Final = f"holds another model than that; {REMEDY}"
 
-
 Write: TypeAlias = Callable[[Path, ModelParts, str, Track], None]
 """Writes a folder of a run's model, with the arguments of `export`."""
 

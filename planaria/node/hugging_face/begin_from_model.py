@@ -150,8 +150,7 @@ def _shape_in(folder: Path) -> ModelConfig:
 
 
 def _try_cut(run: RunFile) -> None:
-    """Check that transformers' code can be cut into the run's stages. Raises RunFileError,
-    UnsupportedModelError."""
+    """Try to cut transformers' model into stages. Raises RunFileError, UnsupportedModelError."""
     from planaria.node.model.decoder import Decoder
     from planaria.node.model.trial import try_cut
 
@@ -279,8 +278,8 @@ def stage_digests(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...
 
 
 def check_tokenizer(run: RunFile) -> None:
-    """Check that the data has the tokenizer of the model that the run begins from, if this machine
-    has both. Raises CorpusError."""
+    """Check that the data has the tokenizer of the run's checkpoint, if it is here. Raises
+    CorpusError."""
     folder = Path(run.model.origin or "")
     if run.model.origin is None or not folder.is_dir():
         return

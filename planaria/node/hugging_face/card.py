@@ -43,7 +43,6 @@ its own, which has to be there; its tensors are in `model*.safetensors`: those o
 `layers.N.` and the name that the code has for them, those of the ends under their own names.
 """
 
-
 ADAPTERS = """\
 ---
 base_model: {base}

@@ -81,8 +81,8 @@ class Dialogue:
         return renderer
 
     def _prompt(self, renderer: Renderer, speaker: Speaker, asked: dict[str, Any]) -> list[int]:
-        """Tokens of the dialogue, without the oldest turns if the answer would find no room. Raises
-        CorpusError, ValueError."""
+        """Tokens of the dialogue, without turns that find no room. Raises CorpusError,
+        ValueError."""
         room = min(self._tokens, speaker.context // 2)
         forgotten = 0
         while True:

@@ -97,8 +97,8 @@ def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
 
 
 def vocabulary_received(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
-    """Tokenizer of an export from files that stage 0 has sent (SHARED). Raises CorpusError when
-    they can't be the run's."""
+    """Tokenizer in files that stage 0 has sent (SHARED). Raises CorpusError if it isn't the
+    run's."""
     index, corpora = read_index(folder), run.data.corpora
     content = corpora[0].content if corpora else run.data.content
     if content not in ("", index.content) or index.misfit(folder, "", run.model.vocabulary):
@@ -122,8 +122,7 @@ def _with_tokenizer(model: Path | None) -> Path | None:
 
 
 def vocabulary_in_model(model: Path | None) -> Vocabulary | None:
-    """Tokenizer of the checkpoint that the run began from; None: it has none, or no end token.
-    Raises CorpusError."""
+    """Tokenizer of the run's checkpoint; None: it has none, or no end token. Raises CorpusError."""
     if (folder := _with_tokenizer(model)) is None:
         return None
     end = text_bounds(load_tokenizer(folder / TOKENIZER), folder).end

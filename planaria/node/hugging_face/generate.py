@@ -107,8 +107,7 @@ def continuation(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling)
 
 
 def encode_text(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
-    """Tokens of a text for a model, behind those of `begin`. Raises ValueError for tokens that the
-    model doesn't have."""
+    """Tokens of a text, behind those of `begin`. Raises ValueError for some the model hasn't."""
     tokenizer, most = speaker.tokenizer, speaker.vocabulary
     tokens = [*begin, *tokenizer.encode(text, add_special_tokens=False).ids]
     if unknown := {token for token in tokens if token >= most}:

@@ -262,8 +262,7 @@ async def evaluate_swarm(
 
 
 def check_data(run: RunFile, data: Path) -> None:
-    """Check that data to evaluate on has the run's tokenizer, if that is known. Raises
-    CorpusError."""
+    """Check that data to evaluate on has the run's tokenizer, if known. Raises CorpusError."""
     index = read_index(data)
     if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")

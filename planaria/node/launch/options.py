@@ -212,8 +212,6 @@ Price = Annotated[
         help="Price of a node hour, from which the page computes the run's cost.",
     ),
 ]
-
-
 Join = Annotated[
     str,
     typer.Option(
@@ -223,8 +221,6 @@ Join = Annotated[
         "one run.",
     ),
 ]
-
-
 Living = Annotated[
     str | None,
     typer.Option(
@@ -232,7 +228,6 @@ Living = Annotated[
         help="An invite to a running swarm, or its registry's address, instead of a folder.",
     ),
 ]
-
 
 LOG = "Log"
 

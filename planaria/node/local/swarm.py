@@ -703,8 +703,7 @@ class _Swarm:
         return "; ".join(sorted(messages)) or "no node reports what it waits for"
 
     async def _wait_for_nodes(self, stop: asyncio.Future[int]) -> None:
-        """Wait until every node has the state of the last step: so the swarm ends complete, and
-        shows that a late replacement recovers."""
+        """Wait until every node, late replacements too, has the state of the last step."""
         deadline = time.monotonic() + LAST_NODES
         while not stop.done():
             self._read()
@@ -935,8 +934,7 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
 
 
 def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending:
-    """Write a run's merged files, the summary and the plot; print the essence. Returns the ending,
-    with all problems, a line each."""
+    """Write a run's results, and print the essence. Returns the ending, with all problems."""
     problems = [ending.reason] if ending.reason else []
     records = list(read_events(out / "logs"))
     _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in records), problems)

@@ -292,8 +292,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, TensorPlace]]:
-    """The tensors in a safetensors file. Raises UnsupportedModelError, OSError, and NO_SENSE for an
-    invalid header."""
+    """A safetensors file's tensors. Raises UnsupportedModelError, OSError, and NO_SENSE."""
     remedy = (
         f"`git lfs pull` in a clone, or `hf download ORG/NAME --local-dir {path.parent}` fetches it"
     )

@@ -216,8 +216,7 @@ class Decoder:
         return {name: part.detach() for name, part in model.named_parameters()}
 
     def _dequantized(self, folder: Path, layers: range) -> dict[str, Tensor]:
-        """A quantized folder's tensors of these layers, or of all but the layers. Raises OSError,
-        NO_SENSE, UnsupportedModelError."""
+        """A quantized folder's tensors of these layers. Raises UnsupportedModelError, NO_SENSE."""
         number, tensors = rf"(?:^|\.){self.list_name.rpartition('.')[2]}\.(\d+)\.", {}
         for name, place in tensors_in(folder).items():
             match = re.search(number, name)
@@ -234,8 +233,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DecoderCheckpoint(Checkpoint):
-    """A folder of a model whose stages are transformers' code. Its tensors are read by
-    transformers, a layer at a time."""
+    """A folder of a model whose stages are transformers' code, read by it a layer at a time."""
 
     decoder: Decoder
 

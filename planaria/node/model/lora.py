@@ -42,8 +42,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:
-    """Add the adapters of `config.lora` to a stage, with these flat weights, float32 [n], and
-    freeze the rest."""
+    """Add adapters with these flat weights, float32 [n], to a stage, and freeze the rest."""
     lora = config.lora
     assert lora is not None
     for parameter in module.parameters():

@@ -431,8 +431,7 @@ def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
 
 
 def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """The linear modules of a body stage, and the shape of each one's matrix: what adapters and
-    packed bases apply to."""
+    """The linear modules of a body stage that may have adapters or be packed, and their shapes."""
     shapes: dict[str, tuple[int, int]] = {}
     others: set[str] = set()
     if (own := config.own) is not None:

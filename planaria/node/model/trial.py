@@ -74,8 +74,7 @@ class Difference(NamedTuple):
 
 
 def small_model(decoder: Decoder, widths: Mapping[str, int] = WIDTHS) -> PreTrainedModel:
-    """The decoder's whole model with at most these widths, float32 on the CPU, with random weights.
-    Raises DecoderError."""
+    """The decoder's model with small widths and random weights, float32. Raises DecoderError."""
     config, names = decoder.config, decoder.config.attribute_map
     content = config.to_dict()
     figures = {names.get(name, name): width for name, width in widths.items()}
