@@ -92,7 +92,7 @@ class ChatTemplate:
             raise CorpusError(f"{name} is no template: {error!r}") from error
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Text and scored spans of a conversation. Raises CorpusError."""
+        """A conversation rendered by the template in this process. Raises CorpusError."""
         messages = [
             {**message, "content": _NoContent()} if message.get("content") is None else message
             for message in conversation.messages

@@ -370,7 +370,7 @@ class Corpus:
     def _pieces(
         self, shards: Sequence[_Shard], split: str, context: int, index: int
     ) -> Iterator[tuple[_Shard, int, int]]:
-        """Pieces of a sample, which may span shards: shard, offset and count of tokens."""
+        """Where a sample's tokens are, as it may span shards: shard, offset and count of each."""
         starts, position, end = self._starts[split], index * context, (index + 1) * context + 1
         number = bisect_right(starts, position) - 1
         while position < end:

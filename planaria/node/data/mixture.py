@@ -100,7 +100,7 @@ class Mixture:
     def samples(
         self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The samples `indices`, int64 [n, context + 1]. Raises IndexError, CorpusError."""
+        """Tokens of a mixture's samples, int64 [n, context + 1]. Raises IndexError, CorpusError."""
         import numpy as np
 
         rows = [

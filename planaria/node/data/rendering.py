@@ -50,7 +50,7 @@ class Renderer:
             raise
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Text and scored spans of a conversation. Raises CorpusError."""
+        """A conversation rendered by the child process. Raises CorpusError."""
         answer = self._ask(conversation._asdict(), conversation.place)
         spans = [(first, end) for first, end in answer["scored"]]
         return Rendered(answer["text"], spans, answer["open_end"])

@@ -80,7 +80,7 @@ class ShardWriter:
         self._tokens = 0  # in the open shard
 
     def append(self, shards: list[TokenShard], folder: Path) -> None:
-        """Append the content of these shards. Raises CorpusError, OSError."""
+        """Append the content of another writer's shards. Raises CorpusError, OSError."""
         for shard in shards:
             for block in _read_blocks(folder / shard.name, shard, self._dtype):
                 self.write(block)

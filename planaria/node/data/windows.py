@@ -72,7 +72,7 @@ class Turns:
             self.before[own] = np.arange(own.sum(), dtype=np.uint64)
 
     def at(self, positions: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """The corpus at each position, and the number of its earlier turns."""
+        """The corpus whose turn each position is, and the number of its earlier turns."""
         cycles, places = np.divmod(positions, np.uint64(len(self.whose)))
         whose = self.whose[places]
         return whose, cycles * self.turns[whose] + self.before[places]

@@ -38,7 +38,7 @@ class SavedModel:
     files: dict[int, SaveFile]  # by stage
 
     def read(self, stage: int, first: int, count: int) -> Tensor:
-        """A slice of the stage's flat weights, float32 [count]. Raises SaveError, OSError."""
+        """A slice of a saved stage's flat weights, float32 [count]. Raises SaveError, OSError."""
         chunks = list(self.files[stage].values("weights", first, count))
         return torch.from_numpy(np.concatenate(chunks).view(np.float32))
 

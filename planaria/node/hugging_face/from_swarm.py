@@ -90,7 +90,7 @@ class LivingModel(LivingRun):
         await super().__aexit__()
 
     async def read(self, stage: int, first: int, count: int) -> Tensor:
-        """A slice of the stage's flat weights, float32 [count]. Raises ExportError."""
+        """A slice of a running stage's flat weights, float32 [count]. Raises ExportError."""
         due = {WEIGHTS: self.config.trained_in(stage)}
         age = Age(self.lineage, self.step)
         wanted = WantedState(stage, age, due, kind=PIN, part=(first, count))

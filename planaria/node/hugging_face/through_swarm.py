@@ -68,7 +68,7 @@ class LivingStages(LivingRun):
 
     @property
     def context(self) -> int:
-        """Context length in tokens, limited by the size of a frame."""
+        """Most tokens that the run's stages can be asked about, limited by the size of a frame."""
         return min(self.config.context, FRAME_LIMIT // (4 * self.config.crossing))
 
     @property

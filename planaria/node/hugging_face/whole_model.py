@@ -44,14 +44,14 @@ class WholeModel:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at each position: int64 [B, T], T at most the context, to
-        float32 [B, T, vocabulary]."""
+        """The local model's logits of the next token at each position: int64 [B, T], T at most the
+        context, to float32 [B, T, vocabulary]."""
         return self._ends.logits(self._run(tokens)).float()
 
     @torch.inference_mode()
     def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
-        """Sum of the scored losses in nats: int64 [B, T] each. `begins`: which inputs begin a
-        document, for a model that keeps documents apart."""
+        """The local model's sum of scored losses in nats: int64 [B, T] each. `begins`: which inputs
+        begin a document, for a model that keeps documents apart."""
         x = self._run(inputs, *begins)
         return float(self._ends.loss(x, targets.to(self.device)))
 

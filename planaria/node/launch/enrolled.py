@@ -106,7 +106,7 @@ async def enrolled(
 
 @asynccontextmanager
 async def renewed(certified: Certified | None) -> AsyncIterator[None]:
-    """Renew a renewable certificate in this block."""
+    """Renew a command's certificate in this block, if it can be renewed."""
     if certified is None or certified.keep_renewed is None:
         yield
         return

@@ -662,7 +662,7 @@ class _Swarm:
             await asyncio.to_thread(self.experiment.close)
 
     async def _registry_address(self, stop: asyncio.Future[int]) -> str:
-        """Wait for the registry's address."""
+        """Wait until the registry's process has written its address."""
         file = self.out / ADDRESS
         deadline = time.monotonic() + REGISTRY_START
         while not file.exists() and not stop.done():

@@ -155,7 +155,7 @@ class Checkpoint:
         return set(self.places)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """All values of a tensor, float32, in row-major order. Raises OSError."""
+        """A checkpoint's tensor, float32, flat in row-major order. Raises OSError."""
         return values_of(self.places[name])
 
     def digest(self, config: ModelConfig, stage: int) -> str:

@@ -71,7 +71,7 @@ class Decoder:
     have the names of transformers' modules."""
 
     def __init__(self, text: str) -> None:
-        """`text`: the content of config.json. Raises DecoderError."""
+        """Find transformers' class for `text`, the content of config.json. Raises DecoderError."""
         try:
             from transformers import AutoConfig, AutoModelForCausalLM, __version__
             from transformers.utils import logging
@@ -364,7 +364,7 @@ class _LayerCalls:
             layer.forward = partial(self._call_layer, number, layer.forward)
 
     def call(self, model: nn.Module, entering: Tensor | None, **inputs: Any) -> tuple[Any, Tensor]:
-        """The output of `model`, and what left the layers."""
+        """Call `model`. Returns its output, and what left its layers."""
         self._entering = entering
         try:
             output = model(**inputs, use_cache=False)

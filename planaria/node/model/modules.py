@@ -128,7 +128,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask`: bool [B, 1, T, T], what each token attends to; None: causal."""
+        """Attend. `mask`: bool [B, 1, T, T], what each token attends to; None: causal."""
 
         def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
             return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -211,7 +211,7 @@ class BodyStage(nn.Module):
         self.recompute = False  # recompute the blocks' activations in backward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float [B, T, crossing], T at most the context. Raises ValueError."""
+        """Map float [B, T, crossing] by all blocks, T at most the context. Raises ValueError."""
         return self._through_blocks(x, *self.arguments(x.shape[1]))
 
     def _through_blocks(self, x: Tensor, *beside: Any) -> Tensor:

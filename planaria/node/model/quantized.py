@@ -193,7 +193,7 @@ class QuantizedLinear(nn.Module):
         return unpack(Packed(self.codes, self.scales), self.shape, self.base, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float [.., in] to [.., out], in the dtype of x or of autocast."""
+        """Map float [.., in] by the packed matrix, in the dtype of x or of autocast."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
