@@ -67,17 +67,15 @@ class Template(NamedTuple):
 
     source: str
     name: str  # origin, for errors
-    special_tokens: dict[str, str]
+    special_tokens: dict[str, str]  # bos_token, eos_token, ...
     ends: Sequence[str] = ()  # all special tokens of the tokenizer, any of which may end a turn
 
 
 class ChatTemplate:
-    """A compiled chat template. `name`: its origin; `special_tokens`: bos_token, eos_token, ...;
-    `ends`: see Template. Raises CorpusError when the template can't be read."""
+    """A compiled chat template. Raises CorpusError when the template can't be read."""
 
-    def __init__(
-        self, source: str, name: str, special_tokens: Mapping[str, str], ends: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, template: Template) -> None:
+        source, name, special_tokens, ends = template
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
         self._end = re.compile(

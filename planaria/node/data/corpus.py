@@ -362,7 +362,7 @@ class Corpus:
         if not 0 <= index < self.count(split, context):
             raise IndexError(f"the {split} split has no sample {index} of context {context}")
         pieces = list(self._pieces(shards, split, context, index))
-        for shard, offset, count in pieces:  # concurrently
+        for shard, offset, count in pieces:  # all at once, before any is awaited
             shard.prefetch(offset, count)
         tokens = [shard.tokens(offset, count) for shard, offset, count in pieces]
         return np.concatenate(tokens, dtype=np.int64)
@@ -410,7 +410,7 @@ class Corpus:
             return (marks[:-1] & BEGINS).astype(np.bool_)
         ends = self.sample(split, context, index)[:-1] == self.index.end_of_document
         begins = np.concatenate(([False], ends[:-1]))
-        if self.index.end_of_document in self.index.begin:  # its first token is no end
+        if self.index.end_of_document in self.index.begin:  # which then ends no document
             begins[1:] &= ~(begins[:-1] & ends[:-1])
         return begins
 

@@ -1,7 +1,8 @@
 """Records to conversations, in the form that chat templates read.
 
-A record is of one of FORMS, recognized by its fields. In each form, its messages pass `_message`,
-whose rules are one function each. This module reads no files and knows no templates.
+A record is of one of FORMS, recognized by its fields. In each form, its messages pass
+`_read_message`, whose rules are one function each. This module reads no files and knows no
+templates.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track
     how = [recipe.vocabulary, recipe.end_token, recipe.validation]
     key = json.dumps([*how, *recipe.reading, [(file, file_version(file)) for file in files]])
     trained = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.tokenizer.json"
-    if trained.exists():  # by an earlier attempt
+    if trained.exists():  # an earlier attempt has trained it
         return trained
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

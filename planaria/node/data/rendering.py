@@ -102,7 +102,7 @@ def main() -> None:
         try:
             request = json.loads(line)
             if template is None:
-                template, answer = ChatTemplate(**request), {}
+                template, answer = ChatTemplate(Template(**request)), {}
             else:
                 answer = template.render(Conversation(**request))._asdict()
             text = json.dumps(answer)

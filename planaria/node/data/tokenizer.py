@@ -230,7 +230,7 @@ def _named_token(
 ) -> int | None:
     """The bos or eos token that the files name; None: unnamed. Raises CorpusError."""
     token = named.get(f"{kind}_token")
-    if token is None:  # then the model's config
+    if token is None:  # the model's config may name it
         number = read_object(folder / "config.json").get(f"{kind}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and 0 <= number < 1 << 32 and tokenizer.id_to_token(number):

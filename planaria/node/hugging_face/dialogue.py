@@ -115,7 +115,7 @@ def _message(role: str, content: str) -> dict[str, Any]:
 def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> int | None:
     """Special token that a chat template puts behind an answer; None: it is plain text."""
     messages = [_message("user", "?"), _message("assistant", ANSWER), _message("user", "?")]
-    with suppress(CorpusError):  # `answer` raises it
+    with suppress(CorpusError):  # `answer` will raise it
         text = renderer.render(Conversation(PLACE, messages, unanswered=True)).text
         _, answer, behind = text.rpartition(ANSWER)
         ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False).ids if answer else []

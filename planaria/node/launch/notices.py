@@ -8,8 +8,8 @@
 - Azure: `scheduledevents` has an event of type Preempt at least 30 seconds before the end.
   learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 
-Each `Cloud` knows its requests and answers; `ask` sends one, `watch_notices` polls beside an
-event loop.
+Each `Cloud` knows its requests and answers; `ask_metadata` sends one, `watch_notices` polls beside
+an event loop.
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ def plan_run(
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint__dir=shared)
     run = resolve(run)
-    index_of(run.data)  # the nodes of stage 0 are on this machine
+    index_of(run.data)  # stage 0's nodes need the data on this machine
     return SwarmPlan(run, folder, save_dir or folder / "saves", device)
 
 
@@ -559,7 +559,7 @@ class _Swarm:
         losses: Losses,
     ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
-        self.replacing = replacing  # nodes; the registry always is
+        self.replacing = replacing  # lost nodes; a lost registry always is replaced
         self.losses, self.training, self.options = losses, False, plan.options
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.data, self.checkpoints = plan.data, plan.kept.checkpoints

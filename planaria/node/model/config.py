@@ -49,7 +49,7 @@ IGNORED: Final = ("attention_dropout",)
 """Keys that affect only training, and are ignored."""
 NEVER: Final = (
     *("num_experts", "num_local_experts"),
-    "transformers_weights",  # a file of another name
+    "transformers_weights",  # weights in a file of another name
 )
 """Keys of unsupported features."""
 READ: Final = ("bitsandbytes", "fp8", "compressed-tensors float-quantized")

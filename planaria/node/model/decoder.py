@@ -406,7 +406,7 @@ class DecoderBody(BodyStage):
         if self.block_causal:
             x, places = x[..., :-1], {"position_ids": document_positions(begins[..., 0])}
         self._cut.recompute = self.recompute
-        shown = x.detach()  # of which transformers takes shape and dtype
+        shown = x.detach()  # transformers needs only its shape and dtype
         _, y = self._cut.call(self.model.base_model, x, inputs_embeds=shown, **places)
         y = y.float()
         return torch.cat((y, begins.to(y.dtype)), dim=-1) if self.block_causal else y

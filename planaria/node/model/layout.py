@@ -47,7 +47,7 @@ def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weig
     def counterpart(weight: Weight) -> Weight | None:
         start, _, rest = weight.name.partition(f"{list_name}.")
         number, _, name = rest.partition(".")
-        middle = 2 * own.index(int(number)) + 1  # of the layer, in half layers
+        middle = 2 * own.index(int(number)) + 1  # the layer's middle, in half layers
         layer = layers[middle * len(layers) // (2 * len(own))]
         match = of_other.get(f"{start}{list_name}.{layer}.{name}")
         return match if match and match.shape == weight.shape else None

@@ -37,7 +37,7 @@ class AdaptedLinear(nn.Module):
         flat = x.flatten(0, -2)
         low = self.scale * F.linear(flat, self.lora_A)
         out: Tensor = self.base(flat)
-        out.addmm_(low, self.lora_B.t().to(out.dtype))  # neither a copy nor a pass for the scale
+        out.addmm_(low, self.lora_B.t().to(out.dtype))  # in place; `low` is scaled already
         return out.view(*x.shape[:-1], -1)
 
 
@@ -79,7 +79,7 @@ def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
     for name, (rows, columns) in trained_shapes(config, stage).items():
         part = torch.zeros(rows, columns)
         if name.endswith(".lora_A.weight"):
-            drawn = torch.empty(rows, columns, dtype=torch.float64)  # see model.build_stage
+            drawn = torch.empty(rows, columns, dtype=torch.float64)  # see modules.build_stage
             part.copy_(drawn.uniform_(-1, 1, generator=generator) / columns**0.5)
         parts.append(part.flatten())
     return torch.cat(parts)

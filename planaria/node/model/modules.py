@@ -63,7 +63,7 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
         kept = ((positions * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return speeds * (kept + (1 - kept) / rope.factor), 1.0
 
-    def pair(turns: float) -> float:  # which turns this often in the known positions
+    def pair(turns: float) -> float:  # the pair that turns this often in the trained positions
         return dim * math.log(positions / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)

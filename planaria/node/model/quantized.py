@@ -121,7 +121,7 @@ def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) ->
         case "nf4" if codes.device.type in BY_LIBRARY and (library := _bitsandbytes()) is not None:
             state = library.QuantState(
                 absmax=scales,
-                shape=(len(scales), NF4_BLOCK),  # of others 0.50.2 unpacks some wrongly on CPUs
+                shape=(len(scales), NF4_BLOCK),  # 0.50.2 unpacks some others wrongly on CPUs
                 code=NF4.to(codes.device),
                 blocksize=NF4_BLOCK,
                 quant_type="nf4",

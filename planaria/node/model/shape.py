@@ -87,7 +87,7 @@ RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
 
 
 class RopeScaling(NamedTuple):
-    """Scaling of RoPE to more positions (model.rope_speeds), under the names of Hugging Face's
+    """Scaling of RoPE to more positions (modules.rope_speeds), under the names of Hugging Face's
     config.json. None: the type has no such figure, or it follows from others."""
 
     rope_type: RopeType

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data import shards
-from planaria.node.data.chat import ChatTemplate, Conversation, template_of
+from planaria.node.data.chat import ChatTemplate, Conversation, Template, template_of
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, CorpusError
 from planaria.node.data.mixture import (
     Mixture,
@@ -140,7 +140,7 @@ def test_a_template_without_marks_scores_what_a_message_adds(folder: Path, chat:
     write_config(other, chat_template=[{"name": "default", "template": UNMARKED}])
     assert prepare(recipe(other), other / "data")[0].content == chat.content
     (other / "chat_template.jinja").write_text(MARKED.replace("'\n' }}{% if", "' ' }}{% if"))
-    rendered = ChatTemplate(*template_of(other / "tokenizer.json")).render(
+    rendered = ChatTemplate(template_of(other / "tokenizer.json")).render(
         Conversation("", messages()[3])
     )
     assert rendered.text.startswith("<s><|im_start|>user How many legs")
@@ -288,7 +288,7 @@ def test_what_is_missing_is_said(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    template = ChatTemplate("{{ tools | tojson }}{{ messages[0].content }}", "it", {})
+    template = ChatTemplate(Template("{{ tools | tojson }}{{ messages[0].content }}", "it", {}))
     record = Conversation("", [{"role": "user", "content": "<é>"}], [{"name": "weather"}])
     assert template.render(record).text == '[{"name": "weather"}]<é>'
 

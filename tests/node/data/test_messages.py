@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.data.chat import ChatTemplate, Conversation
+from planaria.node.data.chat import ChatTemplate, Conversation, Template
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.messages import Completion, conversation_of, form_of
 
@@ -53,7 +53,8 @@ def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None
     template = "{% for m in messages %}{{ m.thinking }}, {{ m.reasoning_content }}{% endfor %}"
     message = said("a", **{name: "hm"})
     [text], _ = render_jinja_template([[message]], chat_template=template)
-    assert ChatTemplate(template, "it", {}).render(read(message)).text == text == "hm, hm"
+    rendered = ChatTemplate(Template(template, "it", {})).render(read(message))
+    assert rendered.text == text == "hm, hm"
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, {"x": 1, "y": None}])
