@@ -27,8 +27,7 @@ errors: Console = ReadableConsole(stderr=True)
 
 @contextmanager
 def reporting_errors(statuses: Mapping[type[Exception], int] = {}) -> Iterator[None]:
-    """Print errors that are sentences for the user, and end with their exit status, by default 1.
-    Where they arose is logged for debugging."""
+    """Print errors that are sentences for users, and end with their exit status, by default 1."""
     try:
         yield
     except BrokenPipeError:  # the output's reader has gone; click ends silently

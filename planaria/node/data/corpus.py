@@ -414,15 +414,6 @@ class Corpus:
             begins[1:] &= ~(begins[:-1] & ends[:-1])
         return begins
 
-    def samples(
-        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """The tokens of samples, int64 [n, context + 1]. Raises IndexError, CorpusError."""
-        import numpy as np
-
-        rows = [self.sample(split, context, int(index)) for index in indices]
-        return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
-
 
 def read_index(path: Path) -> Index:
     """The index of the prepared data in the folder `path`. Raises CorpusError."""

@@ -202,8 +202,7 @@ class ShardElsewhere:
 
 
 def local_folder_of(place: str, cache: Path) -> Path:
-    """Folder of the prepared data at `place`: `place` itself or, for a URL, a stand-in in `cache`.
-    Raises CorpusError."""
+    """Folder of the data at `place`, for a URL its stand-in in `cache`. Raises CorpusError."""
     if not is_remote(place):
         return Path(place)
     folder = cache / xxhash.xxh3_64_hexdigest(place.rstrip("/").encode())

@@ -97,17 +97,10 @@ class Mixture:
         firsts: NDArray[np.int64] = np.cumsum([0, *counts])[whose]
         return firsts + turns.astype(np.int64) % counts[whose]
 
-    def samples(
-        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Tokens of a mixture's samples, int64 [n, context + 1]. Raises IndexError, CorpusError."""
-        import numpy as np
-
-        rows = [
-            corpus.sample(split, context, own)
-            for corpus, own in self._by_corpus(split, context, map(int, indices))
-        ]
-        return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
+    def sample(self, split: str, context: int, index: int) -> NDArray[np.int64]:
+        """Tokens of the mixture's sample, like `Corpus.sample`."""
+        ((corpus, own),) = self._by_corpus(split, context, [index])
+        return corpus.sample(split, context, own)
 
     @property
     def masked(self) -> bool:
@@ -149,6 +142,16 @@ def training_windows(data: Data, seed: int, context: int, batches: Batches) -> W
     return Windows(seed, data.shares(context), batches)
 
 
+def sample_tokens(
+    data: Data, split: str, context: int, ids: Iterable[int] | NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Tokens of these samples, int64 [n, context + 1]. Raises IndexError, CorpusError."""
+    import numpy as np
+
+    rows = [data.sample(split, context, int(index)) for index in ids]
+    return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
+
+
 def inputs_and_targets(
     data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -156,7 +159,7 @@ def inputs_and_targets(
     UNSCORED. Raises IndexError, CorpusError."""
     import numpy as np
 
-    tokens = data.samples(split, context, ids)
+    tokens = sample_tokens(data, split, context, ids)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if data.masked:
         scored = [data.scored(split, context, int(index)) for index in ids]

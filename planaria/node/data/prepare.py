@@ -188,8 +188,7 @@ def _write_fitting(
     spread: Spread | None,
     track: Track,
 ) -> tuple[Tokenizing, Parts]:
-    """Write the parts of all files, with at least one document for training and one for validation.
-    Raises CorpusError, OSError."""
+    """Write all files' parts so that each split has a document. Raises CorpusError, OSError."""
     tokenizing = _make_tokenizing(recipe, files, template, folder, track)
     parts = _write_parts(tokenizing, files, spread, track)
     _check_rows(recipe, parts)

@@ -109,8 +109,7 @@ def _write_merged(
     dtype: str,
     track: Track,
 ) -> None:
-    """Write the checkpoint's model with merged adapters. Each tensor is read once, so a stage's
-    digest is checked after its last one."""
+    """Write the checkpoint's model with merged adapters; check each stage's digest meanwhile."""
     config, read, *_ = model
     lora = config.lora
     assert lora is not None

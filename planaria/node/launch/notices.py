@@ -241,8 +241,7 @@ def ask_metadata(
 
 
 def find_cloud(name: str, ask: Ask) -> Cloud | None:
-    """The cloud `name`, or with `auto` the cloud that this machine is in, if it is a known one,
-    else None. A named cloud isn't verified."""
+    """The named cloud or, with `auto`, the one that this machine is in; None: no known one."""
     if name != "auto":
         cloud = CLOUDS[name](ask)
         try:

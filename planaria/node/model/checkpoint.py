@@ -326,8 +326,7 @@ def _tensors_of(path: Path) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _header_error(path: Path) -> str:
-    """Error of the safetensors library for a file in which tensors overlap, leave gaps or are out
-    of bounds; empty for a valid one."""
+    """The safetensors library's error for a file of overlapping or lost tensors, else empty."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:  # a registry's image lacks it; nodes check again

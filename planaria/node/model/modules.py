@@ -95,8 +95,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear map to float [.., in], in the dtype of x or of autocast: float [.., out]. The
-    weights may have fewer bits."""
+    """Map float [.., in] to [.., out] in the dtype of x or of autocast, whatever the weights'."""
     if not torch.is_autocast_enabled(x.device.type):
         weight = weight.to(x.dtype)
     return F.linear(x, weight, bias)
@@ -439,8 +438,7 @@ def _llama_deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> 
 def inference_stage(
     config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
 ) -> Stage:
-    """Build a stage that isn't trained: its parameters are views of the flat `weights`, float32
-    [n], and need no gradient."""
+    """A stage that isn't trained, whose parameters are views of flat `weights`, float32 [n]."""
     if own is not None:  # it may have buffers
         module = empty_stage(config, stage, own).to(weights.device)
         split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])

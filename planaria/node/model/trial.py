@@ -180,8 +180,7 @@ class _Small(Decoder):
 
 @torch.no_grad()
 def sees_too_much(model: PreTrainedModel, block_causal: bool) -> float:
-    """Relative change of a document's logits where another one is behind it, or, if documents are
-    to be kept apart, before it."""
+    """Relative change of a document's logits by tokens that it must not see."""
     logits = model(input_ids=SHOWN, use_cache=False, **_position_ids(block_causal)).logits
     first = model(input_ids=SHOWN[:, :SECOND], use_cache=False).logits
     change = _difference(logits[:, :SECOND], first)

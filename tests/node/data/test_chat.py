@@ -24,6 +24,7 @@ from planaria.node.data.mixture import (
     count_scored,
     document_beginnings,
     inputs_and_targets,
+    sample_tokens,
 )
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
@@ -181,7 +182,7 @@ def test_masks_are_content_and_damage_to_them_is_found(
 def test_a_target_is_scored_or_is_not(chat: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.arange(chat.count(TRAIN, 16))
     inputs, targets = inputs_and_targets(chat, TRAIN, 16, ids)
-    tokens = chat.samples(TRAIN, 16, ids)
+    tokens = sample_tokens(chat, TRAIN, 16, ids)
     np.testing.assert_array_equal(inputs, tokens[:, :-1])
     scored = targets != UNSCORED
     np.testing.assert_array_equal(targets[scored], tokens[:, 1:][scored])

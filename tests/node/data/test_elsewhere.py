@@ -13,7 +13,7 @@ from planaria.node.data import elsewhere
 from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import TRAIN, VALIDATION, Corpus, CorpusError
 from planaria.node.data.elsewhere import local_folder_of, make_stand_in
-from planaria.node.data.mixture import Mixture, inputs_and_targets
+from planaria.node.data.mixture import Mixture, inputs_and_targets, sample_tokens
 from tests.range_server import Served, range_server
 
 CONTEXT = 32
@@ -41,7 +41,9 @@ def test_samples_are_those_that_lie_there_and_no_more_is_read(
     assert there.content == here.content
     last = here.count(TRAIN, CONTEXT) - 1
     for split, ids in ((TRAIN, [0, last, 7, 0, BLOCK // 2 // CONTEXT]), (VALIDATION, [3])):
-        assert np.array_equal(there.samples(split, CONTEXT, ids), here.samples(split, CONTEXT, ids))
+        assert np.array_equal(
+            sample_tokens(there, split, CONTEXT, ids), sample_tokens(here, split, CONTEXT, ids)
+        )
     read, size = served.sent(SHARD), (data / SHARD).stat().st_size
     assert read == 2 * BLOCK + size % BLOCK < size, "the first two blocks, and the last one"
 
@@ -60,10 +62,11 @@ def test_what_is_expected_is_there_when_it_is_wanted(
     there = opened(served, tmp_path / "here")
     there.prefetch(TRAIN, CONTEXT, [5, 900])
     assert np.array_equal(
-        there.samples(TRAIN, CONTEXT, [5, 900]), Corpus.open(data).samples(TRAIN, CONTEXT, [5, 900])
+        sample_tokens(there, TRAIN, CONTEXT, [5, 900]),
+        sample_tokens(Corpus.open(data), TRAIN, CONTEXT, [5, 900]),
     )
     (served.folder / SHARD).unlink()
-    there.samples(TRAIN, CONTEXT, [5, 900])
+    sample_tokens(there, TRAIN, CONTEXT, [5, 900])
 
 
 def test_several_corpora_some_elsewhere(data: Path, served: Served, tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.data.mixture import Mixture, corpus_folders, find_by_content, index_of, open_data
+from planaria.node.data.mixture import (
+    Mixture,
+    corpus_folders,
+    find_by_content,
+    index_of,
+    open_data,
+    sample_tokens,
+)
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import resolve
@@ -44,14 +51,17 @@ def test_samples_of_both_have_ids_of_their_own(folders: list[Path]) -> None:
     both = open_data(run_of(folders).data)
     count = fruit.count("train", 16)
     assert [share.samples for share in both.shares(16)] == [count, numbers.count("train", 16)]
-    found = both.samples("train", 16, [0, count - 1, count, count + 3])
-    expected = [*fruit.samples("train", 16, [0, count - 1]), *numbers.samples("train", 16, [0, 3])]
+    found = sample_tokens(both, "train", 16, [0, count - 1, count, count + 3])
+    expected = [
+        *sample_tokens(fruit, "train", 16, [0, count - 1]),
+        *sample_tokens(numbers, "train", 16, [0, 3]),
+    ]
     np.testing.assert_array_equal(found, np.stack(expected))
     total = sum(share.samples for share in both.shares(16))
     for outside in (-1, total):
         with pytest.raises(IndexError, match=f"no sample {outside}"):
-            both.samples("train", 16, [outside])
-    assert both.samples("train", 16, []).shape == (0, 17)
+            sample_tokens(both, "train", 16, [outside])
+    assert sample_tokens(both, "train", 16, []).shape == (0, 17)
 
 
 def test_what_is_held_out_of_both_is_taken_in_turn_again_and_again(folders: list[Path]) -> None:
