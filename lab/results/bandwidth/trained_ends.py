@@ -94,7 +94,7 @@ def narrow(variant: Variant) -> None:
         def logits(self, x: Tensor) -> Tensor:
             return super().logits(self.narrow.entered(x))
 
-    deviation = model._deviation
+    deviation = model._llama_deviation
 
     def drawn(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
         return 0.0 if name.startswith("narrow.") else deviation(config, name, shape)

@@ -93,7 +93,7 @@ def prepare(
             tokenizing, parts = _write_fitting(
                 recipe, listing.files, template, folder, spread, track
             )
-            index = _write_corpus(tokenizing, parts, whole, _origin(key, recipe, listing, parts))
+            index = _write_corpus(tokenizing, parts, whole, _source_of(key, recipe, listing, parts))
             if existing is not None and existing.content == index.content:
                 replaced = existing.model_copy(update={"source": index.source})
                 replace_file(out / "index.json", _in_json(replaced))
@@ -161,7 +161,7 @@ def _locked_folder(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _origin(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusSource:
+def _source_of(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusSource:
     """The index's record of the files that the parts were made of."""
     longer = sum(part.longer for _, part in parts)
     cut = longer if recipe.longer == "cut" else 0

@@ -226,7 +226,7 @@ class LivingRun:
                         "no step is committed yet, so there is no model: try again later"
                     )
                 step = min(newest + ahead, max(self.run.steps, newest))
-                if await self._pinned(step, min(end, self.loop.time() + wait / 4)):
+                if await self._await_pins(step, min(end, self.loop.time() + wait / 4)):
                     return
                 ahead = max(1, 2 * ahead)
             except StageGoneError as gone:
@@ -242,7 +242,7 @@ class LivingRun:
             "`planaria status`, and try again, with a longer --wait if steps take that long"
         )
 
-    async def _pinned(self, step: int, until: float) -> bool:
+    async def _await_pins(self, step: int, until: float) -> bool:
         """Wait until all seats have pinned a step. False: one is beyond it, or time is over."""
         while True:
             answers = await self._pin_all(step)

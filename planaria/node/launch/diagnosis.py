@@ -302,7 +302,7 @@ def _disk(facts: Facts) -> Finding:
         return _unknown(UnknownFact(f"{_gib(free)} free; the run file can't be read"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
-    needed = saves * _largest(facts, run.config, run.config.state_bytes)
+    needed = saves * _stage_figure(facts, run.config, run.config.state_bytes)
     description = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
@@ -364,7 +364,7 @@ def _memory(facts: Facts) -> Finding:
     if isinstance(facts.run, UnknownFact):
         return _unknown(UnknownFact("the run's model isn't known"))
     config = facts.run.config
-    needed = COMPUTED * _largest(facts, config, config.bytes_of)
+    needed = COMPUTED * _stage_figure(facts, config, config.bytes_of)
     description = (
         f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     )
@@ -394,7 +394,7 @@ CHECKS: Final[Mapping[str, Callable[[Facts], Finding | None]]] = {
 """The checks, by what they are about, in the order of repair."""
 
 
-def _largest(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
+def _stage_figure(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
     """The figure of the requested stage; the largest stage's if the run has none such."""
     sizes = [figure(stage) for stage in range(config.stages + 1)]
     return max(sizes) if (stage := facts.stage) is None else max(sizes[stage : stage + 1] or sizes)

@@ -63,7 +63,7 @@ def _shown(value: Any) -> Any:
     return "none" if value in (None, "") else value
 
 
-def with_settings(
+def changed_run(
     before: RunFile, wanted: RunFile, step: int, anew: bool = False, undone: int = 0
 ) -> RunFile:
     """The run with the settings of `wanted`, which hold behind `step`. `anew`: the run's saves are
@@ -88,7 +88,7 @@ def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
                     "registry's run file, and restart the registry"
                 )
             wanted = override(run, **settings)
-            run = with_settings(run, wanted, change.step, undone=change.undone)
+            run = changed_run(run, wanted, change.step, undone=change.undone)
     return run
 
 

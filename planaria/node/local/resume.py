@@ -26,7 +26,7 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import index_of
 from planaria.node.launch.resolve import resolve, run_id
-from planaria.node.launch.settings import STAGES, check_identity, differences, with_settings
+from planaria.node.launch.settings import STAGES, changed_run, check_identity, differences
 from planaria.node.local.loss_schedule import stage_of
 from planaria.node.model.learning_rate import warmup_of
 from planaria.node.run_file import RunFile, dumps, flat, override
@@ -198,7 +198,7 @@ def place_saves(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     return copies
 
 
-def rewrite_saves(
+def replace_run(
     before: KeptRun, kept: KeptRun, slots: Sequence[str], at: int | None = None
 ) -> KeptRun:
     """Make `kept`, with the step from which it holds, the folder's run. Its state is what `before`
@@ -221,7 +221,7 @@ def rewrite_saves(
             raise SwarmError(
                 f"steps = {kept.run.steps}: the run is at step {step} already; choose more"
             )
-        kept = kept._replace(run=with_settings(before.run, kept.run, step, anew))
+        kept = kept._replace(run=changed_run(before.run, kept.run, step, anew))
         if anew and chosen:
             folder = None if kept.save_dir is None else kept.save_dir / kept.id
             if folder is not None:

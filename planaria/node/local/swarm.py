@@ -49,8 +49,8 @@ from planaria.node.local.resume import (
     KeptRun,
     SwarmError,
     place_saves,
+    replace_run,
     resume_errors,
-    rewrite_saves,
 )
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.extras import remedy
@@ -498,7 +498,7 @@ def resume_from(
         with resume_errors():
             replace_file(plan.out / RUN_FILE, dumps(before.run).encode())
     if plan.run != before.run or plan.at is not None:
-        plan = plan._replace(run=rewrite_saves(before.kept, plan.kept, slots, plan.at).run)
+        plan = plan._replace(run=replace_run(before.kept, plan.kept, slots, plan.at).run)
         sentences += describe_change(before.run, plan.run)
     if plan.kept.id == before.kept.id:
         sentences += place_saves(plan.kept, slots)

@@ -17,7 +17,7 @@ from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.corpus import read_index
 from planaria.node.hugging_face.begin_from_model import stage_digests
 from planaria.node.launch.resolve import resolve
-from planaria.node.launch.settings import describe_change, differences, with_settings
+from planaria.node.launch.settings import changed_run, describe_change, differences
 from planaria.node.local import resume as module
 from planaria.node.local.loss_schedule import places
 from planaria.node.local.resume import (
@@ -27,7 +27,7 @@ from planaria.node.local.resume import (
     SwarmError,
     continued_run,
     place_saves,
-    rewrite_saves,
+    replace_run,
     with_settings_of,
 )
 from planaria.node.local.swarm import SwarmPlan, copy_run, read_plan, resume_from, write_plan
@@ -102,7 +102,7 @@ def slots_of(kept: KeptRun) -> list[str]:
 
 
 def taken_over(kept: KeptRun, new: KeptRun, **how: int) -> KeptRun:
-    return rewrite_saves(kept, new, slots_of(new), **how)
+    return replace_run(kept, new, slots_of(new), **how)
 
 
 # In the same numbers
@@ -298,8 +298,8 @@ def test_any_setting_goes_through_the_list_of_changes_unchanged(tmp_path: Path) 
     texts = ("", "two\nlines", 'a "quote" = # and\\n')
     other = {"prompts": texts, "betas": (0.5, 0.25), "schedule": "wsd", "rewarm": 7, "lr": 1e-7}
     new = differently(begun(tmp_path), training=RUN.training.model_dump() | other).run
-    assert loads(dumps(with_settings(RUN, new, 3))).original == RUN
-    assert loads(dumps(with_settings(new, RUN, 3))).original == new
+    assert loads(dumps(changed_run(RUN, new, 3))).original == RUN
+    assert loads(dumps(changed_run(new, RUN, 3))).original == new
 
 
 def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
@@ -317,14 +317,14 @@ def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
 
 def test_another_rate_is_said(tmp_path: Path) -> None:
     run = override(RUN, training__lr=1e-3, steps=100, training__schedule="constant")
-    new = with_settings(run, override(run, training__lr=2e-3), 50)
+    new = changed_run(run, override(run, training__lr=2e-3), 50)
     rate = "the learning rate at step 51 goes from 0.001 to "
     assert describe_change(run, new)[1:] == [
         "  training.lr = 0.002 (was 0.001)",
         f"{rate}0.002; training.rewarm=50 makes that 50 steps long",
     ]
     assert describe_change(run, override(new, training__rewarm=10))[-1] == f"{rate}0.0002"
-    back = with_settings(new, override(new, training__lr=1e-3), 50)
+    back = changed_run(new, override(new, training__lr=1e-3), 50)
     assert describe_change(new, back)[-1].endswith("from 0.002 to 0.001")
 
 
@@ -443,7 +443,7 @@ def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match=r"there is no save of the run under .*/saves"):
         bare = begun(tmp_path / "bare")
         save(bare, "0.0", 0)
-        rewrite_saves(bare, bare._replace(run=new.run), slots_of(new))
+        replace_run(bare, bare._replace(run=new.run), slots_of(new))
 
 
 def test_a_run_that_still_trains_is_left_alone(tmp_path: Path) -> None:
