@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
-from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.mixture import (
+    Data,
+    count_scored,
+    document_beginnings,
+    inputs_and_targets,
+    training_windows,
+)
 from planaria.node.data.windows import microbatch_ids
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
@@ -71,7 +77,7 @@ class Reference:
     def change(self, run: RunFile) -> None:
         """From the next step on it has these settings."""
         self.run = run
-        self.windows = windows(self.data, run.seed, self.config.context, run.batches)
+        self.windows = training_windows(self.data, run.seed, self.config.context, run.batches)
 
     def step(self) -> float:
         """Trains the next step; returns its mean loss, nats a scored token."""
@@ -87,7 +93,7 @@ class Reference:
             losses.append(loss.item())
         norm = math.sqrt(math.fsum(one.squared_norm() for one in self.optimizers))
         for optimizer in self.optimizers:
-            optimizer.step(of_run(number, self.run), min(1.0, training.clip / (norm + 1e-6)))
+            optimizer.step(rate_of(number, self.run), min(1.0, training.clip / (norm + 1e-6)))
             optimizer.zero_gradient()
         self.committed = number
         return math.fsum(losses) / scored
@@ -97,7 +103,7 @@ class Reference:
         """Mean loss of the run's validation microbatches, nats a scored token."""
         training, context = self.run.training, self.config.context
         wanted = range(training.validation_microbatches * training.microbatch)
-        ids = self.data.held_out(context, wanted)
+        ids = self.data.validation_ids(context, wanted)
         loss = self._loss(order(0, self.config.stages, swapped=False), VALIDATION, ids)
         _, targets = inputs_and_targets(self.data, VALIDATION, context, ids)
         return loss.item() / max(1, int((targets != UNSCORED).sum()))
@@ -109,7 +115,7 @@ class Reference:
         inputs, targets = map(torch.from_numpy, inputs_and_targets(self.data, split, context, ids))
         begins = None
         if self.config.block_causal:
-            begins = torch.from_numpy(beginnings(self.data, split, context, ids))
+            begins = torch.from_numpy(document_beginnings(self.data, split, context, ids))
         bf16 = self.run.training.precision == "bf16"
         with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
             x = ends.embed(inputs, begins)

@@ -13,7 +13,7 @@ import pytest
 from planaria.node.data.corpus import TRAIN, VALIDATION
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.model.learning_rate import too_long
+from planaria.node.model.learning_rate import warmup_too_long
 from planaria.node.run_file import load, loads
 from tests.node.data import test_chat
 
@@ -37,7 +37,7 @@ def test_the_script_runs_what_the_page_shows() -> None:
 def test_the_run_trains_with_the_defaults() -> None:
     run = load(CHAT / "shop.toml")
     assert run.identifying_fields()["training"] == {"batch": 8, "lora": {}}
-    assert too_long(run) is None
+    assert warmup_too_long(run) is None
 
 
 @pytest.mark.parametrize("fact", FACTS, ids=[fact.answer for fact in FACTS])

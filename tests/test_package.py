@@ -139,8 +139,8 @@ def test_who_serves_no_page_loads_no_web_server():
     code = (
         "import sys\n"
         "from planaria.node.launch.options import Security\n"
-        "assert Security().place('none', False) is None\n"
-        "Security().place('127.0.0.1:7410', False)\n"
+        "assert Security().page_address('none', False) is None\n"
+        "Security().page_address('127.0.0.1:7410', False)\n"
         "print(sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
     )
     assert python("-c", code).stdout == "[]\n"

@@ -427,7 +427,7 @@ class Agent:
 
     async def _apply(self, commit: pb.Commit) -> None:
         member, stage = self.member, self.stage
-        lr = learning_rate.of_run(commit.step, self.run)
+        lr = learning_rate.rate_of(commit.step, self.run)
         begin = self.attempt.begin if self.attempt else pb.Begin()  # a joiner has none
         replicas = [place.node for place in begin.members if place.stage == stage]
         first = self.node == min(replicas, default="")

@@ -16,9 +16,9 @@ from typer.main import get_command
 
 from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
-from planaria.node.commands.terminal import end, refuse, refusing, warn
+from planaria.node.commands.terminal import fail, print_error, reporting_errors, warn
 from planaria.node.commands.up import up_command
-from planaria.node.launch.secret_words import warnings
+from planaria.node.launch.secret_words import secret_warnings
 from planaria.node.machine.extras import remedy
 from planaria.node.machine.imports import leave_out_current_folder
 
@@ -71,11 +71,11 @@ class _Commands(TyperGroup):
             command.name = cmd_name
             return command
         if cmd_name in IN_LAB:
-            end(f"planaria {cmd_name} is in another package: pip install planaria-lab")
+            fail(f"planaria {cmd_name} is in another package: pip install planaria-lab")
         return None
 
     def invoke(self, ctx: Any) -> Any:
-        with refusing():
+        with reporting_errors():
             return super().invoke(ctx)
 
 
@@ -128,12 +128,12 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     # gRPC warns of every fork; ours only go on to exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    for seen in warnings(sys.argv[1:]):
+    for seen in secret_warnings(sys.argv[1:]):
         warn(seen)
     try:
         app()
     except ModuleNotFoundError as error:
-        refuse(remedy(error))
+        print_error(remedy(error))
         raise SystemExit(1) from error
     finally:
         logging.shutdown()

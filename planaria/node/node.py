@@ -32,7 +32,7 @@ from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.step_time import MOST_WEIGHED
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.mixture import Data
-from planaria.node.hugging_face.living_run import from_inside
+from planaria.node.hugging_face.living_run import inside_access
 from planaria.node.hugging_face.samples import sampler_of
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.notices import FAREWELL
@@ -454,7 +454,7 @@ class Node(Generic[M]):
         self.links.set_peers(view.number, peers, self.needed)
         self.links.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
         if self.sampler is not None:
-            self.sampler.viewed()
+            self.sampler.view_changed()
         new, closed = self.seats.viewed(view, self.loop.time())
         for name, seat in closed.items():
             self.spawn(self._close_seat(name, seat))
@@ -487,7 +487,7 @@ class Node(Generic[M]):
 
     def committed(self, step: int) -> None:
         if self.sampler is not None and self.view.driver == self.node:
-            access = from_inside(self.node, self.observers, self.run, self.view)
+            access = inside_access(self.node, self.observers, self.run, self.view)
             self.sampler.committed(step, access)
 
     def sampled(self, sample: Sampled) -> None:

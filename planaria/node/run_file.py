@@ -670,7 +670,7 @@ class RunFile(Section):
             sizes.append(before)
         batches = Batches(*sizes.pop())
         for change in self.changes:
-            batches = batches.changed(change.step, *sizes.pop())
+            batches = batches.changed_after(change.step, *sizes.pop())
         return batches
 
     def identifying_fields(self, *left_out: str) -> dict[str, Any]:

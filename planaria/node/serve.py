@@ -34,16 +34,16 @@ from planaria.node.data.corpus import CorpusError
 from planaria.node.data.mixture import Data
 from planaria.node.launch.advertised import (
     Advertised,
-    forwarded,
+    forwarded_address,
     is_known_otherwise,
-    own,
-    unforwarded,
+    own_address,
+    unforwarded_port,
 )
 from planaria.node.launch.begin import Setup, check_writable
 from planaria.node.launch.errors import NodeCrashed, NodeError
-from planaria.node.launch.instance import Instance, find_instance, release
-from planaria.node.launch.notices import Aws, Notice, ask, watch_notices
-from planaria.node.launch.own_folders import below, checkpoint_dir, own_folder
+from planaria.node.launch.instance import Instance, find_instance, release_key
+from planaria.node.launch.notices import Aws, Notice, ask_metadata, watch_notices
+from planaria.node.launch.own_folders import checkpoint_dir, folder_below, own_folder
 from planaria.node.launch.supervisor import Pauses
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.device import (
@@ -198,7 +198,7 @@ async def serve(
         if place is not None and place.experiment is not None:
             await asyncio.to_thread(place.experiment.close)
         if instance is not None and setup.instance is None:
-            release(instance)
+            release_key(instance)
 
 
 async def settle(
@@ -225,8 +225,8 @@ async def settle(
     check_precision(run, device)
     own = find_own_code(run, config)
     room = options.seats or room_on(device, config)
-    log.info("%s", learning_rate.describe(run))
-    if problem := learning_rate.too_long(run):
+    log.info("%s", learning_rate.describe_rate(run))
+    if problem := learning_rate.warmup_too_long(run):
         log.warning("%s", problem)
     log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
     place = replace(
@@ -287,7 +287,7 @@ def find_checkpoint(run: RunFile, model: Path | None, folder: Path) -> Checkpoin
             raise NodeError(f"--model {model}: this run doesn't begin from a checkpoint; omit it")
         return None
     try:
-        return Checkpoint.open(model or below(folder, "model.from", origin, "--model"))
+        return Checkpoint.open(model or folder_below(folder, "model.from", origin, "--model"))
     except (NodeError, UnsupportedModelError) as error:
         if model is not None:
             raise NodeError(f"--model: {error}") from error
@@ -462,18 +462,18 @@ async def find_address(addresses: Addresses, cloud: str) -> Advertised:
     except OSError as error:  # a name service may be away, as where containers are started
         raise RegistryUnreachable(str(error)) from error
     if is_known_otherwise(listen, route):
-        advertised = forwarded(listen, os.environ)
-        if advertised is None and (trouble := unforwarded(listen, os.environ)):
+        advertised = forwarded_address(listen, os.environ)
+        if advertised is None and (trouble := unforwarded_port(listen, os.environ)):
             log.warning("%s", trouble)
         elif advertised is None and cloud in ("auto", "aws"):
             advertised = await asyncio.to_thread(of_aws, listen)
-    return advertised or own(listen, route)
+    return advertised or own_address(listen, route)
 
 
 def of_aws(listen: Address) -> Advertised | None:
     """The public address by which AWS makes this machine reachable; None: there is none, or it
     isn't one of AWS's machines."""
-    aws = Aws(partial(ask, timeout=ASIDE))
+    aws = Aws(partial(ask_metadata, timeout=ASIDE))
     try:
         public = aws.public_ipv4() if aws.is_here() else ""
     except OSError:  # no answer; notices.py reports it where AWS is expected

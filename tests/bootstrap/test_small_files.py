@@ -7,7 +7,7 @@ import pytest
 
 from planaria.bootstrap.files import read_small
 from planaria.bootstrap.invites import InviteError
-from planaria.node.launch.enrolled import text_of
+from planaria.node.launch.enrolled import text_or_file
 from planaria.node.run_file import RunFileError, load
 
 
@@ -23,7 +23,7 @@ def test_what_may_never_end_is_refused(endless: Path) -> None:
     with pytest.raises(RunFileError, match=r"can't read the run file .*: it is no regular file"):
         load(endless)
     with pytest.raises(InviteError, match=r"can't be read: .*it is no regular file"):
-        text_of(f"@{endless}")
+        text_or_file(f"@{endless}")
 
 
 def test_a_file_has_a_largest_size(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from planaria.bootstrap.invites import encode as encode_invite
 from planaria.bootstrap.registry_pb2 import Member, NewView, Seat, View
 from planaria.bootstrap.views import difference
 from planaria.node.model.config import to_config
-from planaria.node.model.layout import weights
+from planaria.node.model.layout import model_weights
 from planaria.node.report.ledger import Line, _joint_hash
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.state.saves import Contents, Saves
@@ -171,7 +171,7 @@ def _corpora() -> list[bytes]:
 
 def _checkpoints() -> list[bytes]:
     at, header = 0, {}
-    for weight in weights(SMALL):
+    for weight in model_weights(SMALL):
         size = 4 * torch.empty(weight.shape, device="meta").numel()
         header[weight.name] = {
             "dtype": "F32",

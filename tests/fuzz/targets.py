@@ -33,7 +33,7 @@ from planaria.bootstrap.journal import Journal, JournalError, _file_of, read_vie
 from planaria.bootstrap.registry_pb2 import Member, NewView, Relay, Seat, View
 from planaria.bootstrap.store import Store, StoreError
 from planaria.bootstrap.views import is_genuine, sign, unpacked, view_in
-from planaria.node.data.chat import ChatTemplate, Conversation
+from planaria.node.data.chat import ChatTemplate, Conversation, Template
 from planaria.node.data.corpus import CorpusError, Index, read_index
 from planaria.node.local.resume import SwarmError
 from planaria.node.local.swarm import PLAN, read_plan
@@ -304,7 +304,8 @@ def configs(data: bytes) -> None:
 
 def templates(data: bytes) -> None:
     with suppress(CorpusError):
-        template = ChatTemplate(text_of(data), "the template", {"eos_token": "</s>"})
+        source = Template(text_of(data), "the template", {"eos_token": "</s>"})
+        template = ChatTemplate(source)
         template.render(Conversation("here", MESSAGES))
 
 

@@ -15,7 +15,7 @@ from planaria.bootstrap.service import PAUSED_ABOVE
 from planaria.node.cli import app
 from planaria.node.launch.resolve import registry_rules, run_id
 from planaria.node.launch.settings import differences
-from planaria.node.model.learning_rate import boost, peak_of, scheduled, warmup_of
+from planaria.node.model.learning_rate import boost, peak_of, scheduled_rate, warmup_of
 from planaria.node.run_file import (
     HEARTBEAT,
     LEASE,
@@ -239,7 +239,8 @@ def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> No
     assert 0 < training.microbatches <= 2**24
     assert run.steps * training.batch * config.context < 2**63
     rates = [
-        scheduled(step, run.steps, peak_of(run), warmup_of(run), 0.1) for step in (1, run.steps)
+        scheduled_rate(step, run.steps, peak_of(run), warmup_of(run), 0.1)
+        for step in (1, run.steps)
     ]
     rates.append(boost(2, 1, recovery.lr_boost, recovery.lr_boost_steps))
     snapshot = recovery.snapshot

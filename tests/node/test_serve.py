@@ -17,7 +17,7 @@ from planaria.node import serve
 from planaria.node.cli import app
 from planaria.node.launch.begin import Setup, check_reachable, check_writable
 from planaria.node.launch.errors import NodeError
-from planaria.node.launch.instance import Instance, find_instance, release
+from planaria.node.launch.instance import Instance, find_instance, release_key
 from planaria.node.launch.node_options import Addresses, NodeOptions
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
@@ -109,11 +109,11 @@ def test_nodes_that_share_a_folder_save_in_one_of_their_own_each(tmp_path: Path)
     assert folders == [tmp_path / "saves" / "0", tmp_path / "saves" / "1"]
     assert (tmp_path / "saves" / "run.toml").read_text() == "seed = 1\n"
     assert len(list((tmp_path / "saves").iterdir())) == 3
-    release(first)
+    release_key(first)
     again = find_instance(tmp_path)
     assert place_for_saves(tmp_path / "saves", again, "seed = 1\n") == folders[0]
-    release(second)
-    release(again)
+    release_key(second)
+    release_key(again)
 
 
 def test_without_a_place_that_nobody_else_has_a_node_does_not_save(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.hugging_face.begin_from_model import take_in_here
+from planaria.node.hugging_face.begin_from_model import with_model_here
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.modules import with_weights
+from planaria.node.model.modules import inference_stage
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import RunFile, RunFileError, from_fields, override
 from planaria.node.state.regroup import as_saved
@@ -30,7 +30,7 @@ def run_of(folder: Path, key: str, stages: int | list[int] = 3, **changes: Any) 
     run = override(small(steps=8), **changes)
     others = run.model_dump(exclude_none=True, exclude={"model"})
     model = {key: str(folder), "stages": stages, "context": 32}
-    return take_in_here(from_fields({**others, "model": model}))
+    return with_model_here(from_fields({**others, "model": model}))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ async def test_a_family_is_trained_healed_and_exported(
     export(tmp_path / "again", parts)
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :32]
     with torch.no_grad():
-        ends, *bodies = (with_weights(run.config, of, flat[of], swarm.own) for of in range(4))
+        ends, *bodies = (inference_stage(run.config, of, flat[of], swarm.own) for of in range(4))
         x = ends.embed(tokens)
         for body in bodies:
             x = body(x)
@@ -102,7 +102,7 @@ async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
     unlike = content("qwen3_moe", **sizes | {"num_hidden_layers": 4}, mlp_only_layers=[1])
     (tmp_path / "config.json").write_text(json.dumps(unlike))
     model = {"config": str(tmp_path), "stages": 4, "context": 32}
-    other = take_in_here(from_fields({"model": model}))
+    other = with_model_here(from_fields({"model": model}))
     other = override(other, recovery__policy="checkfree+", data__path=str(data))
     with pytest.raises(RunFileError, match="stage 1 would be estimated from stage 2, whose layers"):
         resolve(other)

@@ -22,16 +22,16 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.from_swarm import LivingModel
-from planaria.node.hugging_face.generate import Sampling, Speaker, texts
-from planaria.node.hugging_face.living_run import from_outside
+from planaria.node.hugging_face.generate import Sampling, Speaker, continuation
+from planaria.node.hugging_face.living_run import outside_access
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.errors import NodeError
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.modules import with_weights
+from planaria.node.model.modules import inference_stage
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
@@ -346,7 +346,7 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         hidden = swarm.start(2, 0, advertise="")
         await swarm.until(lambda: hidden.member and hidden.member.committed >= 5)
         aborted = len(swarm.lines.events("aborted"))
-        access = await from_outside(swarm.describe, PLAIN)
+        access = await outside_access(swarm.describe, PLAIN)
         async with LivingStages(access, 60.0) as stages:
             await swarm.until(lambda: swarm.committed() >= stages.step + 2)
             shown = torch.from_numpy(corpus.sample("validation", 32, 0))[None]
@@ -366,7 +366,7 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         weights.numpy().tobytes() for weights in whole
     ]
     weights = [torch.from_numpy(one) for one in saved_weights(tmp_path, run, stages.step)]
-    ends, *body = (with_weights(run.model.config, stage, w) for stage, w in enumerate(weights))
+    ends, *body = (inference_stage(run.model.config, stage, w) for stage, w in enumerate(weights))
     x = reduce(lambda x, stage: stage(x), body, ends.embed(inputs))
     assert loss == pytest.approx(float(ends.loss(x, targets)), rel=1e-6)
 
@@ -395,7 +395,7 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         await swarm.until(lambda: len(swarm.lines.events("sampled")) == 2)
-        told = await from_outside(swarm.describe, PLAIN)
+        told = await outside_access(swarm.describe, PLAIN)
         async with LivingStages(told) as stages:
             found = await stages.logits(tokens)
         async with LivingModel(told, 60.0) as model:
@@ -418,7 +418,7 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
     )
     made = {event["prompt"]: event for event in swarm.lines.events("sampled")}
     for prompt in run.training.prompts:
-        text = "".join(texts(speaker, prompt, 6, Sampling(temperature=0.0)))
+        text = "".join(continuation(speaker, prompt, 6, Sampling(temperature=0.0)))
         assert (made[prompt]["step"], made[prompt]["text"]) == (4, text)
     page = (tmp_path / "samples.md").read_text()
     assert "## Step 4, after `once upon`\n\n```text\n" in page
@@ -513,7 +513,7 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
     exported(folder, shape)
     others = small(steps=12, recovery__policy="checkfree")
     fields = others.model_dump(exclude_none=True, exclude={"model"})
-    run = take_in(from_fields({**fields, "model": {"from": str(folder), "stages": 3}}))
+    run = with_model(from_fields({**fields, "model": {"from": str(folder), "stages": 3}}))
     out = tmp_path / "out"
     out.mkdir()
     async with LocalSwarm(run, corpus, out, checkpoint=Checkpoint.open(folder)) as swarm:

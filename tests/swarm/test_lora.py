@@ -13,11 +13,11 @@ import torch
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.progress import untracked
-from planaria.node.hugging_face.adapters import way_out
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.hugging_face.adapters import export_writer
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.hugging_face.export import ModelParts
 from planaria.node.hugging_face.from_swarm import LivingModel
-from planaria.node.hugging_face.living_run import from_outside
+from planaria.node.hugging_face.living_run import outside_access
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ def adapting(model: Path, **changes: Any) -> RunFile:
     others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
     run = from_fields({**others, "model": {"from": str(model), "stages": 3}})
     changes = {"training__lora": {"rank": 4}, "training__lr": 1e-2} | changes
-    return take_in(override(run, **changes))
+    return with_model(override(run, **changes))
 
 
 def methods(swarm: LocalSwarm) -> set[tuple[int, str]]:
@@ -70,7 +70,7 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
         swarm.start(2, 0)
         await swarm.until(swarm.finished)
         sizes = [node.seat.arithmetic.gradient.numel() for node, _ in swarm.nodes.values()]
-        told = await from_outside(swarm.describe, PLAIN)
+        told = await outside_access(swarm.describe, PLAIN)
         async with LivingStages(told) as stages:
             at_the_moment = await stages.logits(tokens)
         async with LivingModel(told, 60.0) as living:
@@ -79,7 +79,7 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
             def read(*of: int) -> torch.Tensor:
                 return asyncio.run_coroutine_threadsafe(living.read(*of), loop).result()
 
-            write = way_out(run, swarm.config, True, "")
+            write = export_writer(run, swarm.config, True, "")
             how = (ModelParts(swarm.config, read), "fp32", untracked)
             await asyncio.to_thread(write, tmp_path / "merged", *how)
     assert sorted(sizes) == [0, *[swarm.config.trained[1]] * 3]

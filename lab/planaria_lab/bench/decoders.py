@@ -21,7 +21,7 @@ import torch
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import SHIPPED
 from planaria.node.model.decoder import Decoder
-from planaria.node.model.trial import compare, sees_too_much, small
+from planaria.node.model.trial import sees_too_much, small_model, whole_and_cut
 from planaria_lab.bench.rows import keep
 
 SIZES: Final[Mapping[str, Any]] = {
@@ -101,13 +101,13 @@ def row(family: str, work: Path, data: Path) -> Iterator[str]:
     content = {"model_type": family, **SIZES, **FAMILIES[family]}
     decoder = Decoder(json.dumps(content))
     cut = [decoder.layers // STAGES] * STAGES
-    alone = compare(decoder, cut, block_causal=False)
+    alone = whole_and_cut(decoder, cut, block_causal=False)
     yield f"{alone.logits:.0e}"
     yield f"{alone.gradients:.0e}"
-    packed = compare(decoder, cut, block_causal=True)
-    apart = sees_too_much(small(decoder), block_causal=True) < 1e-5
+    packed = whole_and_cut(decoder, cut, block_causal=True)
+    apart = sees_too_much(small_model(decoder), block_causal=True) < 1e-5
     yield f"{max(packed[:2]):.0e}" if apart else "not kept apart"
-    small(decoder, {}).save_pretrained(work / "model")
+    small_model(decoder, {}).save_pretrained(work / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (data / name).exists():
             (work / "model" / name).write_bytes((data / name).read_bytes())

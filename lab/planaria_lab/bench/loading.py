@@ -27,7 +27,7 @@ from typing import Any, Final, get_args
 import torch
 import uvloop
 
-from planaria.node.hugging_face.begin_from_model import take_in_here
+from planaria.node.hugging_face.begin_from_model import with_model_here
 from planaria.node.model.checkpoint import Checkpoint, Place
 from planaria.node.model.dequantized import KINDS, Quantized
 from planaria.node.model.modules import empty_stage
@@ -222,7 +222,7 @@ def taken_in(folder: Path, base: str) -> str:
     """A run file of a run that begins from the folder."""
     changes = {"model__from": str(folder), "training__lora__base": base}
     run = override(loads(RUN), **changes)
-    return dumps(take_in_here(run))
+    return dumps(with_model_here(run))
 
 
 if __name__ == "__main__":

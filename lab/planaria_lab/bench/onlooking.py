@@ -27,9 +27,9 @@ from planaria.node.data.prepare import prepare
 from planaria.node.data.progress import untracked
 from planaria.node.data.recipe import Recipe
 from planaria.node.hugging_face.from_swarm import export_swarm
-from planaria.node.hugging_face.generate import Sampling, texts
+from planaria.node.hugging_face.generate import Sampling, continuation
 from planaria.node.hugging_face.options import ExportOptions
-from planaria.node.hugging_face.through_swarm import speak
+from planaria.node.hugging_face.through_swarm import reply_living
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import loads, override
@@ -71,8 +71,8 @@ def export_once(out: Path, client: RegistryClient) -> Awaitable[object]:
 
 
 def speak_once(data: Path, client: RegistryClient) -> Awaitable[object]:
-    reply = partial(texts, prompt="It was", tokens=10, sampling=Sampling())
-    return speak(client, PLAIN, data, reply, lambda _: None, data)
+    reply = partial(continuation, prompt="It was", tokens=10, sampling=Sampling())
+    return reply_living(client, PLAIN, data, reply, lambda _: None, data)
 
 
 @contextmanager

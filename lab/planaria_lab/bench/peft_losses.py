@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from planaria.node.data.corpus import TRAIN, UNSCORED
-from planaria.node.data.mixture import Data, inputs_and_targets, open_data, windows
+from planaria.node.data.mixture import Data, inputs_and_targets, open_data, training_windows
 from planaria.node.launch.resolve import resolve
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.model.shape import trained_shapes
 from planaria.node.run_file import RunFile, load, override
 from planaria.node.stage.initial import Beginning
@@ -34,7 +34,7 @@ def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = training.weight_decay
     optimizer = torch.optim.AdamW(trained, betas=training.betas, weight_decay=decay)
-    drawn = windows(corpus, run.seed, config.context, run.batches)
+    drawn = training_windows(corpus, run.seed, config.context, run.batches)
     for step in range(1, run.steps + 1):
         pair = inputs_and_targets(corpus, TRAIN, config.context, drawn.ids(step))
         inputs, targets = map(torch.from_numpy, pair)
@@ -43,7 +43,7 @@ def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(trained, training.clip)
-        optimizer.param_groups[0]["lr"] = of_run(step, run)
+        optimizer.param_groups[0]["lr"] = rate_of(step, run)
         optimizer.step()
         yield loss.item()
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from planaria.node.data.corpus import TRAIN, Corpus
-from planaria.node.data.mixture import inputs_and_targets, windows
+from planaria.node.data.mixture import inputs_and_targets, training_windows
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.run_file import RunFile, dumps, load
 from planaria.node.stage.optimizer import StageOptimizer
@@ -94,7 +94,7 @@ def train_part(arguments: list[str]) -> None:
 
     stage = PipelineStage(part, rank, config.stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, training.microbatches, loss_of, scale_grads=False)
-    order = windows(corpus, run.seed, config.context, run.batches)
+    order = training_windows(corpus, run.seed, config.context, run.batches)
     with (out / STEPS if last else Path(os.devnull)).open("a") as file:
         for step in range(1, run.steps + 1):
             batch = inputs_and_targets(corpus, TRAIN, config.context, order.ids(step))
@@ -109,7 +109,7 @@ def train_part(arguments: list[str]) -> None:
             squared = torch.tensor(optimizer.squared_norm(), dtype=torch.float64)
             dist.all_reduce(squared)
             scale = min(1.0, training.clip / (math.sqrt(squared.item()) + 1e-6))
-            optimizer.step(of_run(step, run), scale)
+            optimizer.step(rate_of(step, run), scale)
             optimizer.zero_gradient()
             loss = math.fsum(loss.item() for loss in losses)
             line = {"step": step, "tokens": tokens, "loss": loss, "time": time.time()}

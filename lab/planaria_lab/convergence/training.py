@@ -22,10 +22,16 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
-from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.mixture import (
+    Data,
+    count_scored,
+    document_beginnings,
+    inputs_and_targets,
+    training_windows,
+)
 from planaria.node.data.windows import microbatch_ids
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.learning_rate import boost, of_run, warmup_of
+from planaria.node.model.learning_rate import boost, rate_of, warmup_of
 from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
@@ -311,7 +317,7 @@ class TrainingSwarm:
             self._check_rounds()
             outer = self.ablation.outer_lr, self.ablation.outer_momentum
             self.rounds = Rounds(self.replicas, self.pipelines, *outer)
-        self.windows = windows(self.corpus, run.seed, self.config.context, run.batches)
+        self.windows = training_windows(self.corpus, run.seed, self.config.context, run.batches)
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
@@ -496,7 +502,7 @@ class TrainingSwarm:
         context = self.config.context
         arrays: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
         if self.config.block_causal:
-            arrays.append(beginnings(self.corpus, split, context, ids))
+            arrays.append(document_beginnings(self.corpus, split, context, ids))
         return [torch.from_numpy(each).to(self.device) for each in arrays]
 
     def _forward(
@@ -534,7 +540,7 @@ class TrainingSwarm:
         for stage in self.stages:
             stage.omega = stage.optimizer.squared_norm()
         whole = math.fsum(stage.omega for stage in self.stages)
-        lr = of_run(step, self.run)
+        lr = rate_of(step, self.run)
         until, alone = self.alone
         for number, stage in enumerate(self.stages):
             norm = math.sqrt(whole if self.ablation.clip_scope == "global" else stage.omega)
@@ -557,7 +563,7 @@ class TrainingSwarm:
         if samples is None:
             training = self.run.training
             wanted = range(training.validation_microbatches * training.microbatch)
-            held_out = self.corpus.held_out(self.config.context, wanted)
+            held_out = self.corpus.validation_ids(self.config.context, wanted)
             tensors = self._samples(VALIDATION, held_out)
         else:
             tensors = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]

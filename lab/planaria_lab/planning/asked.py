@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from planaria.node.hugging_face.begin_from_model import check_adapted, find, with_shape
+from planaria.node.hugging_face.begin_from_model import check_targets, find_checkpoint, with_shape
 from planaria.node.launch.resolve import check_lora
 from planaria.node.model.config import (
     CONFIG,
@@ -57,7 +57,7 @@ def asked(options: PlanOptions) -> Asked:
     )
     check_lora(run)
     run, narrow = shaped(run)
-    check_adapted(run)
+    check_targets(run)
     if options.preset is not None and options.tokens is None:
         raise PlanError("a preset has no number of steps: give --tokens")
     context = run.config_for(run.model.vocabulary or options.vocabulary).context
@@ -97,7 +97,7 @@ def shaped(run: RunFile) -> tuple[RunFile, bool]:
     if name is None:
         return run, False
     try:
-        folder = find(name, [CONFIG])
+        folder = find_checkpoint(name, [CONFIG])
         if folder is None and model.vocabulary is not None and model.layers is not None:
             return run, False
         if folder is None:

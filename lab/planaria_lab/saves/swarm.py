@@ -26,7 +26,7 @@ from planaria.node.local.swarm import (
     ADDRESS,
     Ending,
     SwarmPlan,
-    claim,
+    create_folder,
     resume_from,
     wrap_up,
     write_plan,
@@ -97,7 +97,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
     """Train a resolved run in `out`. Raises SavesError, SwarmError."""
     save_dir = None if saving.mode == "none" else out / "saves"
     plan = SwarmPlan(saving.of(run), out.absolute(), save_dir and save_dir.absolute(), "cpu")
-    claim(plan)
+    create_folder(plan)
     write_plan(plan)
     timed = out / "timed"
     timed.mkdir()

@@ -55,20 +55,20 @@ class Narrow(nn.Module):
     def begun(self, tokens: Tensor, x: Tensor) -> Tensor:
         """What crosses from stage 0, which embeds tokens as x [B, T, dim]."""
         figures = x @ self.leaves
-        return self.subspace.of(tokens, figures) if self.fixed else figures
+        return self.subspace.with_digits(tokens, figures) if self.fixed else figures
 
     def entered(self, x: Tensor) -> Tensor:
         """The stream [B, T, dim] of what has crossed."""
         if not self.fixed:
             return x @ self.enters
-        figures, fixed, _ = self.subspace.taken_apart(x)
+        figures, fixed, _ = self.subspace.split(x)
         return fixed + figures @ self.enters
 
     def left(self, x: Tensor, came: Tensor) -> Tensor:
         """What crosses of the stream [B, T, dim]; `came`: what had crossed before."""
         if not self.fixed:
             return x @ self.leaves
-        _, fixed, digits = self.subspace.taken_apart(came)
+        _, fixed, digits = self.subspace.split(came)
         return torch.cat(((x - fixed) @ self.leaves, digits), dim=-1)
 
 
@@ -94,7 +94,7 @@ def narrow(variant: Variant) -> None:
         def logits(self, x: Tensor) -> Tensor:
             return super().logits(self.narrow.entered(x))
 
-    deviation = model._deviation
+    deviation = model._llama_deviation
 
     def drawn(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
         return 0.0 if name.startswith("narrow.") else deviation(config, name, shape)

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.mixture import inputs_and_targets, windows
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.data.mixture import inputs_and_targets, training_windows
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.run_file import RunFile, from_fields, loads, override
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.recovery.checkfree import GuessSource, average, neighbour_shares
@@ -392,7 +392,7 @@ def adapting(corpus: Corpus, model: Path, **changes: Any) -> RunFile:
     exported(model, shape)
     origin = {"model": {"from": str(model), "stages": 3, "context": 32}}
     fields = run_with().model_dump(exclude_none=True, exclude={"model"}) | origin
-    return take_in(override(from_fields(fields), **changes))
+    return with_model(override(from_fields(fields), **changes))
 
 
 def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ class Reference:
         assert lr is not None
         self.lr = lr
         self.optimizers = [self.adam(stage, 1.0) for stage in range(len(self.parameters))]
-        self.drawn = windows(self.corpus, self.run.seed, config.context, self.run.batches)
+        self.drawn = training_windows(self.corpus, self.run.seed, config.context, self.run.batches)
         self.norms: list[float] = []  # of the stages' last gradients
         self.clipped: list[float] = []
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from planaria.node.data.corpus import Corpus
 from planaria.node.machine.device import why_no_bf16
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.lora import Frozen, adapt, initial_adapters
+from planaria.node.model.lora import Frozen, add_adapters, initial_adapters
 from planaria.node.model.modules import (
     BodyStage,
     EmbeddingStage,
@@ -140,7 +140,7 @@ def adapted(run: RunFile, config: ModelConfig, number: int, narrow: bool) -> Sta
     stage = empty_stage(config, number)
     for values, slot in zip(build_stage(config, number, 0).parameters(), slots(stage), strict=True):
         put_values(slot, [values.detach().bfloat16().float() if narrow else values.detach()])
-    stage = adapt(stage, config, number, initial_adapters(config, number, 0))
+    stage = add_adapters(stage, config, number, initial_adapters(config, number, 0))
     Frozen(stage, run.training.precision == "bf16")
     StageOptimizer(stage, torch.device("cpu"))
     return stage

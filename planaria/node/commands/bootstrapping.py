@@ -36,8 +36,7 @@ Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class Bootstrapping:
-    """A registry's options, and what follows from them. Methods raise what the parts that they
-    start raise."""
+    """A registry's options, and what follows. Methods raise what the parts that they start do."""
 
     options: BootstrapOptions
     listen: Address
@@ -48,8 +47,8 @@ class Bootstrapping:
     others: Sequence[Address]
     page: PageAddress | None
 
-    def alone(self) -> None:
-        """Serve with a journal, or none, until this process gets a signal."""
+    def serve_alone(self) -> None:
+        """Serve a registry with a journal, or none, until a signal."""
         journal, after, folder = self.options.journal, self.options.after, self.options.authority
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
@@ -69,9 +68,8 @@ class Bootstrapping:
             serving = replace(self, page=page)
             run_on_loop(serving._serve(admission, self._certified(admission), log))
 
-    def among(self) -> None:
-        """Serve when elected leader among the registries of the store, until this process gets a
-        signal."""
+    def serve_among_others(self) -> None:
+        """Serve when elected leader among the store's registries, until a signal."""
         authority = self.options.authority
         if authority is None or not self.listen.port:
             raise ValueError(
@@ -118,7 +116,7 @@ class Bootstrapping:
         return Credentials.of(certified, self.credentials.token)
 
     def _advertised(self, port: int) -> Address | None:
-        """The address in --advertise; None: not given."""
+        """The registry's address in --advertise; None: not given."""
         named = self.options.advertise
         return None if named is None else Address.parse_host(named, port)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 
-
 SHOWN = 3
 """Documents that `inspect` shows."""
 SEARCHED = 1 << 16
@@ -82,9 +81,9 @@ def data_link(
 ) -> None:
     """Make a folder that links to prepared data elsewhere; only what is needed is read."""
     from planaria.node.data.corpus import Corpus
-    from planaria.node.data.elsewhere import stand_in
+    from planaria.node.data.elsewhere import make_stand_in
 
-    stand_in(url, out)
+    make_stand_in(url, out)
     _print_corpus(Corpus.open(out))
 
 
@@ -119,7 +118,7 @@ def data_inspect(
 
 
 def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -> list[str]:
-    """Texts of the first documents. Raises CorpusError."""
+    """Texts of the first documents in prepared data. Raises CorpusError."""
     from planaria.node.data.corpus import TRAIN
 
     tokenizer = corpus.tokenizer()
@@ -141,8 +140,8 @@ def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -
 
 
 def _print_data_of_run(file: Path) -> None:
-    """Raises RunFileError, CorpusError."""
-    from planaria.node.data.mixture import folders_of, open_data
+    """Print how a run uses its data. Raises RunFileError, CorpusError."""
+    from planaria.node.data.mixture import corpus_folders, open_data
     from planaria.node.launch.resolve import resolve
     from planaria.node.run_file import load
 
@@ -154,7 +153,7 @@ def _print_data_of_run(file: Path) -> None:
     )
     shares = data.shares(config.context)
     turns = sum(share.turns for share in shares)
-    for path, share in zip(folders_of(run.data), shares, strict=True):
+    for path, share in zip(corpus_folders(run.data), shares, strict=True):
         trained = run.steps * run.training.batch * share.turns / turns
         table.add_row(
             str(path),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, errors, say
+from planaria.node.commands.terminal import console, errors, fail, say
 from planaria.node.launch.options import (
     LOOPBACK,
     Http,
@@ -118,8 +118,7 @@ def page_command(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DIR",
-            help="The --out of `planaria up`, or out/RUN of nodes; without --join.",
+            metavar="DIR", help="The --out of `planaria up`, or out/RUN of nodes; without --join."
         ),
     ] = None,
     join: Living = None,
@@ -132,8 +131,8 @@ def page_command(
     invite, one that lives, with its figures for Prometheus."""
 
     if (folder is None) == (join is None):
-        end("name one run: a folder that it wrote, or --join INVITE of a running one")
-    place = security.place(http, insecure)
+        fail("name one run: a folder that it wrote, or --join INVITE of a running one")
+    place = security.page_address(http, insecure)
     if place is None:
         raise ValueError("--http none: the page needs an address, --http HOST:PORT")
     if join is None:
@@ -152,11 +151,8 @@ def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
     with suppress(KeyboardInterrupt):
         with errors.status("reading"):
             replay = replay_of(folder, price)
-
-        async def until_interrupted() -> None:
-            await show(replay, place, partial(_print_address, str(folder)), _forever())
-
-        asyncio.run(until_interrupted())
+        say_address = partial(_print_address, str(folder))
+        asyncio.run(show(replay, place, say_address, asyncio.Event().wait()))
 
 
 def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
@@ -170,7 +166,3 @@ def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
 
 def _print_address(subject: str, url: str) -> None:
     say(f"{subject} is shown at {url}")
-
-
-async def _forever() -> None:
-    await asyncio.get_running_loop().create_future()

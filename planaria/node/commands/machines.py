@@ -23,7 +23,7 @@ from rich.markup import escape
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.address_probe import Reachability
 from planaria.node.commands.registry import check_registries, credentials_for, run_on_loop
-from planaria.node.commands.terminal import console, errors, refusing, warn
+from planaria.node.commands.terminal import console, errors, reporting_errors, warn
 from planaria.node.launch.errors import NodeCrashed
 from planaria.node.launch.node_options import Addresses, DoctorOptions, NodeOptions
 from planaria.node.launch.options import (
@@ -49,7 +49,7 @@ def node_command(options: NodeOptions) -> None:
     """Join a run, and serve a stage of its model."""
     from planaria.node.launch.begin import Setup, begin, check_reachable
     from planaria.node.launch.enrolled import invitation_of
-    from planaria.node.launch.supervisor import TRY_AGAIN, is_watched, one_each, supervise
+    from planaria.node.launch.supervisor import TRY_AGAIN, device_commands, is_watched, supervise
     from planaria.node.wire.seat_names import name_of_host
 
     name = options.name or name_of_host(socket.gethostname())
@@ -58,7 +58,7 @@ def node_command(options: NodeOptions) -> None:
     addresses = Addresses.of(options)
     metrics = None if options.metrics == "none" else Address.parse(options.metrics)
     listen, advertise = addresses.listen, addresses.advertise
-    nodes = one_each(options.device.split(","), listen, advertise, options.saves, metrics)
+    nodes = device_commands(options.device.split(","), listen, advertise, options.saves, metrics)
     watched = is_watched()
     if not watched:
         check_registries(addresses.registries, [Reachability.UNKNOWN], TRY_AGAIN)
@@ -75,7 +75,7 @@ def node_command(options: NodeOptions) -> None:
             security.credentials(),
             name=name,
             log=lines if options.share_log else None,
-            metrics=security.place(options.metrics, options.insecure, "--metrics"),
+            metrics=security.page_address(options.metrics, options.insecure, "--metrics"),
             invitation=invitation_of(options.join),
         )
         status = run_on_loop(begin(setup, _serve))
@@ -83,7 +83,7 @@ def node_command(options: NodeOptions) -> None:
 
 
 def _serve(*arguments: Any) -> Awaitable[int]:
-    """Loads torch, so it is called after all other checks."""
+    """Serve a node. This loads torch, so it is called after all other checks."""
     from planaria.node.serve import serve
 
     return serve(*arguments)
@@ -91,8 +91,8 @@ def _serve(*arguments: Any) -> Awaitable[int]:
 
 @contextmanager
 def ending_hanging_threads() -> Iterator[None]:
-    """End the process even if its compute thread hangs, in a device for example; that would also
-    block the interpreter's normal exit."""
+    """End the node's process even if its compute thread hangs, in a device for example; that would
+    also block the interpreter's normal exit."""
     status = 1
     try:
         yield
@@ -110,13 +110,13 @@ def ending_hanging_threads() -> Iterator[None]:
 
 @contextmanager
 def exit_status_by_error() -> Iterator[None]:
-    """Turn errors into exit statuses: TRY_AGAIN and CRASHED if a restart may mend them."""
+    """Turn a node's errors into exit statuses: TRY_AGAIN and CRASHED if a restart may mend them."""
     from planaria.bootstrap.client import RegistryUnreachable
     from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
     from planaria.node.launch.supervisor import CRASHED, TRY_AGAIN
 
     try:
-        with refusing({EnrolmentUnreachable: TRY_AGAIN, RegistryUnreachable: TRY_AGAIN}):
+        with reporting_errors({EnrolmentUnreachable: TRY_AGAIN, RegistryUnreachable: TRY_AGAIN}):
             yield
     except (typer.Exit, ModuleNotFoundError):
         raise
@@ -228,7 +228,7 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     from planaria.bootstrap.invites import read_allowed
     from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.launch.resolve import resolve
-    from planaria.node.model.learning_rate import too_long
+    from planaria.node.model.learning_rate import warmup_too_long
     from planaria.node.run_file import load
 
     options.log.begin("registry")
@@ -236,9 +236,9 @@ def bootstrap_command(options: BootstrapOptions) -> None:
         raise ValueError("--store replaces --journal and --after; leave those out")
     listen = Address.parse(options.listen)  # checked first: resolving a model takes time
     insecure = options.insecure or options.insecure_http
-    page = options.security.place(options.http, insecure)
+    page = options.security.page_address(options.http, insecure)
     run = resolve(load(options.run_file))
-    if problem := too_long(run):
+    if problem := warmup_too_long(run):
         warn(problem)
     bootstrapping = Bootstrapping(
         options,
@@ -254,30 +254,31 @@ def bootstrap_command(options: BootstrapOptions) -> None:
         page=page,
     )
     if options.store:
-        bootstrapping.among()
+        bootstrapping.serve_among_others()
     else:
-        bootstrapping.alone()
+        bootstrapping.serve_alone()
 
 
 @flattened
 def doctor_command(options: DoctorOptions) -> None:
     """See, in 15 seconds, whether a node with these options could join from this machine; the exit
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
-    from planaria.node.launch.advertised import forwarded
-    from planaria.node.launch.diagnosis import Grade, findings, lines, worst
-    from planaria.node.launch.doctor import Examined, examine
+    from planaria.node.launch.advertised import forwarded_address
+    from planaria.node.launch.diagnosis import Grade, finding_lines, findings, worst_grade
+    from planaria.node.launch.doctor import Examined, gather_facts
 
     addresses = Addresses.of(options)
-    if options.advertise is None and (forwarded_address := forwarded(addresses.listen, os.environ)):
-        addresses = addresses._replace(advertise=forwarded_address.address)
+    public = forwarded_address(addresses.listen, os.environ)
+    if options.advertise is None and public:
+        addresses = addresses._replace(advertise=public.address)
     examined = Examined(options, addresses, credentials_for(options.join, options.security))
     with errors.status("checking, for at most 15 seconds"):
         all_findings = findings(
-            run_on_loop(examine(examined, version("planaria"), time.monotonic() - BEGAN))
+            run_on_loop(gather_facts(examined, version("planaria"), time.monotonic() - BEGAN))
         )
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
-    for about, verdict, text in lines(all_findings):
+    for about, verdict, text in finding_lines(all_findings):
         line = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(text)}"
         console.print(line, soft_wrap=True, highlight=False, emoji=False)
-    if (status := worst(all_findings)) is not Grade.OK:
+    if (status := worst_grade(all_findings)) is not Grade.OK:
         raise typer.Exit(int(status))

@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
-from planaria.node.commands.terminal import console, end, say, tracking
+from planaria.node.commands.terminal import console, fail, say, tracking
 from planaria.node.hugging_face.options import EvaluateOptions, ExportOptions
 from planaria.node.launch.options import Living, OneDevice, Security, flattened
 
@@ -58,16 +58,16 @@ def export_command(
     """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
     trained (LoRA), these, as peft has them."""
     if join is not None and folders:
-        end("--join exports the model of a running swarm: leave the folders out, or --join")
+        fail("--join exports the model of a running swarm: leave the folders out, or --join")
     if join is not None:
         check_registry(join)
     elif not folders:
-        end("nothing to export: name folders with saves, or give --join HOST:PORT")
+        fail("nothing to export: name folders with saves, or give --join HOST:PORT")
     for folder in folders or []:
         if not folder.is_dir():
-            end(f"{folder} is not a folder: name one that `planaria up` wrote")
+            fail(f"{folder} is not a folder: name one that `planaria up` wrote")
     if options.private and not options.push:
-        end("--private needs --push ORG/NAME: it is for a repository on the hub")
+        fail("--private needs --push ORG/NAME: it is for a repository on the hub")
 
     from planaria.node.hugging_face.adapters import kind_of_result
     from planaria.node.hugging_face.export import ExportError
@@ -166,16 +166,16 @@ def generate_command(options: GenerateOptions) -> None:
     words, join = list(options.words or []), options.join
     folder = None if join is not None else Path(words.pop(0)) if words else None
     if len(words) > 1 or (join is None and folder is None):
-        end("usage: planaria generate DIR [PROMPT], or planaria generate --join HOST:PORT [PROMPT]")
+        fail("usage: planaria generate DIR [PROMPT], or generate --join HOST:PORT [PROMPT]")
     if options.system and not options.chat:
-        end("--system is for conversations only: add --chat")
+        fail("--system is for conversations only: add --chat")
     if join is not None:
         check_registry(join)
     if folder is not None:
         _check_model(folder)
 
     from planaria.node.hugging_face.dialogue import Dialogue
-    from planaria.node.hugging_face.generate import Sampling, Speaker, texts
+    from planaria.node.hugging_face.generate import Sampling, Speaker, continuation
     from planaria.node.hugging_face.whole_model import WholeModel
     from planaria.node.serve import pick_device
 
@@ -184,10 +184,10 @@ def generate_command(options: GenerateOptions) -> None:
         prompt, tokens = "".join(words), options.tokens
         if join is not None:
             credentials = credentials_for(join, options.security)
-            tell = partial(_say_living, join, credentials, options.data, Path(downloads))
+            tell = partial(_reply_living, join, credentials, options.data, Path(downloads))
         elif folder is not None:
             model = WholeModel.load(folder, pick_device(options.device))
-            tell = partial(_say, Speaker.of(model, folder))
+            tell = partial(_reply_local, Speaker.of(model, folder))
         if options.chat:
             with Dialogue(options.system, tokens, sampling) as dialogue:
                 if prompt:
@@ -195,27 +195,27 @@ def generate_command(options: GenerateOptions) -> None:
                 else:
                     _converse(lambda question: tell(partial(dialogue.answer, question=question)))
         else:
-            tell(lambda speaker: chain([prompt], texts(speaker, prompt, tokens, sampling)))
+            tell(lambda speaker: chain([prompt], continuation(speaker, prompt, tokens, sampling)))
 
 
-def _say(speaker: Speaker, reply: Reply) -> None:
+def _reply_local(speaker: Speaker, reply: Reply) -> None:
     for text in reply(speaker):
         _show(text)
     console.print()
 
 
-def _say_living(
+def _reply_living(
     join: str, credentials: Credentials, data: Path | None, downloads: Path, reply: Reply
 ) -> None:
     """Print the reply of a running swarm's model. `downloads`: folder that has its tokenizer after
     the first reply. Raises KeyboardInterrupt when the reply is interrupted."""
-    from planaria.node.hugging_face.through_swarm import speak
+    from planaria.node.hugging_face.through_swarm import reply_living
 
     complete = False
 
     async def ask(client: RegistryClient) -> None:
         nonlocal complete
-        await speak(client, credentials, data, reply, _show, downloads)
+        await reply_living(client, credentials, data, reply, _show, downloads)
         complete = True
 
     ask_registry(join, credentials, ask)
@@ -225,7 +225,7 @@ def _say_living(
 
 
 def _converse(answer: Callable[[str], None]) -> None:
-    """Answer each line of stdin until its end or Ctrl-C."""
+    """Print the model's answer to each line of stdin until its end or Ctrl-C."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with suppress(ImportError):
@@ -245,7 +245,7 @@ def _check_model(folder: Path) -> None:
 
     check_not_adapters(folder)
     if not (folder / CONFIG).is_file():
-        end(f"{folder} holds no model: name a folder that `planaria export` has written")
+        fail(f"{folder} holds no model: name a folder that `planaria export` has written")
 
 
 def _show(text: str) -> None:
@@ -255,8 +255,7 @@ def _show(text: str) -> None:
 @flattened
 def evaluate_command(
     folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="[DIR]", help="Folder written by `planaria export`."),
+        Path | None, typer.Argument(metavar="[DIR]", help="Folder written by `planaria export`.")
     ] = None,
     *,
     options: EvaluateOptions,
@@ -267,7 +266,7 @@ def evaluate_command(
     """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,
     computed where it is trained."""
     if (folder is None) == (join is None):
-        end("name one model: a folder that `planaria export` has written, or --join HOST:PORT")
+        fail("name one model: a folder that `planaria export` has written, or --join HOST:PORT")
     if folder is not None:
         _check_model(folder)
     if join is not None:
@@ -330,7 +329,7 @@ def presets_command(
         others = [n for n in divisors(preset.layers) if n != preset.stages]
         table.add_row(
             name,
-            _counted(first + preset.stages * body),
+            _abbreviated(first + preset.stages * body),
             f"{preset.layers}",
             f"{preset.dim}",
             f"{preset.heads}",
@@ -346,8 +345,8 @@ def presets_command(
     )
 
 
-def _counted(parameters: int) -> str:
-    """The number in thousands, millions or billions, with three digits."""
+def _abbreviated(parameters: int) -> str:
+    """A number of parameters in thousands, millions or billions, with three digits."""
     for unit, name in ((10**9, "B"), (10**6, "M")):
         if parameters >= unit:
             return f"{parameters / unit:.3g}{name}"

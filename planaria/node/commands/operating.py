@@ -16,7 +16,7 @@ from planaria.bootstrap import enrolment_pb2 as pb
 from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.operator_orders import BACK, CHANGE
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, say, warn
+from planaria.node.commands.terminal import console, fail, say, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class InviteOptions:
         ),
     ] = "node"
     listing: Annotated[
-        bool,
-        typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="List the invites."),
+        bool, typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="List the invites.")
     ] = False
     revoke: Annotated[str | None, typer.Option(metavar="ID", help="Make this invite invalid.")] = (
         None
@@ -87,7 +86,7 @@ def invite_command(options: InviteOptions) -> None:
             console.print(table)
             return
         if invitation is None:
-            end("--join must be an operator's invite, from which a new one takes the addresses")
+            fail("--join must be an operator's invite, from which a new one takes the addresses")
         role, stage, seconds = options.role, options.stage, 3600 * options.hours
         if (role, stage) == ("node", 0):
             role = "owner"
@@ -149,8 +148,7 @@ def evict_command(
 @flattened
 def ban_command(
     who: Annotated[
-        str,
-        typer.Argument(metavar="NODE|INSTANCE", help="As in status or `planaria members`."),
+        str, typer.Argument(metavar="NODE|INSTANCE", help="As in status or `planaria members`.")
     ],
     join: Join,
     security: Security,
@@ -209,8 +207,7 @@ def back_command(
     join: Join,
     security: Security,
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE...]", help="Settings to change, too."),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings to change, too.")
     ] = None,
 ) -> None:
     """Take a run back to a saved step: later steps don't count, and the nodes go on from there."""
@@ -224,7 +221,7 @@ def _change(
     after: int | None,
     goes_back: bool = False,
 ) -> None:
-    """Changes settings after a step; None: the newest. The run goes back to one that is past."""
+    """Change a run's settings after a step; None: the newest. It may go back to a past one."""
     from planaria.node.report.run_state import RunState
 
     async def change(client: RegistryClient) -> None:
@@ -232,19 +229,19 @@ def _change(
         before, committed = len(described.view.changes), RunState(described).committed
         step = committed if after is None else after
         if not goes_back and step < committed:
-            end(f"--at {step + 1}: the run is at step {committed} already; choose a later one")
+            fail(f"--at {step + 1}: the run is at step {committed} already; choose a later one")
         request = pb.CommandRequest(
             word=BACK if goes_back else CHANGE, settings=settings, step=after or 0
         )
         say((await client.command("Command", request)).what)
         if step <= committed:
-            await _until_it_holds(client, before)
+            await _await_change(client, before)
 
     ask_registry(join, credentials_for(join, security, "operator"), change)
 
 
-async def _until_it_holds(client: RegistryClient, before: int) -> None:
-    """Waits until a change holds that was ordered when there were `before` others."""
+async def _await_change(client: RegistryClient, before: int) -> None:
+    """Wait until a change of settings holds that was ordered when there were `before` others."""
     from planaria.node.report.run_state import RunState
     from planaria.node.report.unsaved import named, unsaved
 
@@ -253,7 +250,7 @@ async def _until_it_holds(client: RegistryClient, before: int) -> None:
         described = await client.describe()
         changes = described.view.changes
         if len(changes) == before:
-            end("that was withdrawn; `planaria status` says why")
+            fail("that was withdrawn; `planaria status` says why")
         if not changes[-1].pending:
             say(f"the run goes on from step {changes[-1].step + 1}")
             return

@@ -19,7 +19,7 @@ from planaria.bootstrap.address_probe import (
     proxies,
     why_unreachable,
 )
-from planaria.node.commands.terminal import refuse, warn
+from planaria.node.commands.terminal import print_error, warn
 from planaria.node.launch.options import Security
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ PROBE = 3.0
 
 
 def credentials_for(join: str, security: Security, role: str | None = None) -> Credentials:
-    """Credentials by the invite in --join, else from files, if given. `role`: required role of the
-    invite. Raises InviteError, CredentialsError; ends if the invite is refused."""
+    """A command's credentials by the invite in --join, else from files, if given. `role`: required
+    role of the invite. Raises InviteError, CredentialsError; ends if the invite is refused."""
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.launch.enrolled import check_role, enrolled, folder_of, invitation_of
+    from planaria.node.launch.enrolled import check_role, enrolled, enrolment_folder, invitation_of
 
     invitation = invitation_of(join)
     if invitation is None:
@@ -46,14 +46,14 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
     check_registry(join)
 
     async def come() -> Credentials:
-        async with enrolled(invitation, folder_of(invitation)) as (_, certified):
+        async with enrolled(invitation, enrolment_folder(invitation)) as (_, certified):
             return Credentials.of(certified, security.token)
 
     return run_on_loop(come())
 
 
 def check_registry(join: str) -> None:
-    """End at once if no registry can be reached."""
+    """End the command at once if no registry can be reached."""
     from planaria.node.launch.enrolled import addresses_of
 
     addresses = addresses_of(join)
@@ -61,11 +61,11 @@ def check_registry(join: str) -> None:
 
 
 def check_registries(addresses: Sequence[str], final: Sequence[Reachability], status: int) -> None:
-    """End with that status if all addresses have a final answer; warn if none answers yet."""
+    """End the command with that status if all addresses have a final answer, else warn."""
     answers = asyncio.run(probe_all(addresses, PROBE))
     proxy = f". {warning}: {NO_PROXY}" if (warning := proxies(os.environ)) else ""
     if why := why_unreachable(answers, final):
-        refuse(f"{why}{proxy}")
+        print_error(f"{why}{proxy}")
         raise typer.Exit(status)
     if why := why_unreachable(answers, NOBODY):
         warn(f"{why}{proxy}. Trying again")
@@ -97,7 +97,7 @@ def ask_registry(
 
 
 def run_on_loop(work: Coroutine[object, object, T]) -> T:
-    """Run on uvloop, which is faster; on Windows on asyncio's own loop."""
+    """Run a coroutine on uvloop, which is faster; on Windows on asyncio's own loop."""
     if sys.platform == "win32":
         return asyncio.run(work)
     import uvloop

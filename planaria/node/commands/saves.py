@@ -11,7 +11,7 @@ import typer
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, say, warn
+from planaria.node.commands.terminal import console, fail, say, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def saves_command(
     from planaria.node.state.stage_state import SaveError
 
     begin_log()
-    places = [place for folder in folders for place in (folder, *_below(folder))]
+    places = [place for folder in folders for place in (folder, *_save_places(folder))]
     steps: dict[str, dict[int, list[SaveFile]]] = {}
     damaged = 0
     for save in {save.path.resolve(): save for save in find_saves(*places)}.values():
@@ -92,7 +92,7 @@ def saves_command(
                 continue
         steps.setdefault(save.run, {}).setdefault(save.state.id.step, []).append(save)
     if not steps and not damaged:
-        end(f"there are no saves in {', '.join(map(str, folders))}: name the folder of a run")
+        fail(f"there are no saves in {', '.join(map(str, folders))}: name the folder of a run")
     if prune is not None:
         _prune(steps, prune)
     table = Table("run", Column("step", justify="right"), "stages", Column("MB", justify="right"))
@@ -108,7 +108,7 @@ def saves_command(
 
 
 def _lacking(by_step: Mapping[int, Sequence[SaveFile]], step: int) -> list[int]:
-    """The stages of a run of which that step has no save."""
+    """The stages of which a step of a run has no save."""
     having = {save.state.id.stage for save in by_step[step]}
     return [stage for stage in range(_last_stage(by_step) + 1) if stage not in having]
 
@@ -127,7 +127,7 @@ def _prune(steps: Mapping[str, dict[int, list[SaveFile]]], keep: int) -> None:
         for run, of in steps.items()
     }
     if without := [run for run, last_steps in whole.items() if not last_steps]:
-        end(
+        fail(
             f"nothing is removed: {', '.join(without)} has no step that each stage has saved in "
             "these folders; name those of all stages"
         )
@@ -146,7 +146,7 @@ def _megabytes(saves: Iterable[SaveFile]) -> str:
     return f"{sum(save.path.stat().st_size for save in saves) / 1e6:,.1f}"
 
 
-def _below(folder: Path) -> list[Path]:
+def _save_places(folder: Path) -> list[Path]:
     """Where saves are in the folder of a run, and of what it was before its settings changed."""
     return [folder / "saves", *folder.glob("checkpoints*"), *(folder / "saves").glob("*/")]
 

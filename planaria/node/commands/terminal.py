@@ -26,22 +26,21 @@ errors: Console = ReadableConsole(stderr=True)
 
 
 @contextmanager
-def refusing(statuses: Mapping[type[Exception], int] = {}) -> Iterator[None]:
-    """Print errors that are sentences for the user, and end with their exit status, by default 1.
-    Where they arose is logged for debugging."""
+def reporting_errors(statuses: Mapping[type[Exception], int] = {}) -> Iterator[None]:
+    """Print errors that are sentences for users, and end with their exit status, by default 1."""
     try:
         yield
     except BrokenPipeError:  # the output's reader has gone; click ends silently
         raise
     except (UserError, OSError, ValueError) as error:
         log.debug("%s", error, exc_info=True)
-        refuse(str(error))
+        print_error(str(error))
         raise typer.Exit(statuses.get(type(error), 1)) from error
 
 
 @contextmanager
 def interruptible(kept: str) -> Iterator[None]:
-    """On Ctrl-C print what is kept, and end with exit status 130."""
+    """On Ctrl-C print what a command keeps, and end with exit status 130."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -50,12 +49,12 @@ def interruptible(kept: str) -> Iterator[None]:
 
 
 def say(text: str, style: str = "") -> None:
-    """Print a line as it is, in a style of rich."""
+    """Print a line of a command's results as it is, in a style of rich."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def end(why: str) -> NoReturn:
-    refuse(why)
+def fail(why: str) -> NoReturn:
+    print_error(why)
     raise typer.Exit(1)
 
 
@@ -63,14 +62,14 @@ def warn(text: str) -> None:
     errors.print(text, style="yellow", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def refuse(why: str) -> None:
+def print_error(why: str) -> None:
     text = f"[bold red]error:[/] {escape(why)}"
     errors.print(text, soft_wrap=True, highlight=False, emoji=False)
 
 
 @contextmanager
 def tracking(unit: str) -> Iterator[Track]:
-    """Show the progress of iterations; `unit`: of their numbers."""
+    """Show the progress of a command's iterations; `unit`: of their numbers."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

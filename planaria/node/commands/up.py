@@ -17,18 +17,12 @@ def up_command(options: UpOptions) -> None:
     """Train with a whole swarm on this machine."""
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
-    from planaria.node.local.resume import SwarmError, goes_on_as, with_settings_of
-    from planaria.node.local.swarm import (
-        choose_losses,
-        parse_kill,
-        plan_run,
-        read_plan,
-        up,
-    )
+    from planaria.node.local.resume import SwarmError, continued_run, with_settings_of
+    from planaria.node.local.swarm import choose_losses, parse_kill, plan_run, read_plan, up
     from planaria.node.run_file import PRIVATE, RunFile, load
 
     check_tracker(options.swarm.track)
-    Security().place(options.swarm.http, insecure=False)
+    Security().page_address(options.swarm.http, insecure=False)
     changes, losses = options.changes, options.losses
     if options.resume is not None:
         if options.save_dir is not None:
@@ -40,7 +34,7 @@ def up_command(options: UpOptions) -> None:
         file, run = options.run_file, resumed.run
         wanted = changes.applied_to(run if file is None else with_settings_of(load(file), run))
         plan = resumed._replace(out=options.out or resumed.out, at=options.at)
-        run = goes_on_as(resumed.kept._replace(out=plan.out), wanted, options.at is not None)
+        run = continued_run(resumed.kept._replace(out=plan.out), wanted, options.at is not None)
         plan = plan._replace(run=run.model_copy(update={PRIVATE: wanted.notify}))
     else:
         if options.data:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Batch(NamedTuple):
-    """The batch of the steps up to `last`, in samples."""
+    """The batch size, in samples, of a run's steps up to `last`."""
 
     last: int
     samples: int
@@ -14,32 +14,32 @@ class Batch(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """The batch of each step, counted from 1: `samples`, but that of the first of `earlier`, which
-    are in order, whose last step isn't past."""
+    """The batch sizes of a run's steps, counted from 1: `samples`, or that of the first of
+    `earlier` whose last step isn't past. `earlier` is in order."""
 
     samples: int
     microbatch: int = 1
     earlier: tuple[Batch, ...] = ()
 
-    def of(self, step: int) -> Batch:
-        """The batch of a step; `last` is 0 where there is none."""
+    def at_step(self, step: int) -> Batch:
+        """The batch size at a step; `last` is 0 where no change follows."""
         for batch in self.earlier:
             if step <= batch.last:
                 return batch
         return Batch(0, self.samples, self.microbatch)
 
-    def until(self, step: int) -> int:
-        """The number of samples in steps 1 to `step`, which is the position of the next one's."""
+    def samples_until(self, step: int) -> int:
+        """The number of samples in steps 1 to `step`, the position of the next step's first."""
         total = done = 0
         for batch in self.earlier:
             steps = max(0, min(step, batch.last) - done)
             total, done = total + steps * batch.samples, done + steps
         return total + (step - done) * self.samples
 
-    def changed(self, step: int, samples: int, microbatch: int) -> Batches:
-        """With another batch behind `step`; what was to come behind it is forgotten."""
+    def changed_after(self, step: int, samples: int, microbatch: int) -> Batches:
+        """The batch sizes with another one after `step`, in place of later changes."""
         kept = [batch for batch in self.earlier if batch.last < step]
-        ending = Batch(step, *self.of(step)[1:])
+        ending = Batch(step, *self.at_step(step)[1:])
         if step and ending[1:] != (samples, microbatch):
             kept.append(ending)
         return Batches(samples, microbatch, tuple(kept))

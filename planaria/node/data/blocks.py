@@ -18,27 +18,28 @@ SUM: Final = 8
 _AT_ONCE: Final = 1 << 20
 
 
-def beside(shard: str) -> str:
+def checksums_name(shard: str) -> str:
+    """File name of the list of a shard's block checksums."""
     return f"{shard}.blocks"
 
 
-def write_beside(file: Path) -> str:
-    """Write the list of a shard's checksums. Returns its own, xxh3_128 in hex. Raises OSError."""
-    checksums = b"".join(_sums(file))
-    file.with_name(beside(file.name)).write_bytes(checksums)
+def write_checksums(file: Path) -> str:
+    """Write a shard's block checksums. Returns the list's own, xxh3_128 in hex. Raises OSError."""
+    checksums = b"".join(_block_checksums(file))
+    file.with_name(checksums_name(file.name)).write_bytes(checksums)
     return xxhash.xxh3_128_hexdigest(checksums)
 
 
-def is_right(block: bytes, number: int, sums: bytes) -> bool:
+def block_matches(block: bytes, number: int, sums: bytes) -> bool:
     return xxhash.xxh3_64_digest(block) == sums[number * SUM : (number + 1) * SUM]
 
 
-def length_of_list(size: int) -> int:
-    """Length in bytes of the checksum list of a shard of `size` bytes."""
+def checksums_length(size: int) -> int:
+    """Length in bytes of the list of block checksums of a shard of `size` bytes."""
     return -(-size // BLOCK) * SUM
 
 
-def _sums(file: Path) -> Iterator[bytes]:
+def _block_checksums(file: Path) -> Iterator[bytes]:
     with file.open("rb") as data:
         while piece := memoryview(data.read(_AT_ONCE)):
             for at in range(0, len(piece), BLOCK):

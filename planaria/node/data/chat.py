@@ -45,7 +45,7 @@ _FAILURES: Final = (
 
 
 class Conversation(NamedTuple):
-    """A conversation as a list of messages."""
+    """A conversation as a list of messages, for a chat template."""
 
     place: str  # where it is, for errors
     messages: list[dict[str, Any]]  # content may be None
@@ -67,17 +67,15 @@ class Template(NamedTuple):
 
     source: str
     name: str  # origin, for errors
-    special_tokens: dict[str, str]
+    special_tokens: dict[str, str]  # bos_token, eos_token, ...
     ends: Sequence[str] = ()  # all special tokens of the tokenizer, any of which may end a turn
 
 
 class ChatTemplate:
-    """A compiled chat template. `name`: its origin; `special_tokens`: bos_token, eos_token, ...;
-    `ends`: see Template. Raises CorpusError when the template can't be read."""
+    """A compiled chat template. Raises CorpusError when the template can't be read."""
 
-    def __init__(
-        self, source: str, name: str, special_tokens: Mapping[str, str], ends: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, template: Template) -> None:
+        source, name, special_tokens, ends = template
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
         self._end = re.compile(
@@ -92,19 +90,19 @@ class ChatTemplate:
             raise CorpusError(f"{name} is no template: {error!r}") from error
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Text and scored spans of a conversation. Raises CorpusError."""
+        """A conversation rendered by the template in this process. Raises CorpusError."""
         messages = [
             {**message, "content": _NoContent()} if message.get("content") is None else message
             for message in conversation.messages
         ]
-        text = self._text(conversation, messages, conversation.unanswered)
+        text = self._render_text(conversation, messages, conversation.unanswered)
         if conversation.unanswered:
-            return _unmarked(text)
+            return _without_marks(text)
         if not self._marked:
-            return self._spans(conversation, messages, text)
-        rendered = _unmarked(text)
+            return self._with_spans(conversation, messages, text)
+        rendered = _without_marks(text)
         left_out = [
-            self._span(conversation, messages, rendered.text, at) for at in conversation.unscored
+            self._span_of(conversation, messages, rendered.text, at) for at in conversation.unscored
         ]
         return rendered._replace(
             scored=[
@@ -114,15 +112,15 @@ class ChatTemplate:
             ]
         )
 
-    def _spans(
+    def _with_spans(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str
     ) -> Rendered:
-        """The text, with the assistant's spans and the tokens that end its turns."""
+        """The conversation's text, with the assistant's spans and the tokens that end its turns."""
         scored, open_end = [], False
         for at, message in enumerate(messages):
             if message["role"] != "assistant" or at in conversation.unscored:
                 continue
-            if (span := self._span(conversation, messages, text, at)) is None:
+            if (span := self._span_of(conversation, messages, text, at)) is None:
                 continue
             begin, end = span
             ending = self._end.match(text, end)
@@ -130,7 +128,7 @@ class ChatTemplate:
             scored.append((begin, ending.end() if ending else end))
         return Rendered(text, scored, open_end)
 
-    def _span(
+    def _span_of(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str, at: int
     ) -> tuple[int, int] | None:
         """The span of the text that depends on the assistant's message `at`; None: nothing does.
@@ -144,12 +142,12 @@ class ChatTemplate:
         for other in others:
             changed = [*messages[:at], other, *messages[at + 1 :]]
             try:
-                marked = _unmarked(self._text(conversation, changed)).text
+                marked = _without_marks(self._render_text(conversation, changed)).text
                 break
             except CorpusError:
                 if other is others[-1]:
                     raise
-                before = self._text(conversation, messages[:at], add_generation_prompt=True)
+                before = self._render_text(conversation, messages[:at], add_generation_prompt=True)
         if other is others[0] and marked.count(MARK) > 1:
             raise CorpusError(
                 f"{conversation.place}: {self._name} writes message {at} more than "
@@ -157,8 +155,8 @@ class ChatTemplate:
                 "{% endgeneration %} around it in a copy of the template, and give that with "
                 "--chat-template"
             )
-        begin = _common(text, before or marked)
-        end = len(text) - _common(text[begin:][::-1], marked[begin:][::-1])
+        begin = _common_prefix(text, before or marked)
+        end = len(text) - _common_prefix(text[begin:][::-1], marked[begin:][::-1])
         if before:  # both texts have a call there, and end it alike
             ending = self._end.search(text, end)
             end = ending.start() if ending else len(text)
@@ -167,18 +165,18 @@ class ChatTemplate:
             begin = min(begin, end - len(content))
         # the model writes the tag before a thought, too, unless the generation prompt has it
         if thought := message.get(THOUGHT, "").strip():
-            prompt = self._text(conversation, messages[:at], add_generation_prompt=True)
+            prompt = self._render_text(conversation, messages[:at], add_generation_prompt=True)
             if text.startswith(prompt) and thought in text[len(prompt) : end]:
                 begin = min(begin, len(prompt))
         return (begin, end) if begin < end else None
 
-    def _text(
+    def _render_text(
         self,
         conversation: Conversation,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render the messages. Raises CorpusError."""
+        """Render messages by the compiled template. Raises CorpusError."""
         try:
             return self._template.render(
                 messages=messages,
@@ -203,8 +201,8 @@ def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "name": MARK, "arguments": {}}
 
 
-def _common(text: str, other: str) -> int:
-    """Length of the common prefix."""
+def _common_prefix(text: str, other: str) -> int:
+    """Length of the common prefix of two texts."""
     least, most = 0, min(len(text), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -216,7 +214,7 @@ def _common(text: str, other: str) -> int:
 def template_of(
     tokenizer: Path, file: Path | None = None, remedy: str = "give one with --chat-template FILE"
 ) -> Template:
-    """The template in `file`, or else the one beside a tokenizer.json (chat_template.jinja,
+    """The chat template in `file`, or else the one beside a tokenizer.json (chat_template.jinja,
     tokenizer_config.json). Raises CorpusError, which ends with the remedy, without one."""
     folder = tokenizer.absolute().parent
     beside, config = folder / TEMPLATE, read_object(folder / CONFIG)
@@ -226,7 +224,7 @@ def template_of(
     if file is None and beside.exists():
         file = beside
     if file is not None:
-        return Template(_read(file), str(file), special, ends)
+        return Template(_read_template(file), str(file), special, ends)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by their names
         template = {named["name"]: named["template"] for named in template}.get("default")
@@ -238,8 +236,7 @@ def template_of(
     return Template(template, f"the chat template in {folder / CONFIG}", special, ends)
 
 
-def _read(file: Path) -> str:
-    """Read a template file. Raises CorpusError."""
+def _read_template(file: Path) -> str:
     try:
         return read_small(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -260,7 +257,8 @@ class _Generation(Extension):
         return f"{BEGIN}{caller()}{END}"
 
 
-def _unmarked(text: str) -> Rendered:
+def _without_marks(text: str) -> Rendered:
+    """A template's output without BEGIN and END, with the spans that these mark."""
     parts: list[str] = []
     scored: list[tuple[int, int]] = []
     length = began = 0
@@ -281,7 +279,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_template_error
     return environment
 
 
@@ -292,15 +290,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Filter `tojson` without the HTML escapes of Jinja's own."""
+    """Jinja's filter `tojson` for chat templates, without the HTML escapes of Jinja's own."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def _refuse(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)

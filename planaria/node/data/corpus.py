@@ -58,11 +58,11 @@ LARGEST_TOKENIZER = 64 << 20
 
 
 class CorpusError(ValueError):
-    """Error of data that can't be prepared or read; the message says why and what to do."""
+    """Error of prepared data, or of text to prepare; the message says why and what to do."""
 
 
 class RowError(CorpusError):
-    """Error of one record that can't be prepared; the message says where the record is."""
+    """Error of one input record that can't be prepared; the message says where it is."""
 
 
 class TokenShard(BaseModel):
@@ -85,7 +85,7 @@ class Split(BaseModel):
 
 
 class CorpusSource(BaseModel):
-    """Provenance of prepared data."""
+    """Which files prepared data was made of, and what was left out."""
 
     key: str = ""  # equal for equal recipe and files; empty: unknown
     files: int
@@ -97,7 +97,7 @@ class CorpusSource(BaseModel):
 
 
 class Index(BaseModel):
-    """Content of `index.json`. Checksums are xxh3_128 in hexadecimal."""
+    """Content of a prepared folder's `index.json`. Checksums are xxh3_128 in hexadecimal."""
 
     format: int
     vocabulary: int
@@ -136,8 +136,9 @@ class Index(BaseModel):
             more = range(vocabulary, self.vocabulary)
             return (
                 f"has a tokenizer of {self.vocabulary} tokens, {len(more)} more than the model's "
-                f"(model.vocabulary = {vocabulary}){_named(folder, more)}. Leave model.vocabulary "
-                "out of the run file, or prepare the text with a smaller --vocabulary; a model "
+                f"(model.vocabulary = {vocabulary}){_token_names(folder, more)}. Leave "
+                "model.vocabulary out of the run file, or prepare the text with a smaller "
+                "--vocabulary; a model "
                 "that model.from names needs its own tokenizer, or transformers' "
                 f"resize_token_embeddings({self.vocabulary})"
             )
@@ -159,7 +160,7 @@ class _ShardFile:
         self._verified: _Stamp | None = None  # stamp of the file when it matched the index
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
+        """Up to `count` tokens from `offset` on, as far as the shard goes. Raises CorpusError."""
         import numpy as np
 
         with self._opened() as descriptor:
@@ -171,20 +172,20 @@ class _ShardFile:
             raise CorpusError(f"{self.file} changes while it is read: {self._remedy}")
         return np.frombuffer(data, self._dtype)
 
-    def expect(self, offset: int, count: int) -> None:
-        """Do nothing: the file is local."""
+    def prefetch(self, offset: int, count: int) -> None:
+        """Do nothing: the shard is a local file."""
 
     def verify(self) -> None:
-        """Verify the file, unless it is unchanged since the last time. Raises CorpusError."""
+        """Verify the shard's file, unless it is unchanged since then. Raises CorpusError."""
         with self._opened() as descriptor:
             self._verify(descriptor)
 
     def _verify(self, descriptor: int) -> None:
-        """Verify size, checksum and token range. Raises CorpusError, OSError."""
+        """Verify an opened shard's size, checksum and token range. Raises CorpusError, OSError."""
         import numpy as np
 
         with self._verifying:
-            stamp = _stamp(descriptor)
+            stamp = _stamp_of(descriptor)
             if stamp == self._verified:
                 return
             self._check_size(os.fstat(descriptor).st_size)
@@ -207,7 +208,7 @@ class _ShardFile:
             self._verified = stamp
 
     def check(self) -> None:
-        """Check that the file exists with its size. Raises CorpusError."""
+        """Check that the shard's file exists with its size. Raises CorpusError."""
         if not self.file.is_file():
             raise CorpusError(f"{self.file} is missing: {self._remedy}")
         self._check_size(self.file.stat().st_size)
@@ -221,7 +222,7 @@ class _ShardFile:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the file. Turns errors of reading into CorpusError."""
+        """A descriptor of the shard's file. Turns errors of reading into CorpusError."""
         try:
             descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -232,23 +233,23 @@ class _ShardFile:
             raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
 
     def _read(self, descriptor: int, offset: int, count: int) -> tuple[bytes, _Stamp]:
-        """Bytes and the stamp after them: a write in between changes the stamp."""
+        """Bytes of the shard, and the stamp after them: a write in between changes the stamp."""
         size = self._dtype.itemsize
-        return os.pread(descriptor, count * size, offset * size), _stamp(descriptor)
+        return os.pread(descriptor, count * size, offset * size), _stamp_of(descriptor)
 
 
 _Shard: TypeAlias = "_ShardFile | ShardElsewhere"
 _Stamp = tuple[int, int, int, int, int]
 
 
-def _stamp(descriptor: int) -> _Stamp:
-    """Identifies the content of a file, as far as the file system tells when it changes."""
+def _stamp_of(descriptor: int) -> _Stamp:
+    """Stamp of an opened shard's content, as far as the file system tells when it changes."""
     of = os.fstat(descriptor)
     return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
 
 
 class Corpus:
-    """Prepared data. Open it with `Corpus.open`; any thread may read it.
+    """Prepared data in one folder. Open it with `Corpus.open`; any thread may read it.
 
     A split is cut into samples that don't overlap: sample i is the tokens i·context to
     (i+1)·context, both included. Its last token is a target only; the next sample has it as its
@@ -261,7 +262,7 @@ class Corpus:
         self.content = index.content
         self.vocabulary = index.vocabulary
         self.elsewhere = (path / PLACE).is_file()
-        make = self._maker()
+        make = self._shard_constructor()
 
         def each(shards: list[TokenShard], dtype: str, vocabulary: int) -> list[_Shard]:
             return [make(shard, dtype, vocabulary) for shard in shards]
@@ -279,12 +280,12 @@ class Corpus:
             for name, split in index.splits.items()
         }
 
-    def _maker(self) -> Callable[[TokenShard, str, int], _Shard]:
-        """Constructor of shards, from a shard, its dtype and its vocabulary. Raises CorpusError."""
+    def _shard_constructor(self) -> Callable[[TokenShard, str, int], _Shard]:
+        """Constructor of shards, from an entry, dtype and vocabulary. Raises CorpusError."""
         if self.elsewhere:
-            from planaria.node.data.elsewhere import shards_of
+            from planaria.node.data.elsewhere import shard_constructor
 
-            return shards_of(self.path)
+            return shard_constructor(self.path)
         return partial(_ShardFile, self.path, remedy=_remedy(self.path))
 
     @classmethod
@@ -292,7 +293,7 @@ class Corpus:
         """Open prepared data. Checks that every shard exists with its size; with `verify`, also all
         checksums, the tokenizer's included. Raises CorpusError."""
         corpus = cls(path, read_index(path))
-        for shard in corpus._all():
+        for shard in corpus._all_shards():
             shard.check()
         if verify:
             corpus._verify()
@@ -318,20 +319,18 @@ class Corpus:
             log.error("%s", error)
 
     def _verify(self) -> None:
-        """Verify all shards. Raises CorpusError."""
-        for shard in self._all():
+        for shard in self._all_shards():
             shard.verify()
 
-    def _all(self) -> list[_Shard]:
+    def _all_shards(self) -> list[_Shard]:
         files = [*self._shards.values(), *self._masks.values()]
         return [shard for shards in files for shard in shards]
 
     def tokenizer(self) -> Tokenizer:
-        """The corpus's tokenizer. Raises CorpusError."""
         return load_tokenizer(self.path / "tokenizer.json")
 
     def count(self, split: str, context: int) -> int:
-        """Number of samples of `context` inputs. Raises CorpusError when there is none."""
+        """Number of a split's samples of `context` inputs. Raises CorpusError for none."""
         tokens = int(self._starts[split][-1])
         if tokens <= context:
             raise CorpusError(
@@ -341,19 +340,18 @@ class Corpus:
         return (tokens - 1) // context
 
     def shares(self, context: int) -> list[Share]:
-        """Arguments of the training windows. Raises CorpusError."""
+        """The number of training samples, and their turns. Raises CorpusError."""
         return [Share(self.count(TRAIN, context), turns=1)]
 
-    def held_out(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
-        """Ids of the validation samples at these positions, int64, in order and cyclic. Raises
-        CorpusError."""
+    def validation_ids(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
+        """Ids of the validation samples at these positions, int64, cyclic. Raises CorpusError."""
         import numpy as np
 
         count = self.count(VALIDATION, context)
         return np.fromiter(positions, np.int64) % count
 
     def sample(self, split: str, context: int, index: int) -> NDArray[np.int64]:
-        """The `context` + 1 tokens of a sample, int64. Raises IndexError, CorpusError."""
+        """The `context` + 1 tokens of a split's sample, int64. Raises IndexError, CorpusError."""
         return self._sample(self._shards[split], split, context, index)
 
     def _sample(
@@ -364,15 +362,15 @@ class Corpus:
         if not 0 <= index < self.count(split, context):
             raise IndexError(f"the {split} split has no sample {index} of context {context}")
         pieces = list(self._pieces(shards, split, context, index))
-        for shard, offset, count in pieces:  # concurrently
-            shard.expect(offset, count)
+        for shard, offset, count in pieces:  # all at once, before any is awaited
+            shard.prefetch(offset, count)
         tokens = [shard.tokens(offset, count) for shard, offset, count in pieces]
         return np.concatenate(tokens, dtype=np.int64)
 
     def _pieces(
         self, shards: Sequence[_Shard], split: str, context: int, index: int
     ) -> Iterator[tuple[_Shard, int, int]]:
-        """Pieces of a sample, which may span shards: shard, offset and count of tokens."""
+        """Where a sample's tokens are, as it may span shards: shard, offset and count of each."""
         starts, position, end = self._starts[split], index * context, (index + 1) * context + 1
         number = bisect_right(starts, position) - 1
         while position < end:
@@ -380,21 +378,21 @@ class Corpus:
             yield shards[number], position - starts[number], count
             position, number = position + count, number + 1
 
-    def expect(self, split: str, context: int, indices: Iterable[int]) -> None:
-        """Announce later reads of these samples: remote data is prefetched. Raises IndexError."""
+    def prefetch(self, split: str, context: int, indices: Iterable[int]) -> None:
+        """Begin to read remote shards of samples that will soon be asked for. Raises IndexError."""
         of = [self._shards[split], *([self._masks[split]] if self.masked else [])]
         for index in indices:
             for shards in of:
                 for shard, offset, count in self._pieces(shards, split, context, int(index)):
-                    shard.expect(offset, count)
+                    shard.prefetch(offset, count)
 
     @property
     def masked(self) -> bool:
         return self.index.masked
 
     def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Which of a sample's `context` targets, its tokens but the first, are scored. Raises
-        IndexError, CorpusError."""
+        """Which of a sample's `context` targets are scored, bool. Raises IndexError,
+        CorpusError."""
         import numpy as np
 
         if not self.masked:
@@ -412,18 +410,9 @@ class Corpus:
             return (marks[:-1] & BEGINS).astype(np.bool_)
         ends = self.sample(split, context, index)[:-1] == self.index.end_of_document
         begins = np.concatenate(([False], ends[:-1]))
-        if self.index.end_of_document in self.index.begin:  # its first token is no end
+        if self.index.end_of_document in self.index.begin:  # which then ends no document
             begins[1:] &= ~(begins[:-1] & ends[:-1])
         return begins
-
-    def samples(
-        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """The samples `indices`, int64 [n, context + 1]. Raises IndexError, CorpusError."""
-        import numpy as np
-
-        rows = [self.sample(split, context, int(index)) for index in indices]
-        return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
 
 
 def read_index(path: Path) -> Index:
@@ -473,7 +462,7 @@ def _remedy(path: Path) -> str:
 
 
 def file_checksum(file: Path) -> str:
-    """xxh3_128 of a file, in hexadecimal. Raises CorpusError."""
+    """xxh3_128 of a file's content, in hexadecimal. Raises CorpusError."""
     try:
         with file.open("rb") as data:
             return file_digest(data, xxhash.xxh3_128).hexdigest()
@@ -481,9 +470,8 @@ def file_checksum(file: Path) -> str:
         raise CorpusError(f"can't read {file}: {error.strerror}") from error
 
 
-def _named(folder: Path, tokens: range) -> str:
-    """The first four of these tokens, behind a colon; empty without a readable tokenizer, as at a
-    registry."""
+def _token_names(folder: Path, tokens: range) -> str:
+    """Names of these tokens, four at most, behind a colon; empty without a readable tokenizer."""
     try:
         tokenizer = load_tokenizer(folder / "tokenizer.json")
     except (CorpusError, ModuleNotFoundError):
@@ -493,7 +481,7 @@ def _named(folder: Path, tokens: range) -> str:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A `tokenizer.json`, without truncation and padding. Raises CorpusError."""
+    """The tokenizer of a `tokenizer.json`, without truncation and padding. Raises CorpusError."""
     from tokenizers import Tokenizer
 
     try:

@@ -18,9 +18,9 @@ from typing import Any, AnyStr, TypeAlias
 
 from planaria.node.data.chat import MARKS, Conversation
 from planaria.node.data.corpus import CorpusError, RowError
-from planaria.node.data.messages import Completion, conversation, form_of
+from planaria.node.data.messages import Completion, conversation_of, form_of
 from planaria.node.data.options import LONGEST, Form
-from planaria.node.data.places import PACKED, Listing, files_in, opened, packing, unpacked
+from planaria.node.data.places import PACKED, Listing, files_in, open_file, packing, unpacked
 from planaria.node.machine.extras import remedy
 
 TEXT_SUFFIXES = (".txt", ".text")
@@ -49,8 +49,8 @@ Row: TypeAlias = str | Conversation | Completion
 
 
 def files_of(source: str) -> Listing:
-    """The files of a source: a file, or a folder's files in the order of their paths, local or at a
-    URL. A dataset, `hf:NAME[:CONFIG][@SPLIT]`, counts as one. Raises CorpusError."""
+    """The input files of a source: a file, or a folder's files in the order of their paths, local
+    or at a URL. A dataset, `hf:NAME[:CONFIG][@SPLIT]`, counts as one. Raises CorpusError."""
     return Listing([source]) if source.startswith("hf:") else files_in(source, SUFFIXES)
 
 
@@ -61,7 +61,7 @@ def documents(
     longest: int = LONGEST,
     form: Form | None = None,
 ) -> Iterator[Row | RowError]:
-    """The documents of one of `files_of`, none of them blank. Memory holds one at a time. Raises
+    """The documents of one input file, none of them blank. Memory holds one at a time. Raises
     CorpusError for a file that can't be read on.
 
     `text_field`: the field with a record's text; `separator`: for text files, see
@@ -73,7 +73,7 @@ def documents(
             if not isinstance(document, str) or document.strip():
                 yield document
     except UnicodeDecodeError as error:
-        raise CorpusError(_first_not_utf8(file)) from error
+        raise CorpusError(_describe_not_utf8(file)) from error
     except (OSError, EOFError, zlib.error) as error:
         raise CorpusError(f"can't read {file}: {error}") from error
 
@@ -84,7 +84,7 @@ def lines_to_documents(
     longest: int = LONGEST,
     place: str = "the text",
 ) -> Iterator[str | RowError]:
-    """Cut a text into documents at its lines.
+    """Cut a text file into documents at its lines.
 
     A line whose beginning matches `separator` begins a document; the match is left out (so a
     lookahead keeps it: `(?=Act )`). Without a separator, documents begin at chapter headings;
@@ -97,7 +97,7 @@ def lines_to_documents(
 
     def whole() -> str | RowError:
         if characters > longest:
-            return too_long(f"{place}, from line {first}", longest)
+            return too_long_record(f"{place}, from line {first}", longest)
         return "".join(document).strip("\n")
 
     for number, line in enumerate(lines, 1):
@@ -118,7 +118,7 @@ def lines_to_documents(
     yield whole()
 
 
-def too_long(place: str, longest: int) -> RowError:
+def too_long_record(place: str, longest: int) -> RowError:
     return RowError(
         f"{place} has more than {longest} bytes: cut it into several records, or allow more with "
         "--longest-record"
@@ -126,12 +126,9 @@ def too_long(place: str, longest: int) -> RowError:
 
 
 def _documents(
-    file: str,
-    text_field: str,
-    separator: re.Pattern[str] | None,
-    longest: int,
-    form: Form | None,
+    file: str, text_field: str, separator: re.Pattern[str] | None, longest: int, form: Form | None
 ) -> Iterator[Row | RowError]:
+    """The documents of one input file, by its kind; some may be blank."""
     name = file.lower().removesuffix(packing(file))
     if name.endswith(TEXT_SUFFIXES) and not file.startswith("hf:"):
         with unpacked(file) as data, TextIOWrapper(data, encoding="utf-8-sig") as text:
@@ -159,12 +156,13 @@ Record = tuple[str, Any]
 def _document(
     place: str, record: Any, text_field: str, longest: int, form: Form | None
 ) -> Row | RowError:
+    """The document of one record, or the error of a bad one."""
     try:
         if form is None and isinstance(record, dict):
             form = form_of(record, text_field)
         if form is None or form == "text":
-            text = _text(place, record, text_field)
-            return too_long(place, longest) if len(text) > longest else text
+            text = _text_of(place, record, text_field)
+            return too_long_record(place, longest) if len(text) > longest else text
         if not isinstance(record, dict):
             return RowError(f"{place} is no record with fields but {type(record).__name__}")
         whole = json.dumps(record, ensure_ascii=False, default=str)
@@ -172,16 +170,16 @@ def _document(
         if any(mark in whole for mark in MARKS):
             return RowError(f"{place} has one of U+FDD0 to U+FDD2, no characters: remove them")
         if len(whole) > longest:
-            return too_long(place, longest)
-        return conversation(place, record, form)
+            return too_long_record(place, longest)
+        return conversation_of(place, record, form)
     except CorpusError as error:
         return RowError(str(error))
     except RecursionError:
         return RowError(f"{place} is nested too deeply")
 
 
-def _text(place: str, record: Any, text_field: str) -> str:
-    """The text of a record. Raises CorpusError."""
+def _text_of(place: str, record: Any, text_field: str) -> str:
+    """The text in a record's text field. Raises CorpusError."""
     if not isinstance(record, dict) or text_field not in record:
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise CorpusError(
@@ -202,7 +200,7 @@ def _text(place: str, record: Any, text_field: str) -> str:
 
 
 def _check_text(place: str, text: str) -> None:
-    """Raises CorpusError for a lone surrogate."""
+    """Check that a record's text has no lone surrogate. Raises CorpusError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -214,7 +212,7 @@ def _check_text(place: str, text: str) -> None:
 def _lines(
     file: str, readline: Callable[[int], AnyStr], longest: int
 ) -> Iterator[tuple[int, AnyStr | RowError]]:
-    """Lines, with numbers from 1."""
+    """The lines of a file, with numbers from 1; one of more than `longest` is an error."""
     number = 0
     while line := readline(longest + 1):
         number += 1
@@ -223,7 +221,7 @@ def _lines(
             continue
         while len(line) > longest and line[-1:] not in ("\n", b"\n"):
             line = readline(longest + 1)
-        yield number, too_long(f"{file}, line {number}", longest)
+        yield number, too_long_record(f"{file}, line {number}", longest)
 
 
 def _json_records(file: str, longest: int, may_be_list: bool) -> Iterator[Record | RowError]:
@@ -231,7 +229,7 @@ def _json_records(file: str, longest: int, may_be_list: bool) -> Iterator[Record
         head = data.peek(1).removeprefix(codecs.BOM_UTF8).lstrip() if may_be_list else b""
         if head.startswith(b"["):
             with TextIOWrapper(data, encoding="utf-8-sig") as text:
-                yield from _items(file, text, longest)
+                yield from _list_items(file, text, longest)
             return
         if head.partition(b"\n")[0].strip() == b"{":
             yield RowError(f"{file} is one object in many lines: make it a list, or lines")
@@ -240,10 +238,10 @@ def _json_records(file: str, longest: int, may_be_list: bool) -> Iterator[Record
             if isinstance(line, RowError):
                 yield line
             elif line.strip():
-                yield _parsed(file, number, line)
+                yield _parse_line(file, number, line)
 
 
-def _parsed(file: str, number: int, line: bytes) -> Record | RowError:
+def _parse_line(file: str, number: int, line: bytes) -> Record | RowError:
     place = f"{file}, line {number}"
     try:
         return place, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -255,9 +253,9 @@ def _parsed(file: str, number: int, line: bytes) -> Record | RowError:
         return RowError(f"{place} is nested too deeply")
 
 
-def _items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record]:
-    """The items of a list, one at a time. Raises CorpusError for an item that isn't JSON: the start
-    of the next item is then unknown."""
+def _list_items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record]:
+    """The items of a file's JSON list, one at a time. Raises CorpusError for an item that isn't
+    JSON: the start of the next item is then unknown."""
     decode, number = json.JSONDecoder().raw_decode, 1
     buffer = text.read(_BLOCK)
     at = buffer.index("[") + 1
@@ -281,7 +279,7 @@ def _items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record]:
             at, number = end + 1, number + 1
             continue
         if len(buffer) - at > longest:
-            raise too_long(place, longest)
+            raise too_long_record(place, longest)
         more = "" if behind else text.read(max(_BLOCK, len(buffer) - at))
         if not more:
             raise CorpusError(f"{place} is not JSON: {why}")
@@ -295,6 +293,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | RowError]:
+    """The rows of a Parquet file; `text_field`: the only column to read, if there is one."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -303,14 +302,14 @@ def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | Row
     row = 0
     try:
         with (
-            opened(file) as data,
+            open_file(file) as data,
             pyarrow.parquet.ParquetFile(data, buffer_size=1 << 20) as table,
         ):
             names = table.schema_arrow.names
             columns = [text_field] if text_field is not None and text_field in names else names
             _check_unpacked(file, data.seek(0, SEEK_END), table.metadata)
             for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
-                for record in _in_python(batch):
+                for record in _python_rows(batch):
                     row += 1
                     place = f"{file}, row {row}"
                     if isinstance(record, ValueError):
@@ -321,20 +320,19 @@ def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | Row
         raise CorpusError(f"can't read {file}: {error}") from error
 
 
-def _in_python(batch: Any) -> Iterable[Any]:
-    """The rows of a record batch. A row that Python can't represent, for example bytes that aren't
-    UTF-8, is its error."""
+def _python_rows(batch: Any) -> Iterable[Any]:
+    """The rows of Arrow's record batch; one that Python can't represent is its error."""
     try:
         return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:
         if len(batch) == 1:
             return [ValueError(str(error))]
-        return chain.from_iterable(_in_python(batch.slice(at, 1)) for at in range(len(batch)))
+        return chain.from_iterable(_python_rows(batch.slice(at, 1)) for at in range(len(batch)))
 
 
 def _check_unpacked(file: str, size: int, metadata: Any) -> None:
-    """Raises CorpusError when a file of `size` bytes would take far more memory. It reads the sizes
-    of row groups, not of columns: pyarrow ends the process where these are damaged."""
+    """Raises CorpusError when a Parquet file of `size` bytes would take far more memory. It reads
+    the sizes of row groups, not of columns: pyarrow ends the process where these are damaged."""
     for number in range(metadata.num_row_groups):
         unpacked_size = metadata.row_group(number).total_byte_size
         if unpacked_size > max(LARGE, PACKED_TIGHTLY * size):
@@ -359,8 +357,8 @@ def _dataset_records(source: str) -> Iterator[Record]:
         raise CorpusError(f"can't read the dataset {source}: {error}") from error
 
 
-def _first_not_utf8(file: str) -> str:
-    """Message for a file that isn't UTF-8: where, and what to do. Raises CorpusError, OSError."""
+def _describe_not_utf8(file: str) -> str:
+    """Message for an input file that isn't UTF-8, with a remedy. Raises CorpusError, OSError."""
     decoder, line, block = codecs.getincrementaldecoder("utf-8")(), 1, b"\n"
     with unpacked(file) as data:
         while block:

@@ -1,8 +1,8 @@
 """Remote prepared data, read with fsspec when its tokens are needed.
 
-A local folder is its stand-in (`stand_in`): the index, the tokenizer, and PLACE, which has the URL
-of the shards. A sample takes one or two blocks of a shard, verified against their checksums
-(blocks.py), so a node needn't download all of it. Blocks of the next windows are prefetched.
+A local folder is its stand-in: the index, the tokenizer, and PLACE, which has the URL of the
+shards. A sample takes one or two blocks of a shard, verified against their checksums (blocks.py),
+so a node needn't download all of it. Blocks of the next windows are prefetched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from planaria.node.data.corpus import (
     file_checksum,
     read_index,
 )
-from planaria.node.data.places import is_remote, said, system_of
+from planaria.node.data.places import describe_error, file_system_of, is_remote
 from planaria.node.data.tokenizer import CONFIG, TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ LONGEST_INDEX: Final = 256 << 20  # bytes, also of a tokenizer
 
 
 class RemoteFolder:
-    """A remote folder, by its URL. Any thread may read it."""
+    """A folder at a URL. Any thread may read it."""
 
     def __init__(self, url: str) -> None:
         """Open the file system of the URL. Raises CorpusError."""
         self.url = url.rstrip("/")
-        self._system, self._path = system_of(self.url)
+        self._system, self._path = file_system_of(self.url)
 
     def read(self, name: str, first: int, end: int) -> bytes:
-        """Bytes [first, end) of a file. Raises CorpusError."""
+        """Bytes [first, end) of a file in the remote folder. Raises CorpusError."""
         for pause in PAUSES:
             try:
                 return self._read(name, first, end)
@@ -66,13 +66,13 @@ class RemoteFolder:
                 time.sleep(pause)
         return self._read(name, first, end)
 
-    def file(self, name: str) -> bytes:
-        """The content of a small file. Raises CorpusError."""
+    def read_file(self, name: str) -> bytes:
+        """The content of a small file in the remote folder. Raises CorpusError."""
         try:
             with self._system.open(f"{self._path}/{name}", "rb") as file:
                 content: bytes = file.read(LONGEST_INDEX + 1)
         except Exception as error:  # each file system raises what it likes
-            raise CorpusError(f"can't read {self.url}/{name}: {said(error)}") from error
+            raise CorpusError(f"can't read {self.url}/{name}: {describe_error(error)}") from error
         if len(content) > LONGEST_INDEX:
             raise CorpusError(f"{self.url}/{name} has more than {LONGEST_INDEX} bytes")
         return content
@@ -85,18 +85,17 @@ class RemoteFolder:
         try:
             data: bytes = self._system.cat_file(f"{self._path}/{name}", start=first, end=end)
         except Exception as error:
-            raise CorpusError(f"can't read {where}: {said(error)}") from error
+            raise CorpusError(f"can't read {where}: {describe_error(error)}") from error
         if len(data) != end - first:
             raise CorpusError(
                 f"can't read {where}: got {len(data)} bytes. Either the file was changed, or its "
-                "server "
-                "doesn't serve ranges of bytes"
+                "server doesn't serve ranges of bytes"
             )
         return data
 
 
 class Blocks:
-    """The blocks used last, of all shards, and the reads in progress. Any thread may use it."""
+    """The blocks of remote shards used last, and the reads in progress. Any thread may use it."""
 
     def __init__(self) -> None:
         self._reading = ThreadPoolExecutor(AT_ONCE, "reading-data")
@@ -127,34 +126,32 @@ class ShardElsewhere:
         self._listing = threading.Lock()
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
+        """Up to `count` tokens from `offset` on, as far as the shard goes. Raises CorpusError."""
         import numpy as np
 
         first = offset * self._dtype.itemsize
         end = min(self._size, first + count * self._dtype.itemsize)
         numbers = range(first // BLOCK, -(-end // BLOCK))
-        for number in numbers:
-            self._blocks.ask(self, number)
-        data = b"".join(map(self._come, numbers))
+        data = b"".join(map(self._await_block, numbers))
         at = first - numbers.start * BLOCK
         return np.frombuffer(data[at : at + end - first], self._dtype)
 
-    def expect(self, offset: int, count: int) -> None:
-        """Announce a later read of these tokens."""
+    def prefetch(self, offset: int, count: int) -> None:
+        """Begin to read the blocks that have these tokens."""
         first = offset * self._dtype.itemsize
         end = min(self._size, first + count * self._dtype.itemsize)
         for number in range(first // BLOCK, -(-end // BLOCK)):
             self._blocks.ask(self, number)
 
     def verify(self) -> None:
-        """Verify all blocks, as training reads them. Raises CorpusError."""
+        """Verify all blocks of the remote shard, as training reads them. Raises CorpusError."""
         for number in range(-(-self._size // BLOCK)):
-            self._come(number)
+            self._await_block(number)
 
     def check(self) -> None:
         """Do nothing: each block is verified when it arrives."""
 
-    def _come(self, number: int) -> bytes:
+    def _await_block(self, number: int) -> bytes:
         block = self._blocks.ask(self, number)
         try:
             return block.result(PATIENCE)
@@ -167,13 +164,13 @@ class ShardElsewhere:
             ) from error
 
     def read(self, number: int) -> bytes:
-        """A block, verified. Raises CorpusError."""
+        """A block of the remote shard, read and verified. Raises CorpusError."""
         import numpy as np
 
         first = number * BLOCK
         block = self._place.read(self.shard.name, first, min(self._size, first + BLOCK))
         where = f"block {number} of {self._place.url}/{self.shard.name}"
-        if not blocks.is_right(block, number, self._sums()):
+        if not blocks.block_matches(block, number, self._sums()):
             raise CorpusError(
                 f"{where} is damaged, its checksum is wrong: copy the data there anew"
             )
@@ -186,13 +183,13 @@ class ShardElsewhere:
         return block
 
     def _sums(self) -> bytes:
-        """Checksums of the shard's blocks, cached beside the index. Raises CorpusError."""
-        name, length = blocks.beside(self.shard.name), blocks.length_of_list(self._size)
+        """Checksums of the remote shard's blocks, cached beside the index. Raises CorpusError."""
+        name, length = blocks.checksums_name(self.shard.name), blocks.checksums_length(self._size)
         cached = self._folder / name
         with self._listing:
-            if not cached.is_file() or not self._is_list(checksums := cached.read_bytes()):
+            if not cached.is_file() or not self._is_checksum_list(checksums := cached.read_bytes()):
                 checksums = self._place.read(name, 0, length)
-                if not self._is_list(checksums):
+                if not self._is_checksum_list(checksums):
                     raise CorpusError(
                         f"{self._place.url}/{name} is damaged, its checksum is wrong: copy it "
                         "there anew"
@@ -200,22 +197,21 @@ class ShardElsewhere:
                 replace_file(cached, checksums)
             return checksums
 
-    def _is_list(self, checksums: bytes) -> bool:
+    def _is_checksum_list(self, checksums: bytes) -> bool:
         return xxhash.xxh3_128_hexdigest(checksums) == self.shard.blocks
 
 
-def folder_of(place: str, cache: Path) -> Path:
-    """Folder of the prepared data at `place`: `place` itself or, for a URL, a stand-in in `cache`.
-    Raises CorpusError."""
+def local_folder_of(place: str, cache: Path) -> Path:
+    """Folder of the data at `place`, for a URL its stand-in in `cache`. Raises CorpusError."""
     if not is_remote(place):
         return Path(place)
     folder = cache / xxhash.xxh3_64_hexdigest(place.rstrip("/").encode())
-    stand_in(place, folder)
+    make_stand_in(place, folder)
     return folder
 
 
-def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
-    """Constructor of the shards of a stand-in, from a shard, its dtype and its vocabulary. Raises
+def shard_constructor(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
+    """Constructor of a stand-in's shards, from an entry, dtype and vocabulary. Raises
     CorpusError."""
     file = folder / PLACE
     try:
@@ -230,13 +226,13 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
     return shard
 
 
-def stand_in(url: str, folder: Path) -> Index:
+def make_stand_in(url: str, folder: Path) -> Index:
     """Make `folder` a stand-in for the prepared data at `url`, as it is now. Raises CorpusError."""
     if folder.exists() and not (folder / PLACE).is_file() and any(folder.iterdir()):
         raise CorpusError(f"{folder} exists, but isn't a link to data: choose another folder")
     place = RemoteFolder(url)
     names = ["index.json", TOKENIZER, *(name for name in (CONFIG, TEMPLATE) if place.has(name))]
-    contents = {name: place.file(name) for name in names}
+    contents = {name: place.read_file(name) for name in names}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():

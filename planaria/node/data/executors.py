@@ -22,14 +22,16 @@ WORKERS_COME = 30.0
 
 
 class Spread(Protocol):
+    """Applies a function to many files, in this process or in others."""
+
     def __call__(self, do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
-        """Like `map`: results in order. Raises CorpusError, and exceptions of `do`."""
+        """Apply `do` like `map`: results in order. Raises CorpusError, and exceptions of `do`."""
 
 
 @contextmanager
 def spreading(jobs: int | None, dask: str | None) -> Iterator[Spread | None]:
-    """Executor on the Dask cluster with this scheduler address, or else on `jobs` processes
-    (default: one per processor). None: this process. Raises CorpusError."""
+    """Executor of work on files: on the Dask cluster with this scheduler address, or else on `jobs`
+    processes (default: one per processor). None: this process. Raises CorpusError."""
     jobs = jobs or available_cores()
     if dask is not None:
         with over_dask(dask) as spread:
@@ -41,13 +43,13 @@ def spreading(jobs: int | None, dask: str | None) -> Iterator[Spread | None]:
 
 
 def over_processes(jobs: int) -> Spread:
-    """Executor on at most `jobs` processes, which share the processors."""
+    """Executor of work on files on at most `jobs` local processes, which share the processors."""
 
     def spread(do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
         workers = max(1, min(jobs, len(columns[0])))
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (jobs // workers,))
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (jobs // workers,))
         try:
-            with _no_interrupt():
+            with _interrupts_delayed():
                 results = pool.map(do, *columns)  # starts the processes
             yield from results
         except BrokenProcessPool as error:
@@ -66,9 +68,9 @@ def over_processes(jobs: int) -> Spread:
 
 
 @contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C while processes start, until each has run `_begin`; a process without its
-    handler would print a traceback."""
+def _interrupts_delayed() -> Iterator[None]:
+    """Delay Ctrl-C while worker processes start, until each has run `_begin_worker`; a process
+    without its handler would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -76,8 +78,8 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(threads: int) -> None:
-    """Initialize a process: it ends silently on Ctrl-C and when its parent ends."""
+def _begin_worker(threads: int) -> None:
+    """Initialize a worker process: it ends silently on Ctrl-C and when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with_parent()
@@ -86,8 +88,8 @@ def _begin(threads: int) -> None:
 
 @contextmanager
 def over_dask(address: str, in_order: bool = True) -> Iterator[Spread]:
-    """Executor on the Dask cluster with this scheduler address; without `in_order`, results come as
-    they are ready. Raises CorpusError."""
+    """Executor of work on files on the Dask cluster with this scheduler address; without
+    `in_order`, results come as they are ready. Raises CorpusError."""
     try:
         import distributed
     except ModuleNotFoundError as error:

@@ -1,7 +1,8 @@
 """Records to conversations, in the form that chat templates read.
 
-A record is of one of FORMS, recognized by its fields. In each form, its messages pass `_message`,
-whose rules are one function each. This module reads no files and knows no templates.
+A record is of one of FORMS, recognized by its fields. In each form, its messages pass
+`_read_message`, whose rules are one function each. This module reads no files and knows no
+templates.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Completion(NamedTuple):
 
 
 def form_of(record: Mapping[str, Any], text_field: str) -> Form | None:
-    """The first form whose fields the record has, nulls not counted; None: no form. Completions
+    """The first of FORMS whose fields a record has, nulls not counted; None: no form. Completions
     with a `label` are preference data, no examples."""
     present = {key for key, value in record.items() if value is not None}
     if text_field in present:
@@ -54,10 +55,10 @@ def form_of(record: Mapping[str, Any], text_field: str) -> Form | None:
     return None if form == "completion" and "label" in present else form
 
 
-def conversation(
+def conversation_of(
     place: str, record: Mapping[str, Any], form: Form = "messages"
 ) -> Conversation | Completion:
-    """The conversation of a record of this form. `place`: for errors. Raises CorpusError."""
+    """The conversation in a record of this form. `place`: for errors. Raises CorpusError."""
     for field in FORMS[form]:
         if record.get(field) is None:
             fields = ", ".join(record) or "none"
@@ -78,27 +79,27 @@ def conversation(
                 )
             messages, prompted = [*prompt, *completion], len(prompt)
         case "alpaca":
-            messages = _alpaca(place, record)
+            messages = _alpaca_messages(place, record)
         case "sharegpt":
-            messages = _list(place, "conversations", record["conversations"])
+            messages = _message_list(place, "conversations", record["conversations"])
             if record.get("system"):
                 messages = [{"role": "system", "content": record["system"]}, *messages]
         case _:
-            messages = _list(place, "messages", record["messages"])
-    read = [_message(f"{place}: message {at}", message) for at, message in enumerate(messages)]
+            messages = _message_list(place, "messages", record["messages"])
+    read = [_read_message(f"{place}: message {at}", message) for at, message in enumerate(messages)]
     unscored = [at for at, (_, scored) in enumerate(read) if not scored or at < prompted]
     tools = _tools(place, record.get("tools"))
     return Conversation(place, [message for message, _ in read], tools, unscored=unscored)
 
 
-def _list(place: str, field: str, value: object) -> list[Any]:
+def _message_list(place: str, field: str, value: object) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise CorpusError(f"{place}: {field!r} is no list of messages but {shortened(value)}")
     return value
 
 
-def _alpaca(place: str, record: Mapping[str, Any]) -> list[Any]:
-    """Instruction and input are the user's message, in two lines."""
+def _alpaca_messages(place: str, record: Mapping[str, Any]) -> list[Any]:
+    """The messages of an Alpaca record: instruction and input are the user's, in two lines."""
     for field in ("system", "instruction", "input", "output"):
         if not isinstance(record.get(field) or "", str):
             raise CorpusError(f"{place}: {field!r} is no text but {type(record[field]).__name__}")
@@ -108,26 +109,25 @@ def _alpaca(place: str, record: Mapping[str, Any]) -> list[Any]:
             raise CorpusError(
                 f"{place}: 'history' is no list of questions with answers but has {shortened(pair)}"
             )
-        messages += _turn(*pair)
+        messages += _question_and_answer(*pair)
     question = "\n".join(filter(None, (record["instruction"], record.get("input"))))
-    return [*messages, *_turn(question, record["output"])]
+    return [*messages, *_question_and_answer(question, record["output"])]
 
 
-def _turn(question: object, answer: object) -> list[dict[str, object]]:
+def _question_and_answer(question: object, answer: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
-    """The message as a chat template reads it, and whether it is scored if the assistant's. Raises
-    CorpusError."""
+def _read_message(place: str, message: object) -> tuple[dict[str, Any], bool]:
+    """A message for a template, and whether it is scored if the assistant's. Raises CorpusError."""
     if not isinstance(message, dict):
         raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {shortened(message)}")
     fields = _without_nulls(message)
-    scored = _scored(place, fields)
-    role = _role(place, fields)
-    content = _content(place, fields)
+    scored = _pop_scored(place, fields)
+    role = _pop_role(place, fields)
+    content = _pop_content(place, fields)
     thoughts = _thoughts(place, fields)
-    calls = _calls(place, fields)
+    calls = _pop_calls(place, fields)
     if role == "assistant" and not content.strip() and not calls:
         raise CorpusError(
             f"{place}: the assistant says nothing: it needs content, or a call of a tool"
@@ -140,14 +140,14 @@ _EXAMPLE: Final = '{"role": "user", "content": "What is a planarian?"}'
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop keys whose value is null: Arrow gives all records of a file the same keys."""
+    """Drop a record's keys whose value is null: Arrow gives all records the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _scored(place: str, fields: dict[str, Any]) -> bool:
-    """Remove `weight` and `train` from the fields: with 0 or false the message isn't scored."""
+def _pop_scored(place: str, fields: dict[str, Any]) -> bool:
+    """Remove `weight` and `train` from a message: with 0 or false it isn't scored."""
     weight, train = fields.pop("weight", 1), fields.pop("train", True)
     if weight not in (0, 1):
         raise CorpusError(f"{place}: weight is 0 or 1, not {shortened(weight)}")
@@ -156,8 +156,8 @@ def _scored(place: str, fields: dict[str, Any]) -> bool:
     return bool(weight) and train
 
 
-def _role(place: str, fields: dict[str, Any]) -> str:
-    """The role, by its usual name. Also removes ShareGPT's key for it, `from`, from the fields."""
+def _pop_role(place: str, fields: dict[str, Any]) -> str:
+    """A message's role, by its usual name. Also removes ShareGPT's key for it, `from`."""
     sender = fields.pop("from", None)
     role = fields.get("role", sender)
     if not isinstance(role, str):
@@ -172,8 +172,8 @@ def _role(place: str, fields: dict[str, Any]) -> str:
     return role  # the template may know it
 
 
-def _content(place: str, fields: dict[str, Any]) -> str:
-    """The content as one text. Also removes ShareGPT's key for it, `value`, from the fields."""
+def _pop_content(place: str, fields: dict[str, Any]) -> str:
+    """A message's content as one text. Also removes ShareGPT's key for it, `value`."""
     value = fields.pop("value", "")
     content = fields.get("content", value)
     if isinstance(content, str):
@@ -182,10 +182,10 @@ def _content(place: str, fields: dict[str, Any]) -> str:
         raise CorpusError(
             f"{place}: the content is no text and no list of parts but {shortened(content)}"
         )
-    return "".join(_part(place, part) for part in content)
+    return "".join(_text_of_part(place, part) for part in content)
 
 
-def _part(place: str, part: object) -> str:
+def _text_of_part(place: str, part: object) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
@@ -199,7 +199,7 @@ def _part(place: str, part: object) -> str:
 
 
 def _thoughts(place: str, fields: dict[str, Any]) -> dict[str, str]:
-    """The assistant's thoughts, by the names that transformers has for templates."""
+    """The assistant's thoughts in a message, by the names that transformers has for templates."""
     names = THOUGHT, "thinking", "reasoning"
     thought = next((fields[name] for name in names if name in fields), "")
     if not isinstance(thought, str):
@@ -207,21 +207,21 @@ def _thoughts(place: str, fields: dict[str, Any]) -> dict[str, str]:
     return {"thinking": fields.get("thinking", thought), THOUGHT: thought} if thought else {}
 
 
-def _calls(place: str, fields: dict[str, Any]) -> list[Any]:
-    """Tool calls, with arguments as objects."""
+def _pop_calls(place: str, fields: dict[str, Any]) -> list[Any]:
+    """A message's tool calls, with arguments as objects, removed from it."""
     calls = fields.pop("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise CorpusError(f"{place}: tool_calls is no list of calls but {shortened(calls)}")
-    return [_call(place, call) for call in calls]
+    return [_read_call(place, call) for call in calls]
 
 
-def _call(place: str, call: dict[str, Any]) -> dict[str, Any]:
+def _read_call(place: str, call: dict[str, Any]) -> dict[str, Any]:
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise CorpusError(f"{place}: a call of a tool has no name: {shortened(call)}")
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _parsed(f"{place}: the arguments of {inner['name']}", arguments)
+        arguments = _parse_json(f"{place}: the arguments of {inner['name']}", arguments)
     if not isinstance(arguments, dict):
         raise CorpusError(
             f"{place}: the arguments of {inner['name']} are no object but {shortened(arguments)}"
@@ -231,21 +231,21 @@ def _call(place: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(place: str, tools: object) -> list[Any] | None:
-    """The tools as objects; None: no tools."""
-    tools = _parsed(f"{place}: 'tools'", tools) if isinstance(tools, str) and tools else tools
+    """A record's tools as objects; None: no tools."""
+    tools = _parse_json(f"{place}: 'tools'", tools) if isinstance(tools, str) and tools else tools
     if not tools:
         return None
     if not isinstance(tools, list):
         raise CorpusError(f"{place}: 'tools' is no list of objects but {shortened(tools)}")
     parsed = [
-        _parsed(f"{place}: a tool", tool) if isinstance(tool, str) else tool for tool in tools
+        _parse_json(f"{place}: a tool", tool) if isinstance(tool, str) else tool for tool in tools
     ]
     if not_objects := [tool for tool in parsed if not isinstance(tool, dict)]:
         raise CorpusError(f"{place}: 'tools' has no object but {shortened(not_objects[0])}")
     return [_without_nulls(tool) for tool in parsed]
 
 
-def _parsed(place: str, text: str) -> Any:
+def _parse_json(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -53,16 +53,16 @@ class Mixture:
     def __init__(self, corpora: Sequence[Corpus], turns: Sequence[int]) -> None:
         check_tokenizers([(corpus.path, corpus.index) for corpus in corpora])
         self.corpora, self.turns = list(corpora), list(turns)
-        self.index = _joint([corpus.index for corpus in corpora], turns)
+        self.index = _joint_index([corpus.index for corpus in corpora], turns)
         self.content, self.vocabulary = self.index.content, self.index.vocabulary
 
     def tokenizer(self) -> Tokenizer:
-        """The common tokenizer. Raises CorpusError."""
+        """The tokenizer that the corpora have in common. Raises CorpusError."""
         return self.corpora[0].tokenizer()
 
     @property
     def path(self) -> Path:
-        """Folder with the tokenizer."""
+        """Folder of the first corpus, which has the tokenizer."""
         return self.corpora[0].path
 
     def verify_in_background(self) -> None:
@@ -74,67 +74,60 @@ class Mixture:
     def elsewhere(self) -> bool:
         return any(corpus.elsewhere for corpus in self.corpora)
 
-    def expect(self, split: str, context: int, indices: Iterable[int]) -> None:
-        """Like `Corpus.expect`. Raises IndexError, CorpusError."""
-        for corpus, own in self._own(split, context, map(int, indices)):
+    def prefetch(self, split: str, context: int, indices: Iterable[int]) -> None:
+        """Prefetch the mixture's samples, like `Corpus`. Raises IndexError, CorpusError."""
+        for corpus, own in self._by_corpus(split, context, map(int, indices)):
             if corpus.elsewhere:
-                corpus.expect(split, context, [own])
+                corpus.prefetch(split, context, [own])
 
     def shares(self, context: int) -> list[Share]:
-        """Arguments of the training windows. Raises CorpusError."""
-        counts = self._counts(TRAIN, context)
+        """The number of training samples of each corpus, and their turns. Raises CorpusError."""
+        counts = self._sample_counts(TRAIN, context)
         return [Share(count, turns) for count, turns in zip(counts, self.turns, strict=True)]
 
-    def held_out(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
+    def validation_ids(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
         """Ids of the validation samples at these positions, int64; corpora take turns, from their
         first samples on. Raises CorpusError."""
         import numpy as np
 
         from planaria.node.data.windows import Turns
 
-        counts = np.array(self._counts(VALIDATION, context), np.int64)
+        counts = np.array(self._sample_counts(VALIDATION, context), np.int64)
         whose, turns = Turns(self.turns).at(np.fromiter(positions, np.uint64))
         firsts: NDArray[np.int64] = np.cumsum([0, *counts])[whose]
         return firsts + turns.astype(np.int64) % counts[whose]
 
-    def samples(
-        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """The samples `indices`, int64 [n, context + 1]. Raises IndexError, CorpusError."""
-        import numpy as np
-
-        rows = [
-            corpus.sample(split, context, own)
-            for corpus, own in self._own(split, context, map(int, indices))
-        ]
-        return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
+    def sample(self, split: str, context: int, index: int) -> NDArray[np.int64]:
+        """Tokens of the mixture's sample, like `Corpus.sample`."""
+        ((corpus, own),) = self._by_corpus(split, context, [index])
+        return corpus.sample(split, context, own)
 
     @property
     def masked(self) -> bool:
         return any(corpus.masked for corpus in self.corpora)
 
     def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Like `Corpus.scored`."""
-        ((corpus, own),) = self._own(split, context, [index])
+        """Which targets of the mixture's sample are scored, like `Corpus.scored`."""
+        ((corpus, own),) = self._by_corpus(split, context, [index])
         return corpus.scored(split, context, own)
 
     def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Like `Corpus.begins`."""
-        ((corpus, own),) = self._own(split, context, [index])
+        """Which inputs of the mixture's sample begin a document, like `Corpus.begins`."""
+        ((corpus, own),) = self._by_corpus(split, context, [index])
         return corpus.begins(split, context, own)
 
-    def _own(
+    def _by_corpus(
         self, split: str, context: int, indices: Iterable[int]
     ) -> Iterator[tuple[Corpus, int]]:
         """The corpus of each sample, and its index there. Raises IndexError, CorpusError."""
-        starts = list(accumulate(self._counts(split, context), initial=0))
+        starts = list(accumulate(self._sample_counts(split, context), initial=0))
         for index in indices:
             of = bisect_right(starts, index) - 1
             if not 0 <= of < len(self.corpora):
                 raise IndexError(f"the {split} splits have no sample {index} of context {context}")
             yield self.corpora[of], index - starts[of]
 
-    def _counts(self, split: str, context: int) -> list[int]:
+    def _sample_counts(self, split: str, context: int) -> list[int]:
         return [corpus.count(split, context) for corpus in self.corpora]
 
 
@@ -142,11 +135,21 @@ Data: TypeAlias = Corpus | Mixture
 """Training data of a run."""
 
 
-def windows(data: Data, seed: int, context: int, batches: Batches) -> Windows:
-    """The windows of a run on this data. Raises CorpusError, ValueError."""
+def training_windows(data: Data, seed: int, context: int, batches: Batches) -> Windows:
+    """The windows of samples that a run's steps train on. Raises CorpusError, ValueError."""
     from planaria.node.data.windows import Windows
 
     return Windows(seed, data.shares(context), batches)
+
+
+def sample_tokens(
+    data: Data, split: str, context: int, ids: Iterable[int] | NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Tokens of these samples, int64 [n, context + 1]. Raises IndexError, CorpusError."""
+    import numpy as np
+
+    rows = [data.sample(split, context, int(index)) for index in ids]
+    return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
 
 
 def inputs_and_targets(
@@ -156,7 +159,7 @@ def inputs_and_targets(
     UNSCORED. Raises IndexError, CorpusError."""
     import numpy as np
 
-    tokens = data.samples(split, context, ids)
+    tokens = sample_tokens(data, split, context, ids)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if data.masked:
         scored = [data.scored(split, context, int(index)) for index in ids]
@@ -164,10 +167,10 @@ def inputs_and_targets(
     return inputs, targets
 
 
-def beginnings(
+def document_beginnings(
     data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Which inputs of these samples begin a document, bool [n, context]. Raises IndexError,
+    """Which inputs of samples begin a document, bool [n, context]. Raises IndexError,
     CorpusError."""
     import numpy as np
 
@@ -183,8 +186,8 @@ def count_scored(data: Data, split: str, context: int, ids: NDArray[np.int64]) -
 
 
 def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
-    """Hash of corpora with these contents and turns: xxh3_128 in hexadecimal. A single corpus keeps
-    its own content."""
+    """Content hash of corpora that take these turns, xxh3_128 in hex; a single one keeps its
+    own."""
     if len(contents) == 1:
         return contents[0]
     fields = [list(pair) for pair in zip(contents, turns, strict=True)]
@@ -192,7 +195,7 @@ def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
 
 
 def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
-    """Check that all folders were prepared with the same tokenizer. Raises CorpusError."""
+    """Check that all corpora were prepared with the same tokenizer. Raises CorpusError."""
     (first_path, first_index), *others = indexes
     for path, index in others:
         files = first_path / TOKENIZER, path / TOKENIZER
@@ -203,7 +206,7 @@ def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
             )
 
 
-def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
+def corpus_folders(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
     """Folders of a run's corpora. `given` overrides the run file: these folders are the corpora, or
     contain them, under any names. Raises CorpusError."""
     if not given:
@@ -214,51 +217,50 @@ def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
     if not section.corpora:
         if section.content not in by_content and len(given) > 1:
             raise CorpusError(
-                f"the run has one corpus, but {_named(given)} are several folders: name one"
+                f"the run has one corpus, but {_in_words(given)} are several folders: name one"
             )
         return [by_content.get(section.content, given[0])]
     missing = [corpus for corpus in section.corpora if corpus.content not in by_content]
     if missing:
         raise CorpusError(
-            f"{_named(given)} lacks data of the run: a copy of {missing[0].path} "
+            f"{_in_words(given)} lacks data of the run: a copy of {missing[0].path} "
             f"(content {missing[0].content}) is missing; each corpus is a folder of its own in "
             "there, or is named itself"
         )
     return [by_content[corpus.content] for corpus in section.corpora]
 
 
-def found_by_content(section: DataSection) -> list[str]:
+def find_by_content(section: DataSection) -> list[str]:
     """Folders of a run's corpora in those that `PLANARIA_DATA` names; empty: not all are there."""
     given = [Path(name).absolute() for name in os.environ.get(SEARCHED, "").split()]
     wanted = [corpus.content for corpus in section.corpora] or [section.content]
     try:
-        folders = folders_of(section, given) if given else []
+        folders = corpus_folders(section, given) if given else []
         contents = [read_index(folder).content for folder in folders]
     except (CorpusError, OSError):
         return []
     return [str(folder) for folder in folders] if contents == wanted else []
 
 
-def _named(folders: Sequence[Path]) -> str:
+def _in_words(folders: Sequence[Path]) -> str:
     return " with ".join(map(str, folders))
 
 
 def index_of(section: DataSection, given: Sequence[Path] = ()) -> Index:
-    """Index of the run's data as a whole: the first corpus's, with the content of all. Raises
-    CorpusError."""
-    folders = folders_of(section, given)
+    """Index of all of a run's data, the first corpus's with a joint hash. Raises CorpusError."""
+    folders = corpus_folders(section, given)
     indexes = [read_index(path) for path in folders]
     check_tokenizers(list(zip(folders, indexes, strict=True)))
-    return _joint(indexes, section.turns)
+    return _joint_index(indexes, section.turns)
 
 
-def _joint(indexes: Sequence[Index], turns: Sequence[int]) -> Index:
+def _joint_index(indexes: Sequence[Index], turns: Sequence[int]) -> Index:
     """Joint index of corpora with a common tokenizer; its splits are the first one's."""
     content = joint_content([index.content for index in indexes], turns)
     return indexes[0].model_copy(update={"content": content})
 
 
 def open_data(section: DataSection, given: Sequence[Path] = ()) -> Data:
-    """The run's data, from `given` or else the run file's folders. Raises CorpusError."""
-    corpora = [Corpus.open(path) for path in folders_of(section, given)]
+    """The run's prepared data, from `given` or else the run file's folders. Raises CorpusError."""
+    corpora = [Corpus.open(path) for path in corpus_folders(section, given)]
     return corpora[0] if len(corpora) == 1 else Mixture(corpora, section.turns)

@@ -12,15 +12,15 @@ MOST_TURNS: Final = 10_000
 
 
 class Share(NamedTuple):
-    """A corpus's part in a mixture."""
+    """A corpus's part in a mixture of corpora."""
 
     samples: int
     turns: int  # in a cycle
 
 
 def turns_of(shares: Sequence[float]) -> list[int]:
-    """The least whole numbers with the ratios of these shares. Raises ValueError for a share that
-    isn't greater than 0, and for a cycle of more than MOST_TURNS."""
+    """The least whole numbers of turns with the ratios of these shares. Raises ValueError for a
+    share that isn't greater than 0, and for a cycle of more than MOST_TURNS."""
     if not all(share > 0 for share in shares):
         raise ValueError(f"the shares {_listed(shares)} must all be greater than 0")
     exact = [Fraction(str(share)) for share in shares]

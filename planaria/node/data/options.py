@@ -65,8 +65,7 @@ class PrepareOptions:
         int, typer.Option(metavar="BYTES", min=1, help="A longer one is a bad row.")
     ] = LONGEST
     format: Annotated[
-        Form | None,
-        typer.Option(help="What all records are. Default: as their fields say."),
+        Form | None, typer.Option(help="What all records are. Default: as their fields say.")
     ] = None
     context: Annotated[
         int | None,

@@ -31,12 +31,12 @@ from planaria.node.data.corpus import (
 )
 from planaria.node.data.documents import Row
 from planaria.node.data.messages import Completion
-from planaria.node.data.places import stamp
+from planaria.node.data.places import file_version
 from planaria.node.data.progress import Track, untracked
-from planaria.node.data.recipe import COMPLETIONS, SHOWN, Recipe, mostly_good
+from planaria.node.data.recipe import COMPLETIONS, SHOWN, Recipe, limit_bad_rows
 from planaria.node.data.rendering import Renderer
 from planaria.node.data.shards import SplitWriter
-from planaria.node.data.tokenizer import bounds_of, special_tokens_in
+from planaria.node.data.tokenizer import describe_special_tokens, text_bounds
 
 BATCH_CHARACTERS = 1 << 20
 FEW = 64
@@ -66,7 +66,7 @@ class Document(NamedTuple):
 
 
 class TokenCoding(NamedTuple):
-    """Token format of a tokenizer."""
+    """How a tokenizer codes texts: its number of tokens, and those around a text."""
 
     size: int
     begin: tuple[int, ...]  # tokens before each text
@@ -80,7 +80,7 @@ class TokenCoding(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Conversion of the documents of any file to tokens."""
+    """Turns the documents of any input file into tokens, by a recipe."""
 
     recipe: Recipe
     tokenizer: Path
@@ -92,18 +92,18 @@ class Tokenizing:
     def masked(self) -> bool:
         return self.template is not None
 
-    def place(self, file: str, first: int) -> Path:
-        """Folder of a file's part, as the file is now. Raises CorpusError."""
+    def part_folder(self, file: str, first: int) -> Path:
+        """Folder of an input file's part, as the file is now. Raises CorpusError."""
         recipe = self.recipe
         how = [recipe.validation, recipe.context, recipe.longer, *recipe.reading, self.template]
         tokenizer = file_checksum(self.tokenizer), self.vocabulary
-        fields = [file, stamp(file), first, *tokenizer, *how]
-        return self.folder / _key(fields)
+        fields = [file, file_version(file), first, *tokenizer, *how]
+        return self.folder / _hash_of(fields)
 
     def count(self, file: str) -> int:
-        """Number of rows of a file, counted once. Raises CorpusError."""
-        fields = [file, stamp(file), *self.recipe.reading]
-        kept = self.folder / f"{_key(fields)}.count"
+        """Number of rows of an input file, counted once. Raises CorpusError."""
+        fields = [file, file_version(file), *self.recipe.reading]
+        kept = self.folder / f"{_hash_of(fields)}.count"
         if kept.exists():
             return int(kept.read_text())
         count = sum(1 for _ in self.recipe.documents(file))
@@ -113,9 +113,9 @@ class Tokenizing:
         return count
 
     def write(self, file: str, first: int, track: Track = untracked) -> tuple[Path, Part]:
-        """Make the part of a file whose first row has the ordinal `first`, atomically, or reuse an
-        earlier attempt's. Returns its folder and the part. Raises CorpusError."""
-        place = self.place(file, first)
+        """Make the part of an input file whose first row has the ordinal `first`, atomically, or
+        reuse an earlier attempt's. Returns its folder and the part. Raises CorpusError."""
+        place = self.part_folder(file, first)
         try:
             return place, Part.model_validate_json((place / "part.json").read_bytes())
         except (OSError, ValidationError):
@@ -126,7 +126,7 @@ class Tokenizing:
             temporary.mkdir(parents=True)
             chat = self.template if self.template != COMPLETIONS else None
             with nullcontext() if chat is None else Renderer(chat) as renderer:
-                rows = rendered(self.recipe, file, self.template, renderer)
+                rows = documents_of(self.recipe, file, self.template, renderer)
                 part = self._write_splits(track(rows, "writing tokens", None), temporary, first)
             (temporary / "part.json").write_text(part.model_dump_json())
             temporary.rename(place)
@@ -139,14 +139,14 @@ class Tokenizing:
     def _write_splits(
         self, documents: Iterable[Document | RowError], folder: Path, first: int
     ) -> Part:
-        """Write the shards of both splits. Raises CorpusError, OSError."""
+        """Write the shards of a part's two splits. Raises CorpusError, OSError."""
         tokenizer, recipe = load_tokenizer(self.tokenizer), self.recipe
         # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
         tokenizer.encode_special_tokens = not self.masked
         dtype = self.vocabulary.dtype
         encode = tokenizer.encode_batch if self.masked else tokenizer.encode_batch_fast
         ranks: list[float] = []
-        rows, longer = _Rows(documents, first), 0
+        rows, longer = _RowCounter(documents, first), 0
         with ExitStack() as stack:
             writers = {
                 name: stack.enter_context(SplitWriter(folder, name, dtype, self.masked))
@@ -192,8 +192,8 @@ class Tokenizing:
         return (tokens[:-1], mask[:-1]) if ended else (tokens, mask)
 
 
-class _Rows:
-    """Counts the rows of a file while they are iterated."""
+class _RowCounter:
+    """Counts the rows of an input file while they are iterated."""
 
     def __init__(self, rows: Iterable[Document | RowError], first: int) -> None:
         self._rows, self._first = rows, first
@@ -201,7 +201,7 @@ class _Rows:
         self.why: list[str] = []
 
     def good(self) -> Iterator[tuple[int, Document]]:
-        """Good rows with their ordinals, which bad rows count in."""
+        """The good rows with their ordinals, which bad rows count in."""
         for ordinal, row in enumerate(self._rows, self._first):
             self.number += 1
             if not isinstance(row, RowError):
@@ -212,39 +212,40 @@ class _Rows:
                 self.why.append(str(row))
 
 
-def _key(fields: Sequence[object]) -> str:
+def _hash_of(fields: Sequence[object]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 
 def held_out_rank(ordinal: int, text: str) -> float:
-    """A pseudorandom number in [0, 1); a document is held out if it is below the share."""
+    """A pseudorandom number in [0, 1) of a document, which is held out if it is below the share."""
     return xxhash.xxh3_64_intdigest(text.encode(), seed=ordinal) / 2**64
 
 
-def vocabulary_of(tokenizer: Path, recipe: Recipe) -> TokenCoding:
-    """Token format of a tokenizer.json under this recipe. Raises CorpusError."""
+def token_coding_of(tokenizer: Path, recipe: Recipe) -> TokenCoding:
+    """How a tokenizer.json codes texts under this recipe. Raises CorpusError."""
     library, folder = load_tokenizer(tokenizer), tokenizer.absolute().parent
-    begin, end = bounds_of(library, folder, recipe.bos, recipe.end_token)
+    begin, end = text_bounds(library, folder, recipe.bos, recipe.end_token)
     if end is None:
         raise CorpusError(
             f"no file in {folder} says which token ends a document: name it with --end-token; "
-            f"{special_tokens_in(library)}"
+            f"{describe_special_tokens(library)}"
         )
     size = max(library.get_vocab().values()) + 1
     return TokenCoding(size, begin, end, str(library.id_to_token(end)))
 
 
-def rendered(
+def documents_of(
     recipe: Recipe, file: str, template: Template | None, renderer: Renderer | None
 ) -> Iterator[Document | RowError]:
-    """The rows of a file as documents, all of the template's kind. Raises CorpusError."""
-    return mostly_good(_rendered(recipe.documents(file), template, renderer), recipe.skip_bad)
+    """The rows of an input file as documents, all of the template's kind. Raises CorpusError."""
+    documents = _as_documents(recipe.documents(file), template, renderer)
+    return limit_bad_rows(documents, recipe.skip_bad)
 
 
-def _rendered(
+def _as_documents(
     rows: Iterable[Row | RowError], template: Template | None, renderer: Renderer | None
 ) -> Iterator[Document | RowError]:
-    """Rows as documents. Raises CorpusError for a row of another kind."""
+    """The rows as documents. Raises CorpusError for a row of another kind."""
     for row in rows:
         match row:
             case RowError():
@@ -264,7 +265,7 @@ def _rendered(
 
 
 def _render(conversation: Conversation, renderer: Renderer) -> Document | RowError:
-    """Render a conversation. Raises CorpusError when the template is no longer usable."""
+    """The document of a conversation. Raises CorpusError when the template is no longer usable."""
     try:
         document = Document(*renderer.render(conversation))
         document.text.encode()
@@ -287,7 +288,7 @@ def _mask(encoding: Encoding, scored: Iterable[tuple[int, int]]) -> NDArray[np.u
 
 
 def _batches(texts: Iterable[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
-    """Documents and their ordinals, in batches of about BATCH_CHARACTERS."""
+    """Documents with their ordinals, in batches of about BATCH_CHARACTERS for the tokenizer."""
     batch, characters = [], 0
     for numbered in texts:
         batch.append(numbered)

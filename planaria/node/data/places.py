@@ -23,7 +23,7 @@ PACKED: Final = (".gz", ".zst")
 
 @dataclass
 class Listing:
-    """Files to read, in order, and those left out: count and bytes (as far as known), by reason."""
+    """Input files in order, and those left out: by reason, count and bytes (as far as known)."""
 
     files: list[str] = field(default_factory=list)
     left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -42,15 +42,15 @@ def is_remote(place: str) -> bool:
     return "://" in place
 
 
-def opened(place: str) -> BinaryIO:
-    """Open a file to read. Raises CorpusError, OSError."""
+def open_file(place: str) -> BinaryIO:
+    """Open an input file, local or remote, to read. Raises CorpusError, OSError."""
     if not is_remote(place):
         return Path(place).open("rb")
-    system, path = system_of(place)
+    system, path = file_system_of(place)
     try:
         return cast("BinaryIO", system.open(path, "rb"))
     except Exception as error:  # each file system raises what it likes
-        raise CorpusError(f"can't read {place}: {said(error)}") from error
+        raise CorpusError(f"can't read {place}: {describe_error(error)}") from error
 
 
 def packing(place: str) -> str:
@@ -60,13 +60,13 @@ def packing(place: str) -> str:
 
 @contextmanager
 def unpacked(place: str) -> Iterator[BufferedReader]:
-    """Decompressed content of a file. Raises CorpusError, OSError, EOFError, zlib.error."""
-    with opened(place) as file, _unpacking(place, file) as data:
+    """An input file's content, decompressed. Raises CorpusError, OSError, EOFError, zlib.error."""
+    with open_file(place) as file, _decompressor(place, file) as data:
         yield BufferedReader(data)
 
 
-def _unpacking(place: str, file: BinaryIO) -> Any:
-    """Decompressing reader of an open file. Raises CorpusError."""
+def _decompressor(place: str, file: BinaryIO) -> Any:
+    """Decompressing reader of an open file, by its suffix. Raises CorpusError."""
     if packing(place) == ".gz":
         return gzip.GzipFile(fileobj=file)
     if packing(place) != ".zst":
@@ -79,30 +79,32 @@ def _unpacking(place: str, file: BinaryIO) -> Any:
 
 
 def files_in(place: str, suffixes: Collection[str]) -> Listing:
-    """The file at `place`, or all files in that folder, linked folders included, with one of these
+    """The input file at `place`, or all in that folder, linked folders included, with one of these
     suffixes, in the order of their paths. Hidden files are left out. Raises CorpusError."""
-    return _remote_files(place, suffixes) if is_remote(place) else _files(Path(place), suffixes)
+    return (
+        _remote_files(place, suffixes) if is_remote(place) else _local_files(Path(place), suffixes)
+    )
 
 
-def stamp(place: str) -> str:
-    """Identifies a version of a file, as far as its file system tells; empty for a dataset. Raises
-    CorpusError."""
+def file_version(place: str) -> str:
+    """Text that identifies a version of an input file, as far as its file system tells; empty for a
+    dataset. Raises CorpusError."""
     try:
         if place.startswith("hf:"):
             return ""
         if not is_remote(place):
             of = Path(place).stat()
             return f"{of.st_size} {of.st_mtime_ns}"
-        system, path = system_of(place)
+        system, path = file_system_of(place)
         return str(system.ukey(path))
     except CorpusError:
         raise
     except Exception as error:
-        raise CorpusError(f"can't read {place}: {said(error)}") from error
+        raise CorpusError(f"can't read {place}: {describe_error(error)}") from error
 
 
-def size(place: str) -> int:
-    """Size in bytes; 0 if unknown."""
+def file_size(place: str) -> int:
+    """Size of a local input file in bytes; 0 if unknown."""
     if is_remote(place) or place.startswith("hf:"):
         return 0
     try:
@@ -111,14 +113,16 @@ def size(place: str) -> int:
         return 0
 
 
-def _files(path: Path, suffixes: Collection[str]) -> Listing:
+def _local_files(path: Path, suffixes: Collection[str]) -> Listing:
+    """`files_in` for a local path."""
     ends = tuple(suffixes)
     if path.is_dir():
         listing = Listing()
-        for file in _below(path, listing):
-            why = _unreadable(file, path, ends)
-            if why:
-                listing.leave_out(why, 1, size(str(file)))
+        for file in _walk(path, listing):
+            why = _why_left_out(str(file.relative_to(path)), ends)
+            if why or not file.is_file():
+                why = why or "pipes, devices and links to nothing"
+                listing.leave_out(why, 1, file_size(str(file)))
             else:
                 listing.files.append(str(file))
         if not listing.files:
@@ -135,9 +139,9 @@ def _files(path: Path, suffixes: Collection[str]) -> Listing:
     return Listing([str(path)])
 
 
-def _below(path: Path, listing: Listing) -> list[Path]:
-    """All files below a folder, in order. Links to folders are followed; each folder is entered
-    once, so cycles end. Raises CorpusError."""
+def _walk(path: Path, listing: Listing) -> list[Path]:
+    """All files below a local folder, in order. Links to folders are followed; each folder is
+    entered once, so cycles end. Raises CorpusError."""
     files, entered = [], set()
 
     def refuse(error: OSError) -> None:
@@ -155,30 +159,27 @@ def _below(path: Path, listing: Listing) -> list[Path]:
     return sorted(files)
 
 
-def _unreadable(file: Path, folder: Path, ends: tuple[str, ...]) -> str:
-    """Why a file isn't read; empty when it is."""
-    if any(part.startswith(".") for part in file.relative_to(folder).parts):
+def _why_left_out(path: str, ends: tuple[str, ...]) -> str:
+    """Why an input file, with this path in its folder, isn't read; empty when it is."""
+    if any(part.startswith(".") for part in path.split("/")):
         return "hidden files"
-    if not file.name.lower().endswith(ends):
-        return "files of other kinds"
-    return "" if file.is_file() else "pipes, devices and links to nothing"
+    return "" if path.lower().endswith(ends) else "files of other kinds"
 
 
 def _remote_files(place: str, suffixes: Collection[str]) -> Listing:
+    """`files_in` for a URL."""
     ends = tuple(suffixes)
     if place.lower().endswith(ends):
         return Listing([place])
-    system, path = system_of(place)
+    system, path = file_system_of(place)
     try:
         files = sorted(system.find(path))
     except Exception as error:
-        raise CorpusError(f"can't list {place}: {said(error)}") from error
+        raise CorpusError(f"can't list {place}: {describe_error(error)}") from error
     listing = Listing()
     for file in files:
-        if any(part.startswith(".") for part in file.removeprefix(path).split("/")):
-            listing.leave_out("hidden files", 1, 0)
-        elif not file.lower().endswith(ends):
-            listing.leave_out("files of other kinds", 1, 0)
+        if why := _why_left_out(file.removeprefix(path), ends):
+            listing.leave_out(why, 1, 0)
         else:
             listing.files.append(system.unstrip_protocol(file))
     if not listing.files:
@@ -186,8 +187,8 @@ def _remote_files(place: str, suffixes: Collection[str]) -> Listing:
     return listing
 
 
-def system_of(place: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path there. Raises CorpusError."""
+def file_system_of(place: str) -> tuple[Any, str]:
+    """The file system of fsspec for a URL, and the path there. Raises CorpusError."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
@@ -201,7 +202,8 @@ def system_of(place: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """A file system's error in words."""
     if isinstance(error.__cause__, OSError):  # fsspec turns a missing file into its own error
         return str(error.__cause__)
     if isinstance(error, FileNotFoundError):

@@ -44,15 +44,15 @@ from planaria.node.data.parts import (
     Document,
     Part,
     Tokenizing,
+    documents_of,
     held_out_rank,
-    rendered,
-    vocabulary_of,
+    token_coding_of,
 )
-from planaria.node.data.places import Listing, size, stamp
+from planaria.node.data.places import Listing, file_size, file_version
 from planaria.node.data.progress import Track, untracked
-from planaria.node.data.recipe import Recipe, in_words
+from planaria.node.data.recipe import Recipe, first_reasons
 from planaria.node.data.shards import SplitWriter
-from planaria.node.data.tokenizer import context_of, write_tokenizer
+from planaria.node.data.tokenizer import context_of_model, write_tokenizer
 
 log = logging.getLogger("planaria")
 
@@ -79,19 +79,21 @@ def prepare(
     held the same content already. Raises CorpusError, also when `out` holds something else: then
     `force` replaces it, if it is prepared data.
     """
-    existing = _occupant(out)
+    existing = _existing_index(out)
     listing = recipe.files()
     template = recipe.template(listing.files)
     if template is not None and recipe.tokenizer is not None and recipe.context is None:
-        recipe = replace(recipe, context=context_of(recipe.tokenizer.absolute().parent))
-    key = _key(recipe, template, listing.files)
+        recipe = replace(recipe, context=context_of_model(recipe.tokenizer.absolute().parent))
+    key = _source_key(recipe, template, listing.files)
     if key and existing is not None and existing.source and existing.source.key == key:
         return Corpus.open(out), False
     try:
-        with _workshop(out) as folder:
+        with _locked_folder(out) as folder:
             whole = folder / "whole"
-            tokenizing, parts = _tokenized(recipe, listing.files, template, folder, spread, track)
-            index = _laid_out(tokenizing, parts, whole, _source(key, recipe, listing, parts))
+            tokenizing, parts = _write_fitting(
+                recipe, listing.files, template, folder, spread, track
+            )
+            index = _write_corpus(tokenizing, parts, whole, _source_of(key, recipe, listing, parts))
             if existing is not None and existing.content == index.content:
                 replaced = existing.model_copy(update={"source": index.source})
                 replace_file(out / "index.json", _in_json(replaced))
@@ -109,22 +111,22 @@ def prepare(
     return Corpus.open(out), True
 
 
-def _key(recipe: Recipe, template: Template | None, files: Sequence[str]) -> str:
-    """Hash of recipe, template, tokenizer and files, as far as stamps tell; empty for datasets,
-    which have none. Raises CorpusError."""
-    stamps = [stamp(file) for file in files]
+def _source_key(recipe: Recipe, template: Template | None, files: Sequence[str]) -> str:
+    """Hash of recipe, template, tokenizer and input files, as far as stamps tell; empty for
+    datasets, which have none. Raises CorpusError."""
+    stamps = [file_version(file) for file in files]
     if not all(stamps):
         return ""
     places = "inputs", "tokenizer", "chat_template"
     how = {name: value for name, value in asdict(recipe).items() if name not in places}
-    tokenizer = recipe.tokenizer and [*vocabulary_of(recipe.tokenizer, recipe)]
+    tokenizer = recipe.tokenizer and [*token_coding_of(recipe.tokenizer, recipe)]
     checksum = recipe.tokenizer and file_checksum(recipe.tokenizer)
     fields = [version("planaria"), how, template, tokenizer, checksum, files, stamps]
     return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 
-def _occupant(out: Path) -> Index | None:
-    """The index of what is at `out`; None for nothing. Raises CorpusError for anything else."""
+def _existing_index(out: Path) -> Index | None:
+    """Index of the data at `out`; None for nothing. Raises CorpusError for anything else."""
     if (out / "index.json").is_file():
         return read_index(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -133,7 +135,7 @@ def _occupant(out: Path) -> Index | None:
 
 
 @contextmanager
-def _workshop(out: Path) -> Iterator[Path]:
+def _locked_folder(out: Path) -> Iterator[Path]:
     """A locked working folder beside `out`. It is removed on success, or if it has no finished part
     for another attempt. Raises CorpusError."""
     folder = out.absolute().parent / f".{out.name}.parts"
@@ -159,7 +161,8 @@ def _workshop(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusSource:
+def _source_of(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusSource:
+    """The index's record of the files that the parts were made of."""
     longer = sum(part.longer for _, part in parts)
     cut = longer if recipe.longer == "cut" else 0
     rows = {
@@ -169,7 +172,7 @@ def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusS
     return CorpusSource(
         key=key,
         files=len(listing.files),
-        bytes=sum(map(size, listing.files)),
+        bytes=sum(map(file_size, listing.files)),
         rows=sum(part.rows for _, part in parts),
         left_out=listing.left_out | {reason: (count, 0) for reason, count in rows.items() if count},
         context=recipe.context,
@@ -177,7 +180,7 @@ def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusS
     )
 
 
-def _tokenized(
+def _write_fitting(
     recipe: Recipe,
     files: Sequence[str],
     template: Template | None,
@@ -185,27 +188,26 @@ def _tokenized(
     spread: Spread | None,
     track: Track,
 ) -> tuple[Tokenizing, Parts]:
-    """The parts of all files, with at least one document for training and one for validation.
-    Raises CorpusError, OSError."""
-    tokenizing = _tokenizing(recipe, files, template, folder, track)
-    parts = _parts(tokenizing, files, spread, track)
+    """Write all files' parts so that each split has a document. Raises CorpusError, OSError."""
+    tokenizing = _make_tokenizing(recipe, files, template, folder, track)
+    parts = _write_parts(tokenizing, files, spread, track)
     _check_rows(recipe, parts)
     below = _held_out_below(recipe.validation, [part for _, part in parts])
     if below != recipe.validation:
         fitting = replace(recipe, validation=below)
-        tokenizing = _tokenizing(fitting, files, template, folder, track)
-        parts = _parts(tokenizing, files, spread, track)
+        tokenizing = _make_tokenizing(fitting, files, template, folder, track)
+        parts = _write_parts(tokenizing, files, spread, track)
     return tokenizing, parts
 
 
-def _tokenizing(
+def _make_tokenizing(
     recipe: Recipe, files: Sequence[str], template: Template | None, folder: Path, track: Track
 ) -> Tokenizing:
-    """Tokenizer and token format; trains a missing tokenizer. Raises CorpusError, OSError."""
+    """A converter of documents; trains a missing tokenizer. Raises CorpusError, OSError."""
     if (tokenizer := recipe.tokenizer) is None:
         recipe = replace(recipe, end_token=recipe.end_token or END_OF_DOCUMENT)
         tokenizer = _trained_tokenizer(recipe, files, folder, track)
-    return Tokenizing(recipe, tokenizer, vocabulary_of(tokenizer, recipe), template, folder)
+    return Tokenizing(recipe, tokenizer, token_coding_of(tokenizer, recipe), template, folder)
 
 
 def _held_out_below(validation: float, parts: Sequence[Part]) -> float:
@@ -221,8 +223,8 @@ def _held_out_below(validation: float, parts: Sequence[Part]) -> float:
     return math.nextafter(ranks[wanted - 1], 1.0)
 
 
-def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: CorpusSource) -> Index:
-    """Write all prepared data to the folder `whole`. Raises CorpusError, OSError."""
+def _write_corpus(tokenizing: Tokenizing, parts: Parts, whole: Path, source: CorpusSource) -> Index:
+    """Write all parts' tokens to the folder `whole`. Raises CorpusError, OSError."""
     vocabulary, template = tokenizing.vocabulary, tokenizing.template
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
@@ -257,16 +259,16 @@ def _in_json(index: Index) -> bytes:
     return index.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
 
 
-def _parts(
+def _write_parts(
     tokenizing: Tokenizing, files: Sequence[str], spread: Spread | None, track: Track
 ) -> Parts:
-    """The parts of all files, in order; which documents are held out depends on how many precede
-    them. Raises CorpusError."""
+    """Write the parts of all files, in order; which documents are held out depends on how many
+    precede them. Raises CorpusError."""
     if len(files) == 1:
         return [tokenizing.write(files[0], 0, track)]
     made: Iterator[tuple[Path, Part]]
     if spread is None:
-        made = _one_after_the_other(tokenizing, files)
+        made = _write_in_turn(tokenizing, files)
     else:
         counted = spread(tokenizing.count, files[:-1])
         counts = track(counted, "counting documents", len(files) - 1)
@@ -281,9 +283,7 @@ def _parts(
     return parts
 
 
-def _one_after_the_other(
-    tokenizing: Tokenizing, files: Sequence[str]
-) -> Iterator[tuple[Path, Part]]:
+def _write_in_turn(tokenizing: Tokenizing, files: Sequence[str]) -> Iterator[tuple[Path, Part]]:
     first = 0
     for file in files:
         place, part = tokenizing.write(file, first)
@@ -294,9 +294,9 @@ def _one_after_the_other(
 def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track: Track) -> Path:
     """Train a byte-level BPE on documents that are not held out. Raises CorpusError, OSError."""
     how = [recipe.vocabulary, recipe.end_token, recipe.validation]
-    key = json.dumps([*how, *recipe.reading, [(file, stamp(file)) for file in files]])
+    key = json.dumps([*how, *recipe.reading, [(file, file_version(file)) for file in files]])
     trained = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.tokenizer.json"
-    if trained.exists():  # by an earlier attempt
+    if trained.exists():  # an earlier attempt has trained it
         return trained
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -307,15 +307,15 @@ def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    documents = chain.from_iterable(rendered(recipe, file, None, None) for file in files)
+    documents = chain.from_iterable(documents_of(recipe, file, None, None) for file in files)
     rows = track(documents, "training the tokenizer", None)
-    tokenizer.train_from_iterator(_to_learn_from(rows, recipe.validation), trainer)
+    tokenizer.train_from_iterator(_training_texts(rows, recipe.validation), trainer)
     temporary = trained.with_suffix(".tmp")
     tokenizer.save(str(temporary))
     return temporary.replace(trained)
 
 
-def _to_learn_from(rows: Iterable[Document | RowError], validation: float) -> Iterator[str]:
+def _training_texts(rows: Iterable[Document | RowError], validation: float) -> Iterator[str]:
     characters = 0
     for ordinal, row in enumerate(rows):
         if characters >= TRAINING_CHARACTERS:
@@ -326,20 +326,20 @@ def _to_learn_from(rows: Iterable[Document | RowError], validation: float) -> It
 
 
 def _check_rows(recipe: Recipe, parts: Parts) -> None:
-    """Raises CorpusError when more rows are bad than may be left out; warns of bad rows."""
+    """Check that few enough input rows are bad, and warn of those. Raises CorpusError."""
     rows = sum(part.rows for _, part in parts)
     documents = sum(part.documents for _, part in parts)
     bad = sum(part.bad for _, part in parts)
     reasons = [reason for _, part in parts for reason in part.why]
-    recipe.check(bad, rows, reasons)
+    recipe.check_bad_rows(bad, rows, reasons)
     if documents < 2:
         raise CorpusError(
             f"found {documents} documents, but training and validation need one each: add text, or "
             "say with --document-separator where a document begins"
-            + (f" (left out: {in_words(reasons)})" if reasons else "")
+            + (f" (left out: {first_reasons(reasons)})" if reasons else "")
         )
     if reasons:
-        log.warning("left out %d of %d rows: %s", bad, rows, in_words(reasons))
+        log.warning("left out %d of %d rows: %s", bad, rows, first_reasons(reasons))
 
 
 def _check_scored(splits: dict[str, Split]) -> None:

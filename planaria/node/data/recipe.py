@@ -22,8 +22,6 @@ HOPELESS: Final = 1000
 """Number of bad rows that ends a file, if most of its rows so far are bad."""
 SHOWN: Final = 3
 """Number of reasons in a message."""
-
-
 COMPLETIONS: Final = Template("", "prompts with completions", {})
 """Placeholder instead of a template: texts of which a part is scored."""
 
@@ -31,7 +29,6 @@ COMPLETIONS: Final = Template("", "prompts with completions", {})
 @dataclass(frozen=True)
 class Recipe(PrepareOptions):
     def __post_init__(self) -> None:
-        """Raises CorpusError for values that make no sense."""
         if not 0 < self.validation < 1:
             raise CorpusError(
                 f"--validation is a share between 0 and 1, not {self.validation}: "
@@ -57,7 +54,7 @@ class Recipe(PrepareOptions):
             ) from error
 
     def files(self) -> Listing:
-        """Input files in order. Raises CorpusError."""
+        """The input files in order. Raises CorpusError."""
         listing = Listing()
         for source in self.inputs:
             listing.extend(files_of(source))
@@ -65,25 +62,25 @@ class Recipe(PrepareOptions):
 
     @property
     def reading(self) -> list[object]:
-        """The options that decide, beside the files, which documents exist: of simple types."""
+        """The options that decide, beside the input files, which documents exist."""
         return [self.text_field, self.document_separator, self.longest_record, self.format]
 
     def documents(self, file: str) -> Iterator[Row | RowError]:
-        """Documents of one file. Raises CorpusError, also when most rows are bad."""
+        """The documents of one input file. Raises CorpusError, also when most rows are bad."""
         separator = None if self.document_separator is None else re.compile(self.document_separator)
         rows = documents(file, self.text_field, separator, self.longest_record, self.format)
-        return mostly_good(rows, self.skip_bad)
+        return limit_bad_rows(rows, self.skip_bad)
 
-    def check(self, bad: int, rows: int, reasons: Iterable[str]) -> None:
-        """Raises CorpusError when there are more bad rows than may be left out."""
+    def check_bad_rows(self, bad: int, rows: int, reasons: Iterable[str]) -> None:
+        """Check that no more input rows are bad than may be left out. Raises CorpusError."""
         if bad > max(ALWAYS_SKIPPED, self.skip_bad * rows):
             raise CorpusError(
                 f"{bad} of {rows} rows can't be prepared, which is more than --skip-bad "
-                f"{self.skip_bad:g} leaves out: {in_words(reasons)}"
+                f"{self.skip_bad:g} leaves out: {first_reasons(reasons)}"
             )
 
     def template(self, files: Sequence[str]) -> Template | None:
-        """Template that makes conversations text; None: they are texts. Raises CorpusError."""
+        """The chat template for the input; None: it has only texts. Raises CorpusError."""
         rows = (row for file in files for row in self.documents(file))
         first = next((row for row in rows if not isinstance(row, RowError)), None)
         if not isinstance(first, Conversation) and self.chat_template is not None:
@@ -111,9 +108,8 @@ class Recipe(PrepareOptions):
         return template
 
 
-def mostly_good(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | RowError]:
-    """Pass on the rows of a file. Raises CorpusError when more than half of them, and more than the
-    share `skip_bad`, are bad."""
+def limit_bad_rows(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | RowError]:
+    """Pass on a file's rows. Raises CorpusError when half, and the share `skip_bad`, are bad."""
     bad, reasons = 0, list[str]()
     for number, row in enumerate(rows, 1):
         if isinstance(row, RowError):
@@ -121,11 +117,11 @@ def mostly_good(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | R
             reasons += [str(row)] if bad <= SHOWN else []
             if bad >= HOPELESS and bad > max(0.5, skip_bad) * number:
                 raise CorpusError(
-                    f"{bad} of the first {number} rows can't be prepared: {in_words(reasons)}"
+                    f"{bad} of the first {number} rows can't be prepared: {first_reasons(reasons)}"
                 )
         yield row
 
 
-def in_words(reasons: Iterable[str]) -> str:
-    """The first SHOWN reasons."""
+def first_reasons(reasons: Iterable[str]) -> str:
+    """The first SHOWN reasons for bad rows, in words."""
     return "; ".join(islice(reasons, SHOWN))

@@ -30,7 +30,7 @@ LONGEST: Final = 256 << 20
 
 
 class Renderer:
-    """Renders conversations by a template. Raises CorpusError when the template can't be read."""
+    """Renders conversations by a chat template in a child process. Raises CorpusError."""
 
     def __init__(self, template: Template, patience: float = PATIENCE) -> None:
         self._template, self._patience = template, patience
@@ -50,7 +50,7 @@ class Renderer:
             raise
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Text and scored spans of a conversation. Raises CorpusError."""
+        """A conversation rendered by the child process. Raises CorpusError."""
         answer = self._ask(conversation._asdict(), conversation.place)
         spans = [(first, end) for first, end in answer["scored"]]
         return Rendered(answer["text"], spans, answer["open_end"])
@@ -66,7 +66,7 @@ class Renderer:
         self.close()
 
     def _ask(self, question: dict[str, Any], place: str) -> dict[str, Any]:
-        """Send one line, and read the answer. Raises CorpusError."""
+        """Send one line to the child process, and read the answer. Raises CorpusError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -83,7 +83,7 @@ class Renderer:
         return answer
 
     def _why(self, line: str) -> str:
-        """Reason for an incomplete answer."""
+        """Reason for an incomplete answer of the child process."""
         if line:
             return f"it makes a text of more than {LONGEST >> 20} MiB"
         status = self._process.wait()
@@ -102,7 +102,7 @@ def main() -> None:
         try:
             request = json.loads(line)
             if template is None:
-                template, answer = ChatTemplate(**request), {}
+                template, answer = ChatTemplate(Template(**request)), {}
             else:
                 answer = template.render(Conversation(**request))._asdict()
             text = json.dumps(answer)
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the address space, where /proc tells its current size."""
+    """Limit this process's address space, where /proc tells its current size."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         size = int(statm.read_text().split()[0]) * resource.getpagesize()

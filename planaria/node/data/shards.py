@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from planaria.node.data.blocks import write_beside
+from planaria.node.data.blocks import write_checksums
 from planaria.node.data.corpus import BEGINS, SCORED, CorpusError, Split, TokenShard
 
 SHARD_TOKENS = 64 << 20
@@ -20,7 +20,7 @@ BLOCK_TOKENS = 1 << 20
 
 
 class SplitWriter:
-    """Writes the shards of one split, and with `masked` their masks."""
+    """Writes the token shards of one split, and with `masked` their masks."""
 
     def __init__(self, folder: Path, name: str, dtype: str, masked: bool = False) -> None:
         self._tokens = ShardWriter(folder, name, ".bin", dtype)
@@ -30,7 +30,7 @@ class SplitWriter:
     def write(
         self, document: NDArray[np.int64], mask: NDArray[np.uint8] | None, text_bytes: int
     ) -> None:
-        """Append a document. `mask`: of its first tokens; later tokens are not scored."""
+        """Append a document's tokens. `mask`: of its first tokens; later tokens are not scored."""
         self._documents += 1
         self._text_bytes += text_bytes
         self._tokens.write(document)
@@ -42,7 +42,7 @@ class SplitWriter:
             self._scored += int(mask.sum())
 
     def append(self, split: Split, folder: Path) -> None:
-        """Append another writer's split from `folder`. Raises CorpusError, OSError."""
+        """Append another writer's split, with its folder. Raises CorpusError, OSError."""
         self._documents += split.documents
         self._text_bytes += split.text_bytes
         self._scored += split.scored or 0
@@ -69,7 +69,7 @@ class SplitWriter:
 
 
 class ShardWriter:
-    """Writes shards, each closed and on disk before the next begins."""
+    """Writes files of numbers, tokens or masks, each closed and on disk before the next begins."""
 
     def __init__(self, folder: Path, name: str, suffix: str, dtype: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
@@ -80,9 +80,9 @@ class ShardWriter:
         self._tokens = 0  # in the open shard
 
     def append(self, shards: list[TokenShard], folder: Path) -> None:
-        """Append the content of these shards. Raises CorpusError, OSError."""
+        """Append the content of another writer's shards. Raises CorpusError, OSError."""
         for shard in shards:
-            for block in _blocks(folder / shard.name, shard, self._dtype):
+            for block in _read_blocks(folder / shard.name, shard, self._dtype):
                 self.write(block)
 
     def write(self, document: NDArray[np.integer[Any]]) -> None:
@@ -110,17 +110,17 @@ class ShardWriter:
                 name=file.name,
                 tokens=self._tokens,
                 checksum=self._hash.hexdigest(),
-                blocks=write_beside(file),
+                blocks=write_checksums(file),
             )
         )
         self._file, self._tokens = None, 0
         self._hash.reset()
 
 
-def _blocks(
+def _read_blocks(
     file: Path, shard: TokenShard, dtype: np.dtype[Any]
 ) -> Iterator[NDArray[np.integer[Any]]]:
-    """Blocks of a shard. Raises OSError, and CorpusError after the last one on a wrong checksum."""
+    """A shard's blocks. Raises OSError, and CorpusError after the last on a wrong checksum."""
     digest = xxhash.xxh3_128()
     with file.open("rb") as data:
         while (block := np.fromfile(data, dtype, BLOCK_TOKENS)).size:

@@ -44,27 +44,27 @@ PLAIN: Final[dict[str, Any]] = {
 
 
 class TextBounds(NamedTuple):
-    """Tokens around a text."""
+    """The tokens around a text that training reads."""
 
     begin: tuple[int, ...]  # before each text
     end: int | None  # behind each document; None: unknown
 
 
-def bounds_of(
+def text_bounds(
     tokenizer: Tokenizer, folder: Path, bos: Bos = "auto", end_token: str | None = None
 ) -> TextBounds:
-    """The bounds by a tokenizer whose files are in `folder`.
+    """The tokens around a text by a tokenizer whose files are in `folder`.
 
     `bos`: "auto" is what the post-processor puts before a text; "yes" is the bos_token where that
     is nothing; "no" is nothing. `end_token` overrides the files. Raises CorpusError for a token
     that the tokenizer doesn't have.
     """
-    before, behind = added(tokenizer)
+    before, behind = added_tokens(tokenizer)
     named = special_tokens(folder)
     if bos == "no":
         before = ()
     elif bos == "yes" and not before:
-        begin = _named(tokenizer, folder, named, "bos")
+        begin = _named_token(tokenizer, folder, named, "bos")
         if begin is None:
             raise CorpusError(f"--bos yes: no file in {folder} names a bos_token")
         before = (begin,)
@@ -73,23 +73,23 @@ def bounds_of(
         if end is None:
             raise CorpusError(
                 f"--end-token {end_token}: the tokenizer has no such token; "
-                f"{special_tokens_in(tokenizer)}"
+                f"{describe_special_tokens(tokenizer)}"
             )
     elif len(behind) > 1:
         raise CorpusError(
             f"the {TOKENIZER} in {folder} ends a text with {len(behind)} tokens, but a document "
-            f"must end with one: name it with --end-token; {special_tokens_in(tokenizer)}"
+            f"must end with one: name it with --end-token; {describe_special_tokens(tokenizer)}"
         )
     elif behind:
         [end] = behind
     else:
-        end = _named(tokenizer, folder, named, "eos")
+        end = _named_token(tokenizer, folder, named, "eos")
     return TextBounds(before, end)
 
 
-def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens that the post-processor puts before and behind a text, as `AutoTokenizer` of
-    transformers does."""
+def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens that a tokenizer's post-processor puts before and behind a text, as transformers
+    does."""
     text = tokenizer.encode(PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(PROBE).ids
     starts = range(len(whole) - len(text) + 1)
@@ -98,7 +98,7 @@ def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on, as transformers finds them in `folder`:
+    """`bos_token`, `eos_token` and so on of a tokenizer, as transformers finds them in `folder`:
     special_tokens_map.json overrides a tokenizer_config.json without `added_tokens_decoder`. Raises
     CorpusError."""
     config = read_object(folder / CONFIG)
@@ -113,9 +113,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def context_of(folder: Path) -> int | None:
-    """Context length of a model, by the files in `folder`, but at most LONGEST, the default of a
-    run that begins from it; None: unknown. Raises CorpusError."""
+def context_of_model(folder: Path) -> int | None:
+    """Context length of a model, by the files beside its tokenizer, but at most LONGEST, the
+    default of a run that begins from it; None: unknown. Raises CorpusError."""
     figures = (
         read_object(folder / CONFIG).get("model_max_length"),
         read_object(folder / "config.json").get("max_position_embeddings"),
@@ -128,8 +128,8 @@ def context_of(folder: Path) -> int | None:
     return min(*lengths, LONGEST) if lengths else None
 
 
-def special_tokens_in(tokenizer: Tokenizer) -> str:
-    """The first special tokens, in words."""
+def describe_special_tokens(tokenizer: Tokenizer) -> str:
+    """A tokenizer's first special tokens, in words."""
     added = tokenizer.get_added_tokens_decoder().values()
     names = [token.content for token in added if token.special]
     return f"its special tokens are {', '.join(names[:8]) or 'none'}"
@@ -148,12 +148,12 @@ def write_tokenizer(
     template, if not the one beside `source`. tokenizer_config.json in `out` keeps its fields, but
     for special tokens; `defaults` fill missing ones. Raises CorpusError, OSError."""
     tokenizer, folder = load_tokenizer(source), source.absolute().parent
-    before, behind = added(tokenizer)
+    before, behind = added_tokens(tokenizer)
     begin = before if begin is None else begin
     if (before, behind) in ((begin, ()), (begin, (end,))):
         shutil.copyfile(source, out / TOKENIZER)
     else:
-        _put_around(tokenizer, begin, (end,) if behind else ())
+        _set_bounds(tokenizer, begin, (end,) if behind else ())
         tokenizer.save(str(out / TOKENIZER))
     named = special_tokens(out) | special_tokens(folder)
     named["eos_token"] = str(tokenizer.id_to_token(end))
@@ -169,9 +169,9 @@ def write_tokenizer(
         shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
 
 
-def part_of(folders: Iterable[Path], name: object, first: object) -> bytes:
-    """Bytes of a SHARED file from `first` on, in the first of the folders that has it. At its end
-    fewer than PART, none without such a file. Raises CorpusError."""
+def read_part(folders: Iterable[Path], name: object, first: object) -> bytes:
+    """Bytes of a tokenizer's file (SHARED) from `first` on, in the first of the folders that has
+    it. At its end fewer than PART, none without such a file. Raises CorpusError."""
     if name not in SHARED or type(first) is not int or first < 0:
         raise CorpusError(f"{name!r:.40} from {first!r:.40} on is no part of a file that is given")
     file = next((path for folder in folders if (path := folder / str(name)).is_file()), None)
@@ -191,7 +191,7 @@ def same_tokenizer(file: Path, other: Path) -> bool:
     if file_checksum(file) == file_checksum(other):
         return True
     try:
-        return _deciding(file) == _deciding(other)
+        return _deciding_fields(file) == _deciding_fields(other)
     except ModuleNotFoundError:  # a registry's image has no tokenizers; nodes check again
         return True
 
@@ -207,15 +207,15 @@ def read_object(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _deciding(file: Path) -> list[Any]:
-    """The parts that decide the tokens of a text, normalized by the tokenizers library. Raises
-    CorpusError."""
+def _deciding_fields(file: Path) -> list[Any]:
+    """The parts of a tokenizer.json that decide the tokens of a text, normalized by the tokenizers
+    library. Raises CorpusError."""
     fields = json.loads(load_tokenizer(file).to_str())
     return [fields[key] for key in DECIDING]
 
 
-def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
-    """Set the tokens before and behind each text, by the post-processor."""
+def _set_bounds(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
+    """Set the tokens before and behind each text in a tokenizer, by its post-processor."""
     from tokenizers.processors import TemplateProcessing
 
     before, behind = ([tokenizer.id_to_token(token) for token in tokens] for tokens in around)
@@ -225,10 +225,12 @@ def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
     )
 
 
-def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str) -> int | None:
-    """The token of this kind that the files name; None: unnamed. Raises CorpusError."""
+def _named_token(
+    tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str
+) -> int | None:
+    """The bos or eos token that the files name; None: unnamed. Raises CorpusError."""
     token = named.get(f"{kind}_token")
-    if token is None:  # then the model's config
+    if token is None:  # the model's config may name it
         number = read_object(folder / "config.json").get(f"{kind}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and 0 <= number < 1 << 32 and tokenizer.id_to_token(number):
@@ -238,6 +240,6 @@ def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str)
     if number is None:
         raise CorpusError(
             f"{folder} names {token} as {kind}_token, but its {TOKENIZER} has no such token: "
-            f"{special_tokens_in(tokenizer)}"
+            f"{describe_special_tokens(tokenizer)}"
         )
     return int(number)

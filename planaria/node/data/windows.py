@@ -28,7 +28,7 @@ SMALLEST_HALF = 3  # bits; a smaller network has few permutations
 
 
 class Epochs:
-    """The concatenated permutations of the sample ids [0, samples), one for each epoch."""
+    """The order of a corpus's samples: permutations of the ids [0, samples), one for each epoch."""
 
     def __init__(self, seed: int, samples: int) -> None:
         self.samples = samples
@@ -37,7 +37,7 @@ class Epochs:
         self._keys = np.array([xxhash.xxh3_64_intdigest(s) for s in seeds], np.uint64)
 
     def at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Sample ids at these positions."""
+        """The sample ids at these positions of the concatenated epochs."""
         epochs = positions // np.uint64(self.samples)
         numbers = positions % np.uint64(self.samples)
         keys = _mix(self._keys[:, None] + epochs * GOLDEN)  # [ROUNDS, batch]
@@ -55,7 +55,7 @@ class Epochs:
 
 
 class Turns:
-    """Maps positions to corpora that have `turns` each in a cycle.
+    """The order of several corpora: maps positions to corpora that have `turns` each in a cycle.
 
     The k-th of a corpus's w turns, from 0, comes at the share (k + 1/2) / w of the cycle. Ties go
     to the first corpus. So turns are spread evenly, and any positions in a row, as many as the
@@ -72,14 +72,14 @@ class Turns:
             self.before[own] = np.arange(own.sum(), dtype=np.uint64)
 
     def at(self, positions: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """The corpus at each position, and the number of its earlier turns."""
+        """The corpus whose turn each position is, and the number of its earlier turns."""
         cycles, places = np.divmod(positions, np.uint64(len(self.whose)))
         whose = self.whose[places]
         return whose, cycles * self.turns[whose] + self.before[places]
 
 
 class Windows:
-    """The window of each step: as many sample ids as its batch has.
+    """The samples of each step, its window: as many ids as its batch has.
 
     Steps take positions in order: with one batch throughout, step t has [(t-1)·batch, t·batch). At
     its n-th turn, from 0, a corpus gives the sample at position n of its own `Epochs`. So each of
@@ -101,7 +101,9 @@ class Windows:
         self.batches = batches
         self._turns = Turns([share.turns for share in shares])
         self._first = np.cumsum([0, *(share.samples for share in shares)])
-        self._own = [Epochs(_seed_of(seed, of), share.samples) for of, share in enumerate(shares)]
+        self._own = [
+            Epochs(_corpus_seed(seed, of), share.samples) for of, share in enumerate(shares)
+        ]
 
     def epoch(self, step: int) -> int:
         """Number of epochs that all corpora have completed before the step."""
@@ -112,10 +114,9 @@ class Windows:
         return min(count // own.samples for count, own in zip(had, self._own, strict=True))
 
     def ids(self, step: int) -> NDArray[np.int64]:
-        """Sample ids of `step` >= 1, int64 [batch]. Of one corpus, they repeat only where an epoch
-        ends."""
+        """The step's sample ids, int64 [batch]; of one corpus, they repeat where an epoch ends."""
         first = np.uint64(self._position(step))
-        positions = first + np.arange(self.batches.of(step).samples, dtype=np.uint64)
+        positions = first + np.arange(self.batches.at_step(step).samples, dtype=np.uint64)
         whose, turns = self._turns.at(positions)
         ids = np.empty(len(whose), np.int64)
         for of, own in enumerate(self._own):
@@ -124,18 +125,18 @@ class Windows:
         return ids
 
     def _position(self, step: int) -> int:
-        """Position of the step's first sample."""
+        """Position of the first sample of a step."""
         if step < 1:
             raise ValueError(f"steps count from 1, there is no window of step {step}")
-        return self.batches.until(step - 1)
+        return self.batches.samples_until(step - 1)
 
 
-def _seed_of(seed: int, corpus: int) -> int:
+def _corpus_seed(seed: int, corpus: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, corpus)) if corpus else seed
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finalizer of SplitMix64 (variant 13 of D. Stafford's mixers): all bits depend on all bits."""
+    """SplitMix64's finalizer (variant 13 of D. Stafford's mixers): all bits depend on all bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -154,5 +155,5 @@ def microbatch_ids(ids: NDArray[np.int64], microbatch_id: int, size: int) -> NDA
 
 
 def samples_hash(ids: NDArray[np.int64]) -> bytes:
-    """Hash of a multiset of samples, 16 bytes: xxh3_128 of the sorted little-endian ids."""
+    """Hash of a multiset of sample ids, 16 bytes: xxh3_128 of the sorted little-endian ids."""
     return xxhash.xxh3_128_digest(np.sort(ids).astype("<i8").tobytes())

@@ -18,20 +18,20 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.begin_from_model import HUB_NAME, name_of
+from planaria.node.hugging_face.begin_from_model import HUB_NAME, public_name
 from planaria.node.hugging_face.export import (
     DTYPES,
     ExportError,
     ModelParts,
+    complete_folder,
     export,
-    whole_or_not,
     write_json,
     write_tensors,
     write_vocabulary,
 )
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import ADAPTER_CONFIG, UnsupportedModelError
-from planaria.node.model.layout import adapters, weights
+from planaria.node.model.layout import lora_weights, model_weights
 from planaria.node.model.lora import merged
 from planaria.node.model.shape import Lora, ModelConfig
 from planaria.node.run_file import RunFile, override
@@ -46,13 +46,12 @@ REMEDY: Final = (
 )
 ANOTHER: Final = f"holds another model than that; {REMEDY}"
 
-
 Write: TypeAlias = Callable[[Path, ModelParts, str, Track], None]
 """Writes a folder of a run's model, with the arguments of `export`."""
 
 
-def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) -> Write:
-    """Writer of a run's result: a model, its adapters, or a model with merged adapters, which needs
+def export_writer(run: RunFile, config: ModelConfig, into_weights: bool, base: str) -> Write:
+    """Writer of an export: of a model, its adapters, or a model with merged adapters, which needs
     the base model on this machine. `base`: the base model's name. Raises ExportError."""
     if config.lora is None:
         if into_weights:
@@ -65,8 +64,8 @@ def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) ->
                 "by --base ORG/NAME",
                 base,
             )
-        return partial(_apart, base)
-    return partial(_merged, _checkpoint(run, config), run.model.content or ())
+        return partial(_write_adapters, base)
+    return partial(_write_merged, _base_checkpoint(run, config), run.model.content or ())
 
 
 def kind_of_result(run: RunFile, into_weights: bool) -> str:
@@ -74,15 +73,14 @@ def kind_of_result(run: RunFile, into_weights: bool) -> str:
     return "adapters" if run.training.lora is not None and not into_weights else "model"
 
 
-def base_of(run: RunFile, given: str) -> str:
-    """Name of the model that the run began from, as given or as known; empty: none. Raises
-    ExportError."""
+def base_name(run: RunFile, given: str) -> str:
+    """Name of the model that a run began from, given or known; empty: none. Raises ExportError."""
     if given and run.model.origin is None:
         raise ExportError(f"--base {given}: this run began from no checkpoint; leave it out")
-    return given or name_of(run.model.origin or "")
+    return given or public_name(run.model.origin or "")
 
 
-def begun_from(run: RunFile, folder: Path | None) -> RunFile:
+def with_origin(run: RunFile, folder: Path | None) -> RunFile:
     """The run with this folder as the checkpoint that it began from. Raises ExportError."""
     if folder is None:
         return run
@@ -91,19 +89,19 @@ def begun_from(run: RunFile, folder: Path | None) -> RunFile:
     return override(run, model__from=str(folder.absolute()))
 
 
-def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
-    """The checkpoint that the run began from. Raises ExportError."""
+def _base_checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
+    """The checkpoint that a run with adapters began from. Raises ExportError."""
     folder = Path(run.model.origin or "")
     try:
         checkpoint = Checkpoint.open(folder)
     except (UnsupportedModelError, OSError) as error:
         raise ExportError(f"--merged: {error}; {REMEDY}") from error
-    if {weight.name for weight in weights(config)} != checkpoint.names:
+    if {weight.name for weight in model_weights(config)} != checkpoint.names:
         raise ExportError(f"--merged: {folder} {ANOTHER}")
     return checkpoint
 
 
-def _merged(
+def _write_merged(
     checkpoint: Checkpoint,
     content: Sequence[str],
     out: Path,
@@ -111,20 +109,19 @@ def _merged(
     dtype: str,
     track: Track,
 ) -> None:
-    """Write the checkpoint's model with merged adapters. Each tensor is read once, so a stage's
-    digest is checked after its last one."""
+    """Write the checkpoint's model with merged adapters; check each stage's digest meanwhile."""
     config, read, *_ = model
     lora = config.lora
     assert lora is not None
-    at = {(weight.stage, weight.first): weight for weight in weights(config)}
-    adapter_weights = {weight.name: weight for weight in adapters(config)}
+    at = {(weight.stage, weight.first): weight for weight in model_weights(config)}
+    adapter_weights = {weight.name: weight for weight in lora_weights(config)}
 
     seen = [xxh3_128() for _ in content]  # of each stage, in the order of its tensors
     left = Counter(weight.stage for weight in at.values())
 
     def read_merged(stage: int, first: int, count: int) -> Tensor:
         weight = at[stage, first]
-        words, kept = checkpoint.as_kept(config, stage, weight.name)
+        words, kept = checkpoint.base_words(config, stage, weight.name)
         seen[stage].update(words.astype("<f4", copy=False).data)
         left[stage] -= 1
         if not left[stage] and seen[stage].hexdigest() != content[stage]:
@@ -140,12 +137,12 @@ def _merged(
     export(out, model._replace(read=read_merged), dtype, track)
 
 
-def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) -> None:
-    """Write the adapters, for the model that `base` names."""
+def _write_adapters(base: str, out: Path, model: ModelParts, dtype: str, track: Track) -> None:
+    """Write a folder of adapters, for the model that `base` names."""
     config, read, vocabulary, card = model
     assert config.lora is not None
-    adapter_weights = adapters(config)
-    with whole_or_not(out) as folder:
+    adapter_weights = lora_weights(config)
+    with complete_folder(out) as folder:
         write_json(folder / ADAPTER_CONFIG, adapter_config(config.lora, base))
         write_vocabulary(folder, vocabulary, config.context)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -49,7 +49,7 @@ STAGES: Final = 4
 """Default number of body stages, if there are as many layers."""
 
 
-def take_in(run: RunFile) -> RunFile:
+def with_model(run: RunFile) -> RunFile:
     """The run file with all that follows from `model.from` or `model.config`: the model's shape,
     and digests of its weights.
 
@@ -61,7 +61,7 @@ def take_in(run: RunFile) -> RunFile:
         return run
     key = "from" if model.origin else "config"
     try:
-        folder = find(name)
+        folder = find_checkpoint(name)
         complete = model.vocabulary is not None and (
             not model.origin or len(model.content or ()) == model.body_stages + 1 > 1
         )
@@ -73,15 +73,15 @@ def take_in(run: RunFile) -> RunFile:
         lora = run.training.lora
         own_modules, packed = not needs_transformers(folder), lora is not None and lora.base
         if own_modules and not packed and not is_quantized(folder):
-            return take_in_here(run)
-        return in_other_process("planaria.node.hugging_face.begin_from_model", run, TRIAL_SECONDS)
+            return with_model_here(run)
+        return completed_by("planaria.node.hugging_face.begin_from_model", run, TRIAL_SECONDS)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {name}: {error}") from error
 
 
-def in_other_process(module: str, run: RunFile, seconds: float) -> RunFile:
-    """What `main` of the module, which may load torch and more, makes of a run file. Raises
-    RunFileError with the last line of its errors, TimeoutError."""
+def completed_by(module: str, run: RunFile, seconds: float) -> RunFile:
+    """The run file as `main` of a module, which may load torch and more, completes it in another
+    process. Raises RunFileError with the last line of its errors, TimeoutError."""
     command, text = calling(module), dumps(run)
     try:
         done = subprocess.run(
@@ -98,32 +98,30 @@ def in_other_process(module: str, run: RunFile, seconds: float) -> RunFile:
 def main() -> None:
     """Read a run file from stdin, and write it with the keys that follow from its model."""
     try:
-        sys.stdout.write(dumps(take_in_here(loads(sys.stdin.read()))))
+        sys.stdout.write(dumps(with_model_here(loads(sys.stdin.read()))))
     except RunFileError as error:
         sys.exit(" ".join(str(error).split()))
 
 
-def take_in_here(run: RunFile) -> RunFile:
-    """`take_in` of an existing folder, in this process. Raises RunFileError."""
+def with_model_here(run: RunFile) -> RunFile:
+    """`with_model` for an existing folder, in this process. Raises RunFileError."""
     origin = run.model.origin
-    key, folder = (
-        ("config" if origin is None else "from"),
-        Path(origin or run.model.blueprint or ""),
-    )
+    key = "config" if origin is None else "from"
+    folder = Path(origin or run.model.blueprint or "")
     try:
         checkpoint = None if origin is None else Checkpoint.open(folder)
-        config = _shape(folder) if checkpoint is None else checkpoint.config
+        config = _shape_in(folder) if checkpoint is None else checkpoint.config
         run = with_shape(run, config, folder)
-        check_adapted(run)
+        check_targets(run)
         known = len(run.model.content or ()) == run.model.body_stages + 1
         content = run.model.content if known else None
         if config.own is not None:
-            _try(run)
+            _try_cut(run)
         if checkpoint is None:
             return run
         if content is None:
             log.info("reading %s, from which the run begins", folder)
-            content = contents(checkpoint, run.config_for(config.vocabulary))
+            content = stage_digests(checkpoint, run.config_for(config.vocabulary))
         return override(run, model__content=content)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {folder}: {error}") from error
@@ -135,35 +133,34 @@ def take_in_here(run: RunFile) -> RunFile:
 
 def with_shape(run: RunFile, config: ModelConfig, folder: Path) -> RunFile:
     """The run file with the shape of the model in `folder`. Raises RunFileError."""
-    stages, figures = run.model.stages or min(STAGES, config.layers), figures_of(config)
-    _check(run.model, figures, folder)
+    stages, figures = run.model.stages or min(STAGES, config.layers), shape_keys(config)
+    _check_figures(run.model, figures, folder)
     context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
     fields = {"stages": stages, "context": context, **figures}
     return override(run, **{f"model__{name}": value for name, value in fields.items()})
 
 
-def _shape(folder: Path) -> ModelConfig:
-    """The shape that the folder's config.json gives. Raises UnsupportedModelError, OSError."""
+def _shape_in(folder: Path) -> ModelConfig:
+    """The model's shape by a folder's config.json. Raises UnsupportedModelError, OSError."""
     if not needs_transformers(folder):
         return read_config(folder)
-    from planaria.node.model.decoder import decoder_of, shape_of
+    from planaria.node.model.decoder import config_of, decoder_of
 
-    return shape_of(decoder_of(folder))
+    return config_of(decoder_of(folder))
 
 
-def _try(run: RunFile) -> None:
-    """Check that transformers' code can be cut into this run's stages. Raises RunFileError,
-    UnsupportedModelError."""
+def _try_cut(run: RunFile) -> None:
+    """Try to cut transformers' model into stages. Raises RunFileError, UnsupportedModelError."""
     from planaria.node.model.decoder import Decoder
-    from planaria.node.model.trial import check
+    from planaria.node.model.trial import try_cut
 
     config = run.config
     assert config.own is not None
-    check(Decoder(config.own.decoder), config.cut, config.block_causal)
+    try_cut(Decoder(config.own.decoder), config.cut, config.block_causal)
 
 
-def check_adapted(run: RunFile) -> None:
-    """Check the adapters' targets, for a model whose shape is known. Raises RunFileError."""
+def check_targets(run: RunFile) -> None:
+    """Check a run's adapter targets, for a model whose shape is known. Raises RunFileError."""
     if (lora := run.training.lora) is None:
         return
     names = matrix_names(run.config)
@@ -182,7 +179,7 @@ def check_adapted(run: RunFile) -> None:
         )
 
 
-def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
+def find_checkpoint(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
     """The folder of a checkpoint; for a name on the hub, NAME or NAME@REVISION, `parts` are
     downloaded. None: no such folder. Raises OSError when the download fails."""
     path, named = Path(origin).absolute(), HUB_NAME.fullmatch(origin)
@@ -204,7 +201,7 @@ def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
 
 
 def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
-    """Download these parts, and the files that the index names. Raises OSError, NO_SENSE."""
+    """Download parts of a repository, and what its index names. Raises OSError, NO_SENSE."""
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(parts)))
@@ -215,12 +212,11 @@ def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
 
 
 def find_tokenizer(origin: str) -> Path:
-    """A tokenizer.json: that file, or the one in a folder or in a repository on the hub. Raises
-    CorpusError."""
+    """The tokenizer.json that is a file, in a folder, or on the hub. Raises CorpusError."""
     if (file := Path(origin).expanduser()).is_file():
         return file
     try:
-        folder = find(str(file), OF_TOKENIZER)
+        folder = find_checkpoint(str(file), OF_TOKENIZER)
     except OSError as error:
         raise CorpusError(f"--tokenizer {origin}: {error}") from error
     if folder is None:
@@ -229,7 +225,7 @@ def find_tokenizer(origin: str) -> Path:
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """The folder's tokenizer.json. Raises CorpusError."""
+    """The tokenizer.json in a model's folder. Raises CorpusError."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         raise CorpusError(
@@ -240,7 +236,7 @@ def tokenizer_in(folder: Path) -> Path:
     return tokenizer
 
 
-def name_of(origin: str) -> str:
+def public_name(origin: str) -> str:
     """Public name of a checkpoint: its name on the hub if it is in the cache of Hugging Face's
     tools, else the folder's name without path."""
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", origin, re.ASCII)
@@ -250,8 +246,8 @@ def name_of(origin: str) -> str:
     return named[1] if named else Path(origin).name
 
 
-def figures_of(config: ModelConfig) -> dict[str, Any]:
-    """The keys of [model] that define the model's shape."""
+def shape_keys(config: ModelConfig) -> dict[str, Any]:
+    """The keys of [model], with values, that define a model's shape."""
     if (own := config.own) is not None:
         names = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "positions")
         parts = {name: value for name, value in own._asdict().items() if name != "module"}
@@ -265,8 +261,8 @@ def figures_of(config: ModelConfig) -> dict[str, Any]:
     return {**{name: getattr(config, name) for name in figures}, **of_head}
 
 
-def _check(section: ModelSection, figures: dict[str, Any], folder: Path) -> None:
-    """Check that the run file agrees with these figures. Raises RunFileError."""
+def _check_figures(section: ModelSection, figures: dict[str, Any], folder: Path) -> None:
+    """Check that the run file's [model] agrees with the checkpoint. Raises RunFileError."""
     values = section.model_dump()
     for key in sorted(ModelSection.model_fields.keys() - OWN):
         if values[key] not in (ModelSection.model_fields[key].default, figures.get(key)):
@@ -276,14 +272,14 @@ def _check(section: ModelSection, figures: dict[str, Any], folder: Path) -> None
             )
 
 
-def contents(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
-    """A digest of each stage's weights, from stage 0 on. Raises OSError."""
+def stage_digests(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
+    """A digest of each stage's weights in a checkpoint, from stage 0 on. Raises OSError."""
     return tuple(checkpoint.digest(config, stage) for stage in range(config.stages + 1))
 
 
 def check_tokenizer(run: RunFile) -> None:
-    """Check that the data has the tokenizer of the model that the run begins from, if this machine
-    has both. Raises CorpusError."""
+    """Check that the data has the tokenizer of the run's checkpoint, if it is here. Raises
+    CorpusError."""
     folder = Path(run.model.origin or "")
     if run.model.origin is None or not folder.is_dir():
         return

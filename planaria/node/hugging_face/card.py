@@ -8,6 +8,15 @@ from typing import Any
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 
+LOADING = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+```
+"""
+
 HEAD = """\
 ---
 library_name: transformers
@@ -19,13 +28,6 @@ tags:
 # {name}
 
 A language model of {parameters:,} parameters, trained with planaria.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-```
 """
 
 OWN_HEAD = """\
@@ -41,7 +43,6 @@ its own, which has to be there; its tensors are in `model*.safetensors`: those o
 `layers.N.` and the name that the code has for them, those of the ends under their own names.
 """
 
-
 ADAPTERS = """\
 ---
 base_model: {base}
@@ -56,13 +57,6 @@ tags:
 
 Adapters of {parameters:,} parameters for {base}, trained with planaria.
 The package `peft` adds them to the model:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-```
 """
 
 
@@ -75,13 +69,13 @@ def model_card(
     merged: bool = False,
     base: str = "",
 ) -> str:
-    """Text of the card. `doubt`: why it isn't the model as of the step, or empty. `summary`: the
-    content of `summary.json`, or empty. `merged`: the adapters are in the weights. `base`: name of
-    the model that the run began from."""
+    """Text of the model card. `doubt`: why it isn't the model as of the step, or empty. `summary`:
+    the content of `summary.json`, or empty. `merged`: the adapters are in the weights. `base`: name
+    of the model that the run began from."""
     training = run.training
     rows = {
         "steps": f"{step} of {run.steps}" + (f" ({doubt})" if doubt else ""),
-        "tokens": f"{run.batches.until(step) * config.context:,}",
+        "tokens": f"{run.batches.samples_until(step) * config.context:,}",
         "batch": f"{training.batch} samples of {config.context} tokens",
         "data": f"content {run.data.content or 'unknown'}",
         "vocabulary": f"{config.vocabulary:,}",
@@ -107,6 +101,7 @@ def model_card(
         head, count = ADAPTERS, config.trained_in
     parameters = sum(map(count, range(config.stages + 1)))
     text = head.format(base=base, name=run.name, parameters=parameters)
+    text += "" if head == OWN_HEAD else LOADING
     text += "\n| | |\n| --- | --- |\n"
     text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return text + _recoveries(summary.get("rebuilds", []))
@@ -116,7 +111,8 @@ def _recoveries(rebuilds: Sequence[Mapping[str, Any]]) -> str:
     if not rebuilds:
         return ""
     rows = "".join(
-        f"| {row['stage']} | {row['step']} | {row['method']} | {_exact(row)} |\n"
+        f"| {row['stage']} | {row['step']} | {row['method']} | "
+        f"{'yes' if row.get('exact') else 'no'} |\n"
         for row in rebuilds
     )
     return f"""
@@ -125,7 +121,3 @@ def _recoveries(rebuilds: Sequence[Mapping[str, Any]]) -> str:
 | stage | rebuilt at step | method | exact |
 | --- | --- | --- | --- |
 {rows}"""
-
-
-def _exact(row: Mapping[str, Any]) -> str:
-    return "yes" if row.get("exact") else "no"

@@ -12,9 +12,15 @@ from tokenizers import Tokenizer
 from planaria.node.data.chat import Conversation, template_of
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.rendering import Renderer
-from planaria.node.hugging_face.generate import Sampling, Speaker, decoded, encoded, generate
+from planaria.node.hugging_face.generate import (
+    Sampling,
+    Speaker,
+    decode_pieces,
+    encode_text,
+    generate,
+)
 from planaria.node.model.checkpoint import TOKENIZER
-from planaria.node.model.config import read_stops
+from planaria.node.model.config import read_stop_tokens
 
 log = logging.getLogger("planaria")
 
@@ -26,7 +32,7 @@ ANSWER: Final = "planarian"
 
 
 class Dialogue:
-    """Questions and answers so far. Used within `with`: a child process renders the template."""
+    """A dialogue with a model so far. Used within `with`: a child process renders the template."""
 
     def __init__(self, system: str, tokens: int, sampling: Sampling) -> None:
         """`system`: the system's message, or empty; `tokens`: limit of an answer."""
@@ -44,10 +50,10 @@ class Dialogue:
             self._renderer.close()
 
     def answer(self, speaker: Speaker, question: str) -> Iterator[str]:
-        """Yield the answer in pieces, until the model ends its turn. Take all of it before the next
-        question. Raises CorpusError when the template can't be used, UnsupportedModelError, and
-        ValueError for a question that is too long."""
-        renderer = self._renderer or self._open(speaker)
+        """Yield the model's answer in pieces, until it ends its turn. Take all of it before the
+        next question. Raises CorpusError when the template can't be used, UnsupportedModelError,
+        and ValueError for a question that is too long."""
+        renderer = self._renderer or self._start(speaker)
         asked = _message("user", question)
         prompt = self._prompt(renderer, speaker, asked)
         most = min(self._tokens, speaker.context - len(prompt))
@@ -56,7 +62,7 @@ class Dialogue:
         )
         written: list[int] = []
         pieces: list[str] = []
-        for piece in decoded(speaker.tokenizer, written, tokens):
+        for piece in decode_pieces(speaker.tokenizer, written, tokens):
             pieces.append(piece)
             yield piece
         if len(written) == most:
@@ -64,25 +70,25 @@ class Dialogue:
             log.warning("the answer is cut after %d tokens (%s)", most, why)
         self._turns += [asked, _message("assistant", "".join(pieces))]
 
-    def _open(self, speaker: Speaker) -> Renderer:
+    def _start(self, speaker: Speaker) -> Renderer:
         """Start the renderer, and find stop tokens. Raises CorpusError, UnsupportedModelError."""
         assert speaker.folder is not None
         template = template_of(speaker.folder / TOKENIZER, remedy=REMEDY)
         self._renderer = renderer = Renderer(template)
         tokenizer, eos = speaker.tokenizer, template.special_tokens.get("eos_token", "")
         self._stops = {speaker.end, tokenizer.token_to_id(eos), end_of_turn(renderer, tokenizer)}
-        self._stops |= {*read_stops(speaker.folder)}
+        self._stops |= {*read_stop_tokens(speaker.folder)}
         return renderer
 
     def _prompt(self, renderer: Renderer, speaker: Speaker, asked: dict[str, Any]) -> list[int]:
-        """Tokens of all messages, without the oldest turns if the answer would find no room. Raises
-        CorpusError, ValueError."""
+        """Tokens of the dialogue, without turns that find no room. Raises CorpusError,
+        ValueError."""
         room = min(self._tokens, speaker.context // 2)
         forgotten = 0
         while True:
             messages = [*self._system, *self._turns, asked]
             text = renderer.render(Conversation(PLACE, messages, unanswered=True)).text
-            prompt = encoded(speaker, text)
+            prompt = encode_text(speaker, text)
             if len(prompt) + room <= speaker.context or not self._turns:
                 break
             del self._turns[:2]
@@ -107,9 +113,9 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> int | None:
-    """Special token that the template puts behind an answer; None: it is plain text."""
+    """Special token that a chat template puts behind an answer; None: it is plain text."""
     messages = [_message("user", "?"), _message("assistant", ANSWER), _message("user", "?")]
-    with suppress(CorpusError):  # `answer` raises it
+    with suppress(CorpusError):  # `answer` will raise it
         text = renderer.render(Conversation(PLACE, messages, unanswered=True)).text
         _, answer, behind = text.rpartition(ANSWER)
         ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False).ids if answer else []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError
-from planaria.node.data.mixture import beginnings, inputs_and_targets
+from planaria.node.data.mixture import document_beginnings, inputs_and_targets
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import LONGEST, TOKENIZER, same_tokenizer
 from planaria.node.hugging_face.options import EvaluateOptions
@@ -30,7 +30,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss that is comparable between tokenizers."""
+        """Loss in bits per byte of text, which is comparable between tokenizers."""
         if self.bytes_per_token is None:
             return None
         return self.loss / math.log(2) / self.bytes_per_token
@@ -47,13 +47,13 @@ class Evaluation:
 
 
 class Portion:
-    """The first `samples` samples of a split of the prepared folder `data`, or all. `apart`: the
-    model keeps documents apart."""
+    """The samples to evaluate on: the first `samples` of a split of the prepared folder `data`, or
+    all. `apart`: the model keeps documents apart."""
 
     def __init__(
         self, data: Path, split: str, context: int, samples: int | None, apart: bool
     ) -> None:
-        """Open the data. Raises CorpusError."""
+        """Open the data to evaluate on. Raises CorpusError."""
         if split not in SPLITS:
             raise CorpusError(f"--split {split}: there are {' and '.join(SPLITS)}")
         self.corpus, self._split, self._context = Corpus.open(data), split, context
@@ -70,7 +70,7 @@ class Portion:
         self._scored += int((targets != UNSCORED).sum())
         arrays = [inputs, targets]
         if self._apart:
-            begins = beginnings(self.corpus, self._split, self._context, rows)
+            begins = document_beginnings(self.corpus, self._split, self._context, rows)
             arrays.append(begins.astype(np.int64))
         return tuple(torch.from_numpy(each) for each in arrays)
 
@@ -89,7 +89,7 @@ class Portion:
 def evaluate(
     model: WholeModel, folder: Path, options: EvaluateOptions, track: Track = untracked
 ) -> Evaluation:
-    """Evaluate on samples of the model's context length, at most LONGEST tokens. `folder`: the
+    """Evaluate a local model on samples of its context, at most LONGEST tokens. `folder`: the
     model's. Raises CorpusError when the data can't be used, or was made with another tokenizer."""
     config, data = model.config, options.data
     context, samples = min(config.context, LONGEST), options.samples

@@ -23,8 +23,8 @@ from planaria.bootstrap.files import flush
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import read_object, write_tokenizer
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
-from planaria.node.model.config import CONFIG, GENERATION_CONFIG, special_tokens, to_config
-from planaria.node.model.layout import Weight, weights
+from planaria.node.model.config import CONFIG, GENERATION_CONFIG, special_token_ids, to_config
+from planaria.node.model.layout import Weight, model_weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.model.subspace import subspace_of
 
@@ -42,7 +42,7 @@ class ExportError(UserError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokenizer of a model."""
+    """The tokenizer that an export writes."""
 
     file: Path  # tokenizer.json
     end_of_document: int
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 class ModelParts(NamedTuple):
-    """Contents of a model's folder."""
+    """What an export writes into a model's folder."""
 
     config: ModelConfig
     read: Read
@@ -59,34 +59,31 @@ class ModelParts(NamedTuple):
 
 
 def export(
-    out: Path,
-    model: ModelParts,
-    dtype: str = "fp32",
-    track: Track = untracked,
-    most: int = SHARD,
+    out: Path, model: ModelParts, dtype: str = "fp32", track: Track = untracked, most: int = SHARD
 ) -> None:
-    """Write the folder `out`; `dtype`: a key of DTYPES.
+    """Write a model's folder `out`; `dtype`: a key of DTYPES.
 
     Raises ExportError when it exists or can't be written, CorpusError for a tokenizer that can't be
     used, and exceptions of `read`.
     """
     config, read, vocabulary, card = model
-    with whole_or_not(out) as folder:
+    with complete_folder(out) as folder:
         end = vocabulary.end_of_document if vocabulary else None
         origin = vocabulary.origin if vocabulary else None
-        fields = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
-        write_json(folder / CONFIG, fields | _ending(fields, end))
+        name = str(DTYPES[dtype]).removeprefix("torch.")
+        fields = to_config(config, name, end) | (special_token_ids(origin) if origin else {})
+        write_json(folder / CONFIG, fields | _end_tokens(fields, end))
         write_vocabulary(folder, vocabulary, config.context)
         fields = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
-        write_json(folder / GENERATION_CONFIG, fields | _ending(fields, end))
+        write_json(folder / GENERATION_CONFIG, fields | _end_tokens(fields, end))
         (folder / "README.md").write_text(card, encoding="utf-8")
-        in_order = weights(replace(config, subspace=None))
-        _write_weights(folder, in_order, _tensors(config, read), dtype, track, most)
+        in_order = model_weights(replace(config, subspace=None))
+        _write_weights(folder, in_order, _tensor_reader(config, read), dtype, track, most)
 
 
 @contextmanager
-def whole_or_not(out: Path) -> Iterator[Path]:
-    """A temporary folder, renamed to `out` at the end. Raises ExportError."""
+def complete_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder, renamed to `out` at the end: complete or missing. Raises ExportError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists already: choose another folder, or remove it")
     unfinished = out.with_name(out.name + ".unfinished")
@@ -104,8 +101,7 @@ def whole_or_not(out: Path) -> Iterator[Path]:
 
 
 def weight_files(in_order: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
-    """Divides weights, in this order, into files of at most `most` bytes. A value has `size`
-    bytes."""
+    """Divide weights, of `size` bytes a value, into files of at most `most` bytes, in order."""
     files: list[list[Weight]] = [[]]
     used = 0
     for weight in in_order:
@@ -117,9 +113,10 @@ def weight_files(in_order: Sequence[Weight], size: int, most: int) -> list[list[
     return files
 
 
-def _tensors(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
+def _tensor_reader(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
     """Reader of the model's weights, float32, as transformers has them."""
-    stored, subspace = {weight.name: weight for weight in weights(config)}, subspace_of(config)
+    stored = {weight.name: weight for weight in model_weights(config)}
+    subspace = subspace_of(config)
 
     def tensor(weight: Weight) -> Tensor:
         at = stored[weight.name]
@@ -162,18 +159,18 @@ def _file_names(count: int) -> list[str]:
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) -> None:
-    """Write the tokenizer and its files: special tokens, chat template. Further files come from the
-    origin. Raises CorpusError for a tokenizer that can't be used."""
+    """Write the tokenizer's files of an export: special tokens, chat template. Further files come
+    from the origin. Raises CorpusError for a tokenizer that can't be used."""
     if vocabulary is None:
         return
     if vocabulary.origin is not None:
-        _copy(vocabulary.origin, OF_ORIGIN, folder)
-    _copy(vocabulary.file.parent, [GENERATION_CONFIG], folder)
+        _copy_files(vocabulary.origin, OF_ORIGIN, folder)
+    _copy_files(vocabulary.file.parent, [GENERATION_CONFIG], folder)
     write_tokenizer(vocabulary.file, folder, vocabulary.end_of_document, model_max_length=context)
 
 
-def _ending(config: dict[str, Any], end: int | None) -> dict[str, Any]:
-    """The key of the end tokens: the present ones and `end`."""
+def _end_tokens(config: dict[str, Any], end: int | None) -> dict[str, Any]:
+    """A config's key of the end tokens: the present ones and `end`."""
     ends = config.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if end is None or end in ids:
@@ -181,14 +178,10 @@ def _ending(config: dict[str, Any], end: int | None) -> dict[str, Any]:
     return {"eos_token_id": [end, *ids] if ids else end}
 
 
-def _copy(origin: Path, names: Iterable[str], folder: Path) -> None:
+def _copy_files(origin: Path, names: Iterable[str], folder: Path) -> None:
     for name in names:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
-
-
-def _name(dtype: str) -> str:
-    return str(DTYPES[dtype]).removeprefix("torch.")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -196,7 +189,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write and sync a file with README.md's permissions; the library's is private."""
+    """Write a file of tensors to disk with README.md's permissions; the library's is private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod((path.parent / "README.md").stat().st_mode)
     flush(path)

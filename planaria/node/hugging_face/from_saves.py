@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer, read_index
-from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.data.mixture import corpus_folders, index_of
 from planaria.node.data.progress import Track
-from planaria.node.data.tokenizer import TOKENIZER, bounds_of
-from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
+from planaria.node.data.tokenizer import TOKENIZER, text_bounds
+from planaria.node.hugging_face.adapters import base_name, export_writer, with_origin
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabulary
 from planaria.node.hugging_face.options import ExportOptions
@@ -30,7 +30,7 @@ log = logging.getLogger("planaria")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The newest model, by stage, in verified files."""
+    """The newest model that a run's verified saves have, by stage."""
 
     config: ModelConfig
     step: int
@@ -38,14 +38,14 @@ class SavedModel:
     files: dict[int, SaveFile]  # by stage
 
     def read(self, stage: int, first: int, count: int) -> Tensor:
-        """A slice of the stage's flat weights, float32 [count]. Raises SaveError, OSError."""
+        """A slice of a saved stage's flat weights, float32 [count]. Raises SaveError, OSError."""
         chunks = list(self.files[stage].values("weights", first, count))
         return torch.from_numpy(np.concatenate(chunks).view(np.float32))
 
 
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
-    """The model of a resolved run, in its saves' stages. Reads all files, for the
-    checksums. Raises ExportError for a stage without saves, SaveError for saves of several runs."""
+    """The model of a resolved run, in its saves' stages. Reads all files, for the checksums. Raises
+    ExportError for a stage without saves, SaveError for saves of several runs."""
     saves = of_one_run(saves)
     config = as_saved(saves, run.config_for(run.model.vocabulary or 0))
     stages = config.stages
@@ -72,11 +72,11 @@ def export_saves(
     options: ExportOptions,
     track: Track,
 ) -> SavedModel:
-    """Write a folder with the newest model in `saves`. `summary`: the content of `summary.json`, or
-    empty. Raises ExportError, CorpusError, SaveError."""
-    base, run = base_of(run, options.base), begun_from(run, options.model)
+    """Write a folder with the newest model in a run's saves. `summary`: the content of
+    `summary.json`, or empty. Raises ExportError, CorpusError, SaveError."""
+    base, run = base_name(run, options.base), with_origin(run, options.model)
     model = saved_model(run, saves)
-    write = way_out(run, model.config, options.merged, base)
+    write = export_writer(run, model.config, options.merged, base)
     card = model_card(run, model.config, model.step, model.doubt, summary, options.merged, base)
     parts = ModelParts(model.config, model.read, vocabulary_of(run, options.data), card)
     write(options.out, parts, options.dtype, track)
@@ -84,21 +84,21 @@ def export_saves(
 
 
 def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
-    """The run's tokenizer, if any. Raises CorpusError when `data` is not the run's."""
+    """The run's tokenizer, if any, to export. Raises CorpusError if `data` is not the run's."""
     model = None if run.model.origin is None else Path(run.model.origin)
     if data is not None:
-        return of_data(run, [data], model)
+        return vocabulary_in_data(run, [data], model)
     try:
-        return of_data(run, [], model)
+        return vocabulary_in_data(run, [], model)
     except CorpusError as error:
-        if (vocabulary := of_model(model)) is None:
+        if (vocabulary := vocabulary_in_model(model)) is None:
             log.warning("exported without a tokenizer: %s (name the data by --data DIR)", error)
         return vocabulary
 
 
-def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
-    """Tokenizer from received SHARED files of prepared data. Raises CorpusError when they can't be
-    the run's."""
+def vocabulary_received(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
+    """Tokenizer in files that stage 0 has sent (SHARED). Raises CorpusError if it isn't the
+    run's."""
     index, corpora = read_index(folder), run.data.corpora
     content = corpora[0].content if corpora else run.data.content
     if content not in ("", index.content) or index.misfit(folder, "", run.model.vocabulary):
@@ -108,10 +108,10 @@ def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
     return Vocabulary(folder / TOKENIZER, index.end_of_document, _with_tokenizer(model))
 
 
-def of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
+def vocabulary_in_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
     """Tokenizer of prepared data, from `given` or else the run file; `model`: that the run began
     from. Raises CorpusError when it isn't the run's."""
-    path, index = folders_of(run.data, given)[0], index_of(run.data, given)
+    path, index = corpus_folders(run.data, given)[0], index_of(run.data, given)
     if problem := index.misfit(path, run.data.content, run.model.vocabulary):
         raise CorpusError(f"{path} {problem}")
     return Vocabulary(path / TOKENIZER, index.end_of_document, _with_tokenizer(model))
@@ -121,10 +121,9 @@ def _with_tokenizer(model: Path | None) -> Path | None:
     return model if model is not None and (model / TOKENIZER).exists() else None
 
 
-def of_model(model: Path | None) -> Vocabulary | None:
-    """Tokenizer of the checkpoint that the run began from; None: it has none, or no end token.
-    Raises CorpusError."""
+def vocabulary_in_model(model: Path | None) -> Vocabulary | None:
+    """Tokenizer of the run's checkpoint; None: it has none, or no end token. Raises CorpusError."""
     if (folder := _with_tokenizer(model)) is None:
         return None
-    end = bounds_of(load_tokenizer(folder / TOKENIZER), folder).end
+    end = text_bounds(load_tokenizer(folder / TOKENIZER), folder).end
     return None if end is None else Vocabulary(folder / TOKENIZER, end, folder)

@@ -18,10 +18,16 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import Cause, Description
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, kind_of_result, way_out
+from planaria.node.hugging_face.adapters import (
+    REMEDY,
+    base_name,
+    export_writer,
+    kind_of_result,
+    with_origin,
+)
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, ModelParts
-from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, from_outside
+from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, outside_access
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
@@ -44,7 +50,7 @@ TRANSFER: Final = 1800.0
 """Seconds for the transfer of a tensor."""
 
 
-class AtOnce:
+class ComputeAtOnce:
     """The port `Compute` on the event loop, for a client that computes nothing else."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -74,7 +80,7 @@ class LivingModel(LivingRun):
         super().__init__(access, wait)
         self.loss = 0.0
         self._made = NEVER  # commit of the step, by the first answer
-        self._exchanges = Exchanges(AtOnce(self.loop), self.loop, self._crashed)
+        self._exchanges = Exchanges(ComputeAtOnce(self.loop), self.loop, self._crashed)
         self._states = StateClient(
             self._exchanges, tensors, self.asking.send, self._accuse, shard_size=SHARD
         )
@@ -84,7 +90,7 @@ class LivingModel(LivingRun):
         await super().__aexit__()
 
     async def read(self, stage: int, first: int, count: int) -> Tensor:
-        """A slice of the stage's flat weights, float32 [count]. Raises ExportError."""
+        """A slice of a running stage's flat weights, float32 [count]. Raises ExportError."""
         due = {WEIGHTS: self.config.trained_in(stage)}
         age = Age(self.lineage, self.step)
         wanted = WantedState(stage, age, due, kind=PIN, part=(first, count))
@@ -130,43 +136,39 @@ async def export_swarm(
     """Write a folder with the model of a running run. Returns its kind, model or adapters, and its
     step. Raises ExportError, CorpusError, RunFileError, and exceptions of `client`."""
     merged, checkpoint = options.merged, options.model
-    access = await from_outside(client.describe, credentials, await client.reach())
-    base = base_of(access.run, options.base)
-    access = access._replace(run=begun_from(access.run, checkpoint))
+    access = await outside_access(client.describe, credentials, await client.reach())
+    base = base_name(access.run, options.base)
+    access = access._replace(run=with_origin(access.run, checkpoint))
     if merged and checkpoint is None and access.run.training.lora is not None:
         raise ExportError(f"--merged: {REMEDY}")
-    write = way_out(access.run, access.run.config, merged, base)
+    write = export_writer(access.run, access.run.config, merged, base)
     with TemporaryDirectory(prefix="planaria-") as kept:
         async with LivingStages(access) as stages:
             vocabulary = await stages.vocabulary(options.data, checkpoint, Path(kept))
         async with LivingModel(access, options.wait) as model:
-            card = await card_of(model, client.describe, merged, base)
+            card = await living_card(model, client.describe, merged, base)
             parts = ModelParts(model.config, model.blocking_read, vocabulary, card)
             await asyncio.to_thread(write, options.out, parts, options.dtype, track)
             await model.exported()
             return kind_of_result(access.run, merged), model.step
 
 
-async def card_of(
+async def living_card(
     model: LivingModel, describe: Callable[[], Awaitable[Description]], merged: bool, base: str
 ) -> str:
-    """The model card, with all rebuilds up to the model's step. The registry may hear of the last
-    one only after the next commit, so this waits for that. Raises ExportError, and exceptions of
-    `describe`."""
+    """The model card of a running run, with all rebuilds up to the model's step. The registry may
+    hear of the last one only after the next commit, so this waits for that. Raises ExportError, and
+    exceptions of `describe`."""
     some = 0 if model.config.trained[0] else 1
     await model.read(some, 0, 1)  # gets the step's loss
     until = model.loop.time() + model.run.swarm.lease
     description = await describe()
-    while not gone_beyond(description, model.step) and model.loop.time() < until:
+    while not has_passed(description, model.step) and model.loop.time() < until:
         await asyncio.sleep(LOOK)
         description = await describe()
+    fields = "stage", "step", "method", "exact"
     rebuilds = [
-        {
-            "stage": rebuild.stage,
-            "step": rebuild.step,
-            "method": rebuild.method,
-            "exact": rebuild.exact,
-        }
+        {name: getattr(rebuild, name) for name in fields}
         for rebuild in description.rebuilds
         if rebuild.step <= model.step
     ]
@@ -174,7 +176,7 @@ async def card_of(
     return model_card(model.run, model.config, model.step, "", summary, merged, base)
 
 
-def gone_beyond(description: Description, step: int) -> bool:
+def has_passed(description: Description, step: int) -> bool:
     """Whether the driver has reported a later step, or the end: and so earlier rebuilds."""
     return any(
         seat.committed > step or seat.finished

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.data.tokenizer import added, bounds_of
+from planaria.node.data.tokenizer import added_tokens, text_bounds
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import TOKENIZER
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the next token. Raises ValueError for invalid figures."""
+    """How the next token is chosen. Raises ValueError for invalid figures."""
 
     temperature: float = 0.8  # 0: always the likeliest
     top_p: float = 0.95  # smallest set of likeliest tokens with this probability
@@ -39,7 +39,7 @@ def generate(
     sampling: Sampling,
     ends: Collection[int | None] = (),
 ) -> Iterator[int]:
-    """Yield up to `tokens` tokens after the prompt, until one of `ends`.
+    """Yield up to `tokens` tokens that a model writes after the prompt, until one of `ends`.
 
     `next_logits`: int64 [1, T], T at most `context`, to float32 [vocabulary] of the next token.
     Tokens beyond the context are dropped from the front. Raises ValueError for an empty prompt.
@@ -50,16 +50,16 @@ def generate(
     known = list(prompt)
     for _ in range(tokens):
         logits = next_logits(torch.tensor([known[-context:]])).cpu()
-        token = choose(logits, sampling, generator)
+        token = choose_token(logits, sampling, generator)
         if token in ends:
             return
         known.append(token)
         yield token
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Choose a token by float32 [vocabulary]: nucleus sampling (Holtzman et al., arXiv 1904.09751).
-    Raises ValueError for logits that aren't finite."""
+def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Choose a token by its logits, float32 [vocabulary]: nucleus sampling (Holtzman et al., arXiv
+    1904.09751). Raises ValueError for logits that aren't finite."""
     if not logits.isfinite().all():
         raise ValueError("the model's output isn't finite: it has diverged")
     if sampling.temperature == 0:
@@ -72,7 +72,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model, local or remote, and its tokenizer."""
+    """A model that generates text, local or remote, and its tokenizer."""
 
     next_logits: Callable[[Tensor], Tensor]  # see `generate`
     tokenizer: Tokenizer
@@ -85,7 +85,7 @@ class Speaker:
     def of(cls, model: WholeModel, folder: Path) -> Speaker:
         """The speaker of a local model; `folder` has its tokenizer. Raises CorpusError."""
         tokenizer, config = load_tokenizer(folder / TOKENIZER), model.config
-        end = bounds_of(tokenizer, folder).end
+        end = text_bounds(tokenizer, folder).end
 
         def next_logits(known: Tensor) -> Tensor:
             return model.logits(known)[0, -1]
@@ -93,22 +93,21 @@ class Speaker:
         return cls(next_logits, tokenizer, end, config.vocabulary, config.context, folder)
 
 
-def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
-    """Yield the continuation of the prompt in pieces; after an empty one, a new document. The
+def continuation(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
+    """Yield a model's continuation of the prompt in pieces; after an empty one, a new document. The
     prompt begins with the tokenizer's begin tokens. Raises ValueError."""
     end = speaker.end
-    context_tokens = encoded(speaker, prompt, added(speaker.tokenizer)[0])
+    context_tokens = encode_text(speaker, prompt, added_tokens(speaker.tokenizer)[0])
     if not context_tokens and end is not None:
         context_tokens = [end]
     following = generate(
         speaker.next_logits, context_tokens, tokens, speaker.context, sampling, ends=(end,)
     )
-    return decoded(speaker.tokenizer, list(context_tokens), following)
+    return decode_pieces(speaker.tokenizer, list(context_tokens), following)
 
 
-def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
-    """Tokens of a text, behind those of `begin`. Raises ValueError for tokens that the model
-    doesn't have."""
+def encode_text(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
+    """Tokens of a text, behind those of `begin`. Raises ValueError for some the model hasn't."""
     tokenizer, most = speaker.tokenizer, speaker.vocabulary
     tokens = [*begin, *tokenizer.encode(text, add_special_tokens=False).ids]
     if unknown := {token for token in tokens if token >= most}:
@@ -122,9 +121,8 @@ def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]
     return tokens
 
 
-def decoded(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of these tokens, in whole characters. They are appended to `written`, the
-    earlier tokens."""
+def decode_pieces(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of generated tokens, in whole characters; append them to `written`."""
     earlier = tokenizer.decode(written)
     for token in tokens:
         written.append(token)

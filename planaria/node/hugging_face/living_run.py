@@ -38,16 +38,16 @@ LOOK: Final = 0.2
 
 
 class SeatRoute(NamedTuple):
-    """Route to a seat: through this node, dialled at this address."""
+    """How to reach a seat of a running run: through this node, dialled at this address."""
 
     seat: str
     node: str
     address: str
 
 
-def ways_to(stage: int, view: View) -> list[SeatRoute]:
-    """Routes to try: first to seats of nodes that can be dialled, then to the others. These go
-    through nodes that can be, those of neighbouring stages first."""
+def routes_to(stage: int, view: View) -> list[SeatRoute]:
+    """Routes to try to a stage: first to seats of nodes that can be dialled, then to the others.
+    These go through nodes that can be, those of neighbouring stages first."""
     dialled = [m for m in view.members if m.address and m.seats]
     holders = [m for m in view.members if stage in stages_of(m)]
     direct = [
@@ -75,7 +75,7 @@ def _seat(member: Member, stage: int) -> str:
 
 
 class Access(NamedTuple):
-    """Access to a run's stages."""
+    """How to reach the stages of a running run."""
 
     run: RunFile
     view: Callable[[], Awaitable[View]]  # the newest
@@ -83,7 +83,7 @@ class Access(NamedTuple):
     ways: Callable[[int, View], list[SeatRoute]]  # to a stage
 
 
-async def from_outside(
+async def outside_access(
     describe: Callable[[], Awaitable[Description]],
     credentials: Credentials,
     reach: Reach = EVERYWHERE,
@@ -97,11 +97,11 @@ async def from_outside(
     async def view() -> View:
         return (await describe()).view
 
-    return Access(run, view, converse, ways_to)
+    return Access(run, view, converse, routes_to)
 
 
-def from_inside(node: str, observers: Observers, run: RunFile, view: View) -> Access:
-    """Access of a member, over its own links."""
+def inside_access(node: str, observers: Observers, run: RunFile, view: View) -> Access:
+    """Access of a member to its run's stages, over its own links."""
 
     async def newest() -> View:
         return view
@@ -118,8 +118,8 @@ class StageGoneError(ExportError):
 
 
 class LivingRun:
-    """The reachable seats of each stage, at their current state or, with `wait`, at one committed
-    `step`. Used within `async with`."""
+    """The reachable seats of each stage of a running run, at their current state or, with `wait`,
+    at one committed `step`. Used within `async with`."""
 
     def __init__(self, access: Access, wait: float | None = None) -> None:
         """`wait`: seconds for a step that all stages have. Raises ExportError."""
@@ -139,8 +139,8 @@ class LivingRun:
         try:
             await self._find_seats()
             if self._wait is not None:
-                await self._agree(self._wait)
-                self._renewing = asyncio.create_task(self._renew())
+                await self._agree_on_step(self._wait)
+                self._renewing = asyncio.create_task(self._renew_pins())
         except BaseException:
             await self.asking.close()
             raise
@@ -163,8 +163,8 @@ class LivingRun:
     def lost(self, seat: str, why: str) -> None:
         """Handle the loss of the link to the seat."""
 
-    def give_up(self, seat: str, why: str) -> None:
-        """Stop using the seat. Raises StageGoneError when its stage has no other."""
+    def drop_seat(self, seat: str, why: str) -> None:
+        """Stop using a seat. Raises StageGoneError when its stage has no other."""
         for stage, seats in self.seats.items():
             if seat in seats:
                 seats.remove(seat)
@@ -175,11 +175,11 @@ class LivingRun:
         """Find seats of all stages. Raises ExportError, and exceptions of `Access.view`."""
         view = await self._view()
         stages = range(self.config.stages + 1)
-        seats = await asyncio.gather(*(self._find(stage, view) for stage in stages))
+        seats = await asyncio.gather(*(self._find_stage(stage, view) for stage in stages))
         self.seats = dict(zip(stages, seats, strict=True))
 
-    async def _find(self, stage: int, view: View) -> list[str]:
-        """Seats of the stage that answer. Raises ExportError when none does."""
+    async def _find_stage(self, stage: int, view: View) -> list[str]:
+        """Seats of a stage that answer. Raises ExportError when none does."""
         routes = self._ways(stage, view)
         if not any(stage in stages_of(member) for member in view.members):
             raise ExportError(
@@ -213,26 +213,26 @@ class LivingRun:
 
     # --- which step
 
-    async def _agree(self, wait: float) -> None:
-        """Try steps until all stages have pinned one. Raises ExportError."""
+    async def _agree_on_step(self, wait: float) -> None:
+        """Try steps until all stages have pinned one's weights. Raises ExportError."""
         end = self.loop.time() + wait
         ahead = 0
         while self.loop.time() < end:
             try:
-                answers = await self._ask(0)
+                answers = await self._pin_all(0)
                 newest = max(answer.committed for answer in answers.values())
                 if newest == 0:
                     raise ExportError(
                         "no step is committed yet, so there is no model: try again later"
                     )
                 step = min(newest + ahead, max(self.run.steps, newest))
-                if await self._all_keep(step, min(end, self.loop.time() + wait / 4)):
+                if await self._await_pins(step, min(end, self.loop.time() + wait / 4)):
                     return
                 ahead = max(1, 2 * ahead)
             except StageGoneError as gone:
                 log.info("%s", gone)
                 await self._find_seats()
-        answers = await self._ask(0)
+        answers = await self._pin_all(0)
         stand = ", ".join(
             f"stage {stage}: {answers[seats[0]].error or answers[seats[0]].committed}"
             for stage, seats in self.seats.items()
@@ -242,10 +242,10 @@ class LivingRun:
             "`planaria status`, and try again, with a longer --wait if steps take that long"
         )
 
-    async def _all_keep(self, step: int, until: float) -> bool:
-        """Wait for pins of a step. False: a seat is beyond it, or the time is over."""
+    async def _await_pins(self, step: int, until: float) -> bool:
+        """Wait until all seats have pinned a step. False: one is beyond it, or time is over."""
         while True:
-            answers = await self._ask(step)
+            answers = await self._pin_all(step)
             if all(answer.kept for answer in answers.values()):
                 lineages = {answer.lineage for answer in answers.values()}
                 self.step, self.lineage = step, max(lineages)
@@ -255,9 +255,8 @@ class LivingRun:
                 return False
             await asyncio.sleep(LOOK)
 
-    async def _ask(self, step: int) -> Mapping[str, pb.Pinned]:
-        """Ask all seats to pin; drops one that doesn't answer, if its stage has another. Raises
-        ExportError."""
+    async def _pin_all(self, step: int) -> Mapping[str, pb.Pinned]:
+        """Ask all seats to pin a step; drop those that don't answer. Raises ExportError."""
         seats = [seat for of_stage in self.seats.values() for seat in of_stage]
         results = await asyncio.gather(
             *(self.asking.pin(seat, step) for seat in seats), return_exceptions=True
@@ -267,16 +266,16 @@ class LivingRun:
             if isinstance(result, pb.Pinned) and not result.unheard:
                 answers[seat] = result
             elif isinstance(result, pb.Pinned):
-                self.give_up(seat, f"{seat}: {result.error}")
+                self.drop_seat(seat, f"{seat}: {result.error}")
             elif isinstance(result, NoAnswerError):
-                self.give_up(seat, str(result))
+                self.drop_seat(seat, str(result))
             else:
                 raise result
         return answers
 
-    async def _renew(self) -> None:
-        """Renew the pins until cancelled."""
+    async def _renew_pins(self) -> None:
+        """Renew the seats' pins until cancelled."""
         while True:
             await asyncio.sleep(LEASE / 4)
             with suppress(ExportError):  # the next request reports it
-                await self._ask(self.step)
+                await self._pin_all(self.step)

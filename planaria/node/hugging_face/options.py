@@ -16,7 +16,7 @@ Wait = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What is exported, and where to."""
+    """The options of `planaria export`: what is exported, and where to."""
 
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")]
     data: Annotated[
@@ -46,8 +46,7 @@ class ExportOptions:
         ),
     ] = ""
     push: Annotated[
-        str,
-        typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too."),
+        str, typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too.")
     ] = ""
     private: Annotated[
         bool, typer.Option("--private", help="With --push: for those only who may read it there.")
@@ -57,7 +56,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What a model is measured on."""
+    """The options of `planaria evaluate`: what a model is measured on."""
 
     data: Annotated[Path, typer.Option(metavar="DIR", help="Prepared data.")]
     split: Annotated[str, typer.Option(help="train or validation.")] = "validation"

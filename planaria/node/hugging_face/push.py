@@ -10,7 +10,7 @@ from planaria.node.hugging_face.export import ExportError
 
 
 def check_push(name: str) -> None:
-    """Check name and login before the export. Raises ExportError."""
+    """Check the hub's name and login before an export. Raises ExportError."""
     from huggingface_hub import get_token
 
     named = HUB_NAME.fullmatch(name)
@@ -21,8 +21,8 @@ def check_push(name: str) -> None:
 
 
 def upload(folder: Path, name: str, private: bool, say: Callable[[str], object]) -> None:
-    """Upload the folder to the repository `name`, created `private` or public if it is missing.
-    First says what will be uploaded, and its visibility. Raises ExportError."""
+    """Upload an exported folder to the hub's repository `name`, created `private` or public if it
+    is missing. First says what will be uploaded, and its visibility. Raises ExportError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

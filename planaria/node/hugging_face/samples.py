@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.export import ExportError
-from planaria.node.hugging_face.generate import Sampling, texts
+from planaria.node.hugging_face.generate import Sampling, continuation
 from planaria.node.hugging_face.living_run import Access
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.report.events import Sampled
@@ -31,7 +31,7 @@ TRIES: Final = 3
 
 
 class Occasions:
-    """Schedule of samples: pure. Failed ones are tried again at a later commit."""
+    """Schedule of generated texts: pure. Failed ones are tried again at a later commit."""
 
     def __init__(self, every: int, tries: int = TRIES) -> None:
         self._every, self._tries = every, tries
@@ -39,7 +39,7 @@ class Occasions:
         self._left = 0  # attempts left
 
     def committed(self, step: int) -> None:
-        """Note a commit; repeats have no effect."""
+        """Note a commit of a step; repeats have no effect."""
         if self._every and step % self._every == 0 and step != self.newest:
             self.newest, self._left = step, self._tries
 
@@ -48,7 +48,7 @@ class Occasions:
         return self._left > 0
 
     def made(self, occasion: int) -> None:
-        """Note success, if this is still the newest occasion."""
+        """Note that texts were generated, if this is still the newest occasion."""
         if occasion == self.newest:
             self._left = 0
 
@@ -57,7 +57,7 @@ class Occasions:
 
 
 class Sampler:
-    """Generates samples while its node is the driver's."""
+    """Generates texts during training, while its node is the driver's."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Sampler:
         self._making: asyncio.Task[None] | None = None
 
     def committed(self, step: int, access: Access) -> None:
-        """Called at each commit while this node is the driver's."""
+        """Begin texts that are due; called at each commit while this node is the driver's."""
         self._step = step
         self._occasions.committed(step)
         if self._occasions.due and (self._making is None or self._making.done()):
             self._making = self._spawn(self._make_due(access))
 
-    def viewed(self) -> None:
-        """Cancel samples in progress at a view change: they may wait for a lost node."""
+    def view_changed(self) -> None:
+        """Cancel texts in progress at a view change: they may wait for a lost node."""
         if self._making is not None:
             self._making.cancel()
 
@@ -94,7 +94,7 @@ class Sampler:
         while well and self._occasions.due:
             occasion, step = self._occasions.newest, self._step
             try:
-                await self._make(step, access)
+                await self._make_texts(step, access)
             except* (ExportError, ValueError) as errors:
                 well = False
                 log.warning("no samples at step %d: %s", step, errors.exceptions[0])
@@ -103,13 +103,13 @@ class Sampler:
             else:
                 self._occasions.failed()
 
-    async def _make(self, step: int, access: Access) -> None:
+    async def _make_texts(self, step: int, access: Access) -> None:
         turns = asyncio.Semaphore(AT_A_TIME)
 
         async def go_on(prompt: str) -> None:
             async with turns, LivingStages(access) as stages:
                 speaker = stages.speaker(self._tokenizer, self._end)
-                parts = texts(speaker, prompt, self._tokens, self._sampling)
+                parts = continuation(speaker, prompt, self._tokens, self._sampling)
                 text = await asyncio.to_thread("".join, parts)
                 self._tell(Sampled(step=step, prompt=prompt, text=text))
 
@@ -124,8 +124,7 @@ def sampler_of(
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     tell: Callable[[Sampled], None],
 ) -> Sampler | None:
-    """The sampler of a node; None: it has no corpus, or the run wants no samples. Raises
-    CorpusError."""
+    """A node's generator of texts; None: no corpus, or none are wanted. Raises CorpusError."""
     if corpus is None or not run.training.sample_every:
         return None
     return Sampler(run, corpus.tokenizer(), corpus.index.end_of_document, spawn, tell)

@@ -26,9 +26,13 @@ from planaria.node.data.progress import Track
 from planaria.node.data.tokenizer import PART, SHARED
 from planaria.node.hugging_face.evaluate import Evaluation, Portion
 from planaria.node.hugging_face.export import ExportError, Vocabulary
-from planaria.node.hugging_face.from_saves import of_data, of_given, of_model
+from planaria.node.hugging_face.from_saves import (
+    vocabulary_in_data,
+    vocabulary_in_model,
+    vocabulary_received,
+)
 from planaria.node.hugging_face.generate import Speaker
-from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
+from planaria.node.hugging_face.living_run import Access, LivingRun, outside_access
 from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.run_file import RunFile
 from planaria.node.transaction.effects import NEVER
@@ -46,7 +50,7 @@ LARGEST: Final = 64 << 20
 
 
 class LivingStages(LivingRun):
-    """Inference by the stages of a run, at their current state. Used within `async with`."""
+    """Inference by a running run's stages, at their current state. Used within `async with`."""
 
     def __init__(self, access: Access, wait: float | None = None) -> None:
         """`wait`: use one committed step instead (see LivingRun). Raises ExportError."""
@@ -64,48 +68,48 @@ class LivingStages(LivingRun):
 
     @property
     def context(self) -> int:
-        """Context length in tokens, limited by the size of a frame."""
+        """Most tokens that the run's stages can be asked about, limited by the size of a frame."""
         return min(self.config.context, FRAME_LIMIT // (4 * self.config.crossing))
 
     @property
     def rows(self) -> int:
-        """Full-length samples per request, limited by the size of a frame; 0: not even one fits."""
+        """Samples in a request to a stage, limited by a frame's size; 0: not even one fits."""
         fit = FRAME_LIMIT // (4 * self.config.context * self.config.crossing)
         return min(self.run.training.microbatch, fit)
 
     async def logits(self, tokens: Tensor) -> Tensor:
         """Logits of the next token: int64 [1, T], T at most `context`, to float32 [vocabulary].
         Raises ExportError."""
-        x = await self._look(0, [await self._body(tokens)], head=True)
-        return _of(x, (1, 1, self.config.vocabulary), "the head")[0, 0]
+        x = await self._ask_stage(0, [await self._body(tokens)], head=True)
+        return _checked(x, (1, 1, self.config.vocabulary), "the head")[0, 0]
 
     async def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
         """Like `WholeModel.loss`, B at most `rows`. Raises ExportError."""
         x = await self._body(inputs, *begins)
-        loss = await self._look(0, [x, targets.contiguous()], head=True)
-        return float(_of(loss, (1,), "the head"))
+        loss = await self._ask_stage(0, [x, targets.contiguous()], head=True)
+        return float(_checked(loss, (1,), "the head"))
 
     async def _body(self, *inputs: Tensor) -> Tensor:
-        """Output of the last stage: int64 [B, T] each to float32 [B, T, crossing]."""
+        """The last stage's output: int64 [B, T] each to float32 [B, T, crossing]."""
         shown = [each.contiguous() for each in inputs]
         for stage in range(self.config.stages + 1):
-            seen = await self._look(stage, shown)
-            shown = [_of(seen, (*inputs[0].shape, self.config.crossing), f"stage {stage}")]
+            seen = await self._ask_stage(stage, shown)
+            shown = [_checked(seen, (*inputs[0].shape, self.config.crossing), f"stage {stage}")]
         return shown[0]
 
     async def vocabulary(self, data: Path | None, model: Path | None, kept: Path) -> Vocabulary:
-        """Tokenizer from `data`, a prepared folder of the run's. Without it, from files of stage
-        0's nodes, cached in the folder `kept`, or else from `model`, from which the run began.
-        Raises ExportError, CorpusError."""
+        """The running run's tokenizer from `data`, a prepared folder of the run's. Without it, from
+        files of stage 0's nodes, cached in the folder `kept`, or else from `model`, from which the
+        run began. Raises ExportError, CorpusError."""
         if data is not None:
-            return of_data(self.run, [data], model)
+            return vocabulary_in_data(self.run, [data], model)
         try:
             if not (kept / SHARED[-1]).exists():
                 for name in SHARED:
                     await self._fetch_tokenizer_file(name, kept / name)
-            return of_given(self.run, kept, model)
+            return vocabulary_received(self.run, kept, model)
         except (ExportError, CorpusError) as error:
-            if (vocabulary := of_model(model)) is not None:
+            if (vocabulary := vocabulary_in_model(model)) is not None:
                 return vocabulary
             raise ExportError(
                 f"stage 0 gives no tokenizer: {error}. Name a prepared folder that has it by --data"
@@ -115,7 +119,7 @@ class LivingStages(LivingRun):
         """Download one of the tokenizer's files (SHARED), if stage 0 has it. Raises ExportError."""
         content = bytearray()
         while len(content) % PART == 0:
-            part = await self._look(0, [], file=name, first=len(content))
+            part = await self._ask_stage(0, [], file=name, first=len(content))
             if part.dtype != torch.uint8 or part.dim() != 1 or part.numel() > PART:
                 raise ExportError(f"{name} comes as {part.dtype} {list(part.shape)}")
             if not part.numel():
@@ -127,26 +131,25 @@ class LivingStages(LivingRun):
             to.write_bytes(content)
 
     def speaker(self, tokenizer: Tokenizer, end: int | None, folder: Path | None = None) -> Speaker:
-        """Speaker for a thread that isn't the event loop's."""
+        """The run's model as a speaker, for a thread that isn't the event loop's."""
 
         def next_logits(known: Tensor) -> Tensor:
             return asyncio.run_coroutine_threadsafe(self.logits(known), self.loop).result()
 
         return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context, folder)
 
-    async def _look(self, stage: int, shown: list[Tensor], **fields: Any) -> Tensor:
-        """Result of the first of the stage's seats that answers; `fields`: those of the frame.
-        Raises ExportError."""
+    async def _ask_stage(self, stage: int, shown: list[Tensor], **fields: Any) -> Tensor:
+        """Answer of a stage's first seat with one; `fields`: the frame's. Raises ExportError."""
         async with self._turns[stage]:
             while True:
                 seat = self.seats[stage][0]
                 try:
-                    return await self._shown(seat, shown, fields)
+                    return await self._ask_seat(seat, shown, fields)
                 except NoAnswerError as error:
-                    self.give_up(seat, str(error))
+                    self.drop_seat(seat, str(error))
 
-    async def _shown(self, seat: str, shown: list[Tensor], request: dict[str, Any]) -> Tensor:
-        """Send one request, and wait for the answer. Raises NoAnswerError."""
+    async def _ask_seat(self, seat: str, shown: list[Tensor], request: dict[str, Any]) -> Tensor:
+        """Send one request to a seat, and wait for the answer. Raises NoAnswerError."""
         number, progress = next(self._numbers), self.run.swarm.progress
         answer: asyncio.Future[Frame] = self.loop.create_future()
         fields = {**request, "transfer": number, "step": self.step}
@@ -158,7 +161,7 @@ class LivingStages(LivingRun):
                 frame = await answer
             if error := frame.fields.get("error"):
                 raise NoAnswerError(f"{node_of(seat)}: {error}")
-            self._check_made(seat, frame.fields.get("made"))
+            self._check_commit(seat, frame.fields.get("made"))
             (tensor,) = decode(frame.descriptors, frame.payload)
         except TimeoutError:
             raise NoAnswerError(f"{node_of(seat)} sent nothing for {progress:g} s") from None
@@ -168,9 +171,8 @@ class LivingStages(LivingRun):
             del self._waiting[number]
         return tensor
 
-    def _check_made(self, seat: str, made: Any) -> None:
-        """Check that all answers are from the same commit of the step. Raises NoAnswerError,
-        ExportError."""
+    def _check_commit(self, seat: str, made: Any) -> None:
+        """Check that all answers are of one commit. Raises NoAnswerError, ExportError."""
         if not self.step:
             return
         if made is None:
@@ -183,10 +185,10 @@ class LivingStages(LivingRun):
         if not isinstance(item, Frame):
             return
         number: Any = item.fields.get("transfer")
-        awaited, answer = (
-            self._waiting.get(number, ("", None)) if type(number) is int else ("", None)
-        )
-        if answer is not None and awaited == seat and not answer.done():
+        if type(number) is not int or number not in self._waiting:
+            return
+        awaited, answer = self._waiting[number]
+        if awaited == seat and not answer.done():
             answer.set_result(item)
 
     def lost(self, seat: str, why: str) -> None:
@@ -195,14 +197,14 @@ class LivingStages(LivingRun):
                 answer.set_exception(NoAnswerError(why))
 
 
-def _of(x: Tensor, shape: tuple[int, ...], whose: str) -> Tensor:
-    """Check dtype and shape. Raises ExportError."""
+def _checked(x: Tensor, shape: tuple[int, ...], whose: str) -> Tensor:
+    """A stage's answer with its dtype and shape checked. Raises ExportError."""
     if x.dtype != torch.float32 or x.shape != shape:
         raise ExportError(f"{whose} answered with a tensor {x.dtype} {list(x.shape)}")
     return x
 
 
-async def speak(
+async def reply_living(
     client: RegistryClient,
     credentials: Credentials,
     data: Path | None,
@@ -210,9 +212,9 @@ async def speak(
     say: Callable[[str], None],
     kept: Path,
 ) -> None:
-    """Pass the pieces of the reply to `say`. `data`, `kept`: see `LivingStages.vocabulary`. Raises
+    """Pass the pieces of a running run's reply to `say`. `data`, `kept`: see `vocabulary`. Raises
     ExportError, CorpusError, and exceptions of `reply` and `client`."""
-    access = await from_outside(client.describe, credentials, await client.reach())
+    access = await outside_access(client.describe, credentials, await client.reach())
     async with LivingStages(access) as stages:
         vocabulary = await stages.vocabulary(data, None, kept)
         tokenizer, folder = load_tokenizer(vocabulary.file), vocabulary.file.parent
@@ -228,10 +230,10 @@ async def speak(
 async def evaluate_swarm(
     client: RegistryClient, credentials: Credentials, options: EvaluateOptions, track: Track
 ) -> tuple[int, Evaluation]:
-    """Evaluate the model of a step that all stages have committed. Returns that step, too. Raises
-    ExportError, CorpusError, RunFileError, and exceptions of `client`."""
-    access = await from_outside(client.describe, credentials, await client.reach())
-    check_tokenizer(access.run, options.data)
+    """Evaluate a running run's model of a step that all stages have committed. Returns that step,
+    too. Raises ExportError, CorpusError, RunFileError, and exceptions of `client`."""
+    access = await outside_access(client.describe, credentials, await client.reach())
+    check_data(access.run, options.data)
     async with LivingStages(access, options.wait) as stages:
         config, rows = stages.config, min(options.batch, stages.rows)
         if not rows:
@@ -259,14 +261,10 @@ async def evaluate_swarm(
         return stages.step, portion.evaluation(total)
 
 
-def check_tokenizer(run: RunFile, data: Path) -> None:
-    """Raises CorpusError when `data` has another tokenizer than the run's, as far as this machine
-    can tell."""
+def check_data(run: RunFile, data: Path) -> None:
+    """Check that data to evaluate on has the run's tokenizer, if known. Raises CorpusError."""
     index = read_index(data)
     if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")
     if index.content != run.data.content:
-        log.warning(
-            "%s isn't the run's data: its tokenizer may be another one",
-            data,
-        )
+        log.warning("%s isn't the run's data: its tokenizer may be another one", data)

@@ -15,10 +15,10 @@ from planaria.node.model.shape import ModelConfig
 
 
 class WholeModel:
-    """Stage 0, and all layers as one body stage, in float32."""
+    """A model's stage 0, and all its layers as one body stage, in float32."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """A model with uninitialized weights."""
+        """Build a whole model with uninitialized weights."""
         self.config, self.device = config, device
         short = replace(config, context=1)  # RoPE's tables are made for each input
         with torch.device("meta"):  # without initial weights
@@ -27,7 +27,7 @@ class WholeModel:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> WholeModel:
-        """Load a model. Raises UnsupportedModelError when the folder doesn't hold one."""
+        """Load a model's folder. Raises UnsupportedModelError when it doesn't hold one."""
         checkpoint = Checkpoint.open(folder)
         if checkpoint.config.own is not None:
             return _OfTransformers(checkpoint, device)
@@ -44,33 +44,31 @@ class WholeModel:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at each position: int64 [B, T], T at most the context, to
-        float32 [B, T, vocabulary]."""
-        return self._ends.logits(self._through(tokens)).float()
+        """The local model's logits of the next token at each position: int64 [B, T], T at most the
+        context, to float32 [B, T, vocabulary]."""
+        return self._ends.logits(self._run(tokens)).float()
 
     @torch.inference_mode()
     def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
-        """Sum of the scored losses in nats: int64 [B, T] each. `begins`: which inputs begin a
-        document, for a model that keeps documents apart."""
-        x = self._through(inputs, *begins)
+        """The local model's sum of scored losses in nats: int64 [B, T] each. `begins`: which inputs
+        begin a document, for a model that keeps documents apart."""
+        x = self._run(inputs, *begins)
         return float(self._ends.loss(x, targets.to(self.device)))
 
-    def _through(self, tokens: Tensor, *begins: Tensor) -> Tensor:
+    def _run(self, tokens: Tensor, *begins: Tensor) -> Tensor:
         length = tokens.shape[1]
-        self._check(length)
-        cos, sin = (table.to(self.device) for table in rope_tables(self.config, length))
-        self._body.cos, self._body.sin = nn.Buffer(cos), nn.Buffer(sin)
+        if not 0 < length <= self.config.context:
+            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
+        if isinstance(self._body, LlamaBody):
+            cos, sin = (table.to(self.device) for table in rope_tables(self.config, length))
+            self._body.cos, self._body.sin = nn.Buffer(cos), nn.Buffer(sin)
         x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
         out: Tensor = self._body(x)
         return out
 
-    def _check(self, length: int) -> None:
-        if not 0 < length <= self.config.context:
-            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
-
 
 class _OfTransformers(WholeModel):
-    """A model that transformers' code computes."""
+    """A whole model that transformers' code computes."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         from planaria.node.model.decoder import DecoderCheckpoint
@@ -84,9 +82,3 @@ class _OfTransformers(WholeModel):
             for name, parameter in part.named_parameters():
                 parameter.data.copy_(tensors[name.removeprefix("model.")])
         self._ends, self._body = (part.to(device) for part in parts)  # type: ignore[assignment]
-
-    def _through(self, tokens: Tensor, *begins: Tensor) -> Tensor:
-        self._check(tokens.shape[1])
-        x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
-        out: Tensor = self._body(x)
-        return out

@@ -22,7 +22,7 @@ from planaria.bootstrap.address_probe import Endpoints
 
 
 class Renter(NamedTuple):
-    """A provider of containers, and the variables in their environment."""
+    """A provider of rented containers, and the variables in their environment."""
 
     name: str
     host: str  # variable with the public address
@@ -41,7 +41,7 @@ class Advertised(NamedTuple):
     why: str  # in words
 
 
-def own(listen: Address, endpoints: Endpoints) -> Advertised:
+def own_address(listen: Address, endpoints: Endpoints) -> Advertised:
     """This machine's own address: where it listens or, if that is everywhere, the local address of
     its connection to the registry."""
     if not listen.is_any:
@@ -50,8 +50,8 @@ def own(listen: Address, endpoints: Endpoints) -> Advertised:
     return Advertised(address, f"connections to the registry at {endpoints.remote} come from it")
 
 
-def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | None:
-    """The public address that a container's environment has for this port; None: none."""
+def forwarded_address(listen: Address, environment: Mapping[str, str]) -> Advertised | None:
+    """The public address of this port by a rented container's environment; None: none."""
     for renter in RENTERS:
         host, variable = environment.get(renter.host, ""), f"{renter.port}{listen.port}"
         port = environment.get(variable, "")
@@ -62,9 +62,8 @@ def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | N
     return None
 
 
-def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
-    """Warning that a rented container's port isn't forwarded, with what to do; empty: no such
-    container."""
+def unforwarded_port(listen: Address, environment: Mapping[str, str]) -> str:
+    """Warning that a rented container's port isn't forwarded; empty: no such container."""
     for renter in RENTERS:
         if any(name.startswith(renter.port) for name in environment):
             port = listen.port or 7401

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from planaria.bootstrap.address import Address
 from planaria.node.launch.errors import NodeError
@@ -45,9 +45,9 @@ Serve: TypeAlias = Callable[..., Awaitable[int]]
 
 
 async def begin(setup: Setup, serve: Serve) -> int:
-    """Get the registry's run, check it, and call `serve`. Returns the exit status. Raises
-    NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted, OSError, and
-    exceptions of `serve`."""
+    """Get the registry's run, check that the node can serve it, and call `serve`. Returns the exit
+    status. Raises NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted,
+    OSError, and exceptions of `serve`."""
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import check_port
     from planaria.node.run_file import loads
@@ -60,7 +60,7 @@ async def begin(setup: Setup, serve: Serve) -> int:
         return await _begin_invited(setup, setup.invitation, serve)
     if not setup.addresses.dials_only:
         check_port(setup.addresses.listen, setup.credentials, options.insecure)
-    run_kept = find_run(options.saves)
+    run_kept = run_of_saves(options.saves)
     client = RegistryClient(setup.addresses.registries, setup.credentials, run_kept)
     try:
         await client.check_one_run()
@@ -75,7 +75,7 @@ async def begin(setup: Setup, serve: Serve) -> int:
 
 
 async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> int:
-    """Begin with an invite; the node's folder has its key and, after enrolment, its certificate."""
+    """Begin a node with an invite; its folder has its key and, after enrolment, its certificate."""
     from planaria.bootstrap.authority import Role
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.launch.enrolled import check_role, enrolled
@@ -87,14 +87,12 @@ async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> 
         options = replace(options, stage=invitation.stage)
     async with enrolled(invitation, folder) as (instance, certified):
         credentials = Credentials.of(certified, options.security.token)
-        changes: dict[str, Any] = {"options": options, "credentials": credentials}
-        changes["instance"] = instance
-        return await begin(replace(setup, invitation=None, **changes), serve)
+        setup = replace(setup, options=options, credentials=credentials, instance=instance)
+        return await begin(replace(setup, invitation=None), serve)
 
 
-def find_run(folder: Path | None) -> str:
-    """The run of the node's saves in `folder`, to which a restarted node keeps; empty: there are
-    none."""
+def run_of_saves(folder: Path | None) -> str:
+    """The run of a node's saves, to which a restarted node keeps; empty: there are none."""
     if folder is None or not any(folder.glob("stage-*")):
         return ""
     from planaria.node.state.saves import saved_run  # loads torch
@@ -110,7 +108,7 @@ def find_run(folder: Path | None) -> str:
 
 
 def check_stage(stage: int | None, run: RunFile) -> None:
-    """Raises NodeError for a stage that the run doesn't have."""
+    """Check that the run has the node's --stage. Raises NodeError."""
     stages = run.model.body_stages
     if stage is not None and stages and stage > stages:
         raise NodeError(
@@ -120,7 +118,7 @@ def check_stage(stage: int | None, run: RunFile) -> None:
 
 
 def check_module(run: RunFile, allowed: str | None) -> None:
-    """Raises NodeError for a run whose architecture is code, unless that may be loaded."""
+    """Check that the run's own code, if it has any, may be loaded. Raises NodeError."""
     module = run.model.module
     if module is not None and module != allowed:
         instead = f" (and not --allow-module {allowed})" if allowed is not None else ""
@@ -132,8 +130,7 @@ def check_module(run: RunFile, allowed: str | None) -> None:
 
 
 def check_reachable(addresses: Addresses) -> None:
-    """Raises NodeError when no other machine could dial a node of a run on several, and
-    AddressError."""
+    """Check that other machines could dial the node. Raises NodeError, AddressError."""
     registries, listen, advertise, dials_only = addresses
     if advertise is not None and advertise.is_any:
         raise NodeError(
@@ -151,7 +148,7 @@ def check_reachable(addresses: Addresses) -> None:
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Write a file: permissions don't show a full or read-only disk. Raises NodeError."""
+    """Write into a node's folder: permissions don't show a full disk. Raises NodeError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
@@ -167,18 +164,18 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
-    """The prepared data, from --data, else by content in `PLANARIA_DATA`, else the run file's path
-    below this node's own folder; needed at stage 0 only.
+    """The prepared data of a node, from --data, else by content in `PLANARIA_DATA`, else the run
+    file's path below this node's own folder; needed at stage 0 only.
 
     Raises NodeError when stage 0 or --data was requested, and the data can't be used.
     """
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.data.elsewhere import folder_of
-    from planaria.node.data.mixture import found_by_content, open_data
+    from planaria.node.data.elsewhere import local_folder_of
+    from planaria.node.data.mixture import find_by_content, open_data
     from planaria.node.launch.own_folders import data_below, own_folder
 
     links = (options.saves or options.out or Path("out")) / "data"
-    places = options.data or found_by_content(run.data)
+    places = options.data or find_by_content(run.data)
     needed = options.stage == 0 or bool(options.data)
     data: DataSection | None
     try:
@@ -191,7 +188,7 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
         log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
         return None
     try:
-        corpus = open_data(data, [folder_of(place, links) for place in places])
+        corpus = open_data(data, [local_folder_of(place, links) for place in places])
     except CorpusError as error:
         if needed:
             raise NodeError(

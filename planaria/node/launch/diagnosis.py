@@ -4,9 +4,9 @@ network."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.address_probe import NO_PROXY
@@ -35,14 +35,14 @@ class Grade(enum.IntEnum):
 
 
 class Finding(NamedTuple):
-    about: str
     verdict: Grade
     description: str
     remedy: str = ""
+    about: str = ""
 
 
 class UnknownFact(NamedTuple):
-    """A fact that could not be determined."""
+    """A fact of the diagnosis that could not be determined."""
 
     why: str
     verdict: Grade = Grade.WARNING
@@ -92,7 +92,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts, each known or with the reason why not."""
+    """All facts of the diagnosis, each known or with the reason why not."""
 
     version: str  # of this planaria
     protocol: int  # its protocol version
@@ -116,79 +116,67 @@ class Facts:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """A finding for each check, in the order of repair."""
-    return [
-        _version(facts),
-        _clock(facts),
-        _tls(facts),
-        *_proxy(facts),
-        _port(facts),
-        _reachable(facts),
-        _bandwidth(facts),
-        _disk(facts),
-        _data(facts),
-        *_code(facts),
-        _device(facts),
-        _memory(facts),
-    ]
+    """The findings of all checks, in the order of repair."""
+    results = ((about, check(facts)) for about, check in CHECKS.items())
+    return [finding._replace(about=about) for about, finding in results if finding is not None]
 
 
-def worst(all_findings: Iterable[Finding]) -> Grade:
+def worst_grade(all_findings: Iterable[Finding]) -> Grade:
     return max((finding.verdict for finding in all_findings), default=Grade.OK)
 
 
-def _unknown(about: str, fact: UnknownFact) -> Finding:
-    return Finding(about, fact.verdict, f"could not be determined: {fact.why}")
+def _unknown(fact: UnknownFact) -> Finding:
+    return Finding(fact.verdict, f"could not be determined: {fact.why}")
 
 
-def _version(facts: Facts) -> Finding:
+def _registry(facts: Facts) -> Finding | None:
+    theirs = facts.registry_protocol
+    return Finding(Grade.PROBLEM, theirs.why) if isinstance(theirs, UnknownFact) else None
+
+
+def _version(facts: Facts) -> Finding | None:
     ours, theirs = facts.protocol, facts.registry_protocol
     if isinstance(theirs, UnknownFact):
-        return Finding("registry", Grade.PROBLEM, theirs.why)
+        return None
     if ours != theirs:
         older = "this machine's" if ours < theirs else "the registry's"
         return Finding(
-            "version",
             Grade.PROBLEM,
             f"planaria {facts.version} speaks protocol {ours}, the registry protocol {theirs}",
             f"{older} planaria is the older one: install the same version on both",
         )
     if isinstance(facts.run, UnknownFact):
         return Finding(
-            "version",
             Grade.PROBLEM,
             f"planaria {facts.version} can't read the registry's run file: {facts.run.why}",
             "install the same version on both",
         )
-    return Finding("version", Grade.OK, f"planaria {facts.version}, protocol {ours} on both")
+    return Finding(Grade.OK, f"planaria {facts.version}, protocol {ours} on both")
 
 
 def _clock(facts: Facts) -> Finding:
     if isinstance(facts.clock, UnknownFact):
-        return _unknown("clock", facts.clock)
+        return _unknown(facts.clock)
     ahead, rtt = facts.clock
     apart = max(0.0, abs(ahead) - rtt / 2)
     which = "ahead of" if ahead > 0 else "behind"
     description = f"{abs(ahead):.1f} s {which} the registry's, give or take {rtt / 2:.2g} s"
     if apart < CLOCKS_DIFFER:
-        return Finding("clock", Grade.OK, description)
+        return Finding(Grade.OK, description)
     remedy = "set it from the network: timedatectl set-ntp true, chrony or the like"
     if apart >= CERTIFICATES_FAIL and facts.tls:
-        return Finding(
-            "clock", Grade.PROBLEM, f"{description}: certificates may not be valid", remedy
-        )
-    return Finding("clock", Grade.WARNING, f"{description}: logs can't be compared", remedy)
+        return Finding(Grade.PROBLEM, f"{description}: certificates may not be valid", remedy)
+    return Finding(Grade.WARNING, f"{description}: logs can't be compared", remedy)
 
 
 def _tls(facts: Facts) -> Finding:
     if isinstance(facts.registry_protocol, UnknownFact):
-        return _unknown("TLS", UnknownFact("there is no registry"))
+        return _unknown(UnknownFact("there is no registry"))
     if facts.tls:
-        return Finding("TLS", Grade.OK, "the registry and this machine have verified each other")
+        return Finding(Grade.OK, "the registry and this machine have verified each other")
     if facts.loopback:
-        return Finding("TLS", Grade.OK, "none, and none is needed on one machine")
+        return Finding(Grade.OK, "none, and none is needed on one machine")
     return Finding(
-        "TLS",
         Grade.WARNING,
         "none: anyone on the network path can read and change what is sent",
         "fine in a network that you trust, with --insecure; else give --tls-ca, --tls-cert and "
@@ -196,43 +184,39 @@ def _tls(facts: Facts) -> Finding:
     )
 
 
-def _proxy(facts: Facts) -> Iterator[Finding]:
-    """Finding about proxies in the environment, if any."""
+def _proxy(facts: Facts) -> Finding | None:
+    """The finding about proxies in the environment, if any."""
     if facts.proxies and not isinstance(facts.registry_protocol, UnknownFact):
-        yield Finding("proxy", Grade.OK, f"{facts.proxies}; the registry is reached directly")
-    elif facts.proxies:
-        yield Finding("proxy", Grade.WARNING, facts.proxies, NO_PROXY)
+        return Finding(Grade.OK, f"{facts.proxies}; the registry is reached directly")
+    return Finding(Grade.WARNING, facts.proxies, NO_PROXY) if facts.proxies else None
 
 
 def _port(facts: Facts) -> Finding:
     if isinstance(facts.port, UnknownFact):
-        return Finding("port", Grade.PROBLEM, facts.port.why)
+        return Finding(Grade.PROBLEM, facts.port.why)
     if not facts.port:
-        return Finding("port", Grade.OK, "none is needed: this node only dials out")
-    return Finding("port", Grade.OK, f"{facts.port} is free to listen on")
+        return Finding(Grade.OK, "none is needed: this node only dials out")
+    return Finding(Grade.OK, f"{facts.port} is free to listen on")
 
 
 def _reachable(facts: Facts) -> Finding:
-    about, back = "reachable", facts.back
+    back = facts.back
     if facts.port == "":
         return Finding(
-            about,
-            Grade.OK,
-            "not needed: this node only dials out; between two such nodes, a third relays",
+            Grade.OK, "not needed: this node only dials out; between two such nodes, a third relays"
         )
     if isinstance(facts.port, UnknownFact):
-        return _unknown(about, UnknownFact("nothing can listen here"))
+        return _unknown(UnknownFact("nothing can listen here"))
     if isinstance(back, UnknownFact):
-        return _unknown(about, back)
+        return _unknown(back)
     if Address(back.host, back.port).is_loopback:
         return _on_one_machine(facts.port)
     at = f"{back.host} port {back.port}"
     if back.reached:
         elsewhere = _elsewhere(facts, back)
-        return elsewhere or Finding(about, Grade.OK, f"the registry reaches this machine at {at}")
+        return elsewhere or Finding(Grade.OK, f"the registry reaches this machine at {at}")
     says = "doesn't answer" if back.reached is None else "refuses, or has another server"
     return Finding(
-        about,
         Grade.PROBLEM,
         f"the registry sees this machine as {back.host}, and {at} {says}",
         f"listen on all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
@@ -242,14 +226,13 @@ def _reachable(facts: Facts) -> Finding:
 
 
 def _on_one_machine(listens: str) -> Finding:
-    """Finding for a registry on this machine: it can't test reachability from others."""
+    """The finding for a registry on this machine: it can't test reachability from others."""
     if Address.parse(listens).is_loopback:
         description = (
             f"registry and node are on one machine, and only nodes on it can dial {listens}"
         )
-        return Finding("reachable", Grade.OK, description)
+        return Finding(Grade.OK, description)
     return Finding(
-        "reachable",
         Grade.WARNING,
         f"the registry is on this machine, so it can't test whether others reach {listens}",
         "run planaria doctor on another machine, and open the port in the firewall",
@@ -257,13 +240,12 @@ def _on_one_machine(listens: str) -> Finding:
 
 
 def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
-    """Finding for another advertised address, which the registry can't test: it dials callers."""
+    """The finding for another advertised address: the registry can't test it."""
     if facts.advertise is None or back.host in facts.advertise[1]:
         return None
     advertised, hosts = facts.advertise
     resolved = ", ".join(hosts) or "no address that can be looked up here"
     return Finding(
-        "reachable",
         Grade.WARNING,
         f"the registry reaches this machine at {back.host}; --advertise {advertised} resolves "
         f"to {resolved}, which was not tested",
@@ -272,15 +254,14 @@ def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
 
 
 def _bandwidth(facts: Facts) -> Finding:
-    about = "bandwidth"
     if isinstance(facts.link, UnknownFact):
-        return _unknown(about, facts.link)
+        return _unknown(facts.link)
     rtt, up, down = facts.link
     description = (
         f"{up:.0f} Mbit/s to the registry, {down:.0f} from it, {rtt * 1e3:.0f} ms round trip"
     )
     if isinstance(facts.run, UnknownFact):
-        return _unknown(about, UnknownFact(f"{description}; the run file can't be read"))
+        return _unknown(UnknownFact(f"{description}; the run file can't be read"))
     run, config = facts.run, facts.run.model.config
     size = bytes_a_step(run)
     seconds = size * 8e-6 / min(up, down)
@@ -290,16 +271,15 @@ def _bandwidth(facts: Facts) -> Finding:
         step = run.training.batch * config.context / facts.tokens_per_second
         if seconds > step:
             description += f", and a step takes {step:.2g} s: the others would wait"
-            return Finding(about, Grade.WARNING, description, remedy)
+            return Finding(Grade.WARNING, description, remedy)
     elif seconds > SLOW_STEP:
-        return Finding(about, Grade.WARNING, description, remedy)
-    return Finding(about, Grade.OK, description)
+        return Finding(Grade.WARNING, description, remedy)
+    return Finding(Grade.OK, description)
 
 
 def bytes_a_step(run: RunFile) -> float:
-    """Bytes that a body stage's node sends per step, with the initial number of replicas. These are
-    its two boundaries' tensors, and its part of the stage's gradient, which each replica sends
-    twice."""
+    """Bytes that a body stage's node sends per step, with the initial number of replicas: two
+    boundaries' tensors, and its part of the stage's gradient, which each replica sends twice."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
     tokens = round(training.batch / replicas * config.context)
     boundaries = sum(crossing_bytes(config, tokens, run.wire))
@@ -309,68 +289,61 @@ def bytes_a_step(run: RunFile) -> float:
 
 
 def _disk(facts: Facts) -> Finding:
-    about = "disk"
     if isinstance(facts.saves, UnknownFact):
-        return _unknown(about, facts.saves)
+        return _unknown(facts.saves)
     folder, free, unwritable = facts.saves
     if unwritable:
         return Finding(
-            about,
             Grade.PROBLEM,
             f"{folder} can't be written: {unwritable}",
             "let this user write there, or name another folder with --save-dir",
         )
     if isinstance(facts.run, UnknownFact):
-        return _unknown(about, UnknownFact(f"{_gib(free)} free; the run file can't be read"))
+        return _unknown(UnknownFact(f"{_gib(free)} free; the run file can't be read"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
-    needed = saves * _of_stage(facts, run.config, run.config.state_bytes)
+    needed = saves * _stage_figure(facts, run.config, run.config.state_bytes)
     description = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
-        return Finding(about, Grade.PROBLEM, description, remedy)
+        return Finding(Grade.PROBLEM, description, remedy)
     verdict = Grade.OK if free >= SPARE * needed else Grade.WARNING
-    return Finding(about, verdict, description, remedy if verdict else "")
+    return Finding(verdict, description, remedy if verdict else "")
 
 
 def _data(facts: Facts) -> Finding:
-    about = "data"
     if isinstance(facts.data, UnknownFact):
-        return _unknown(about, facts.data)
+        return _unknown(facts.data)
     path, problem, exists = facts.data
     if not problem:
-        return Finding(about, Grade.OK, f"{path} has the run's data: this node can serve stage 0")
+        return Finding(Grade.OK, f"{path} has the run's data: this node can serve stage 0")
     if facts.stage == 0 or exists:
         verdict = Grade.PROBLEM if facts.stage == 0 else Grade.WARNING
-        return Finding(about, verdict, problem, "name the run's prepared data by --data DIR|URL")
-    return Finding(about, Grade.OK, f"none at {path}: it is needed at stage 0 only")
+        return Finding(verdict, problem, "name the run's prepared data by --data DIR|URL")
+    return Finding(Grade.OK, f"none at {path}: it is needed at stage 0 only")
 
 
-def _code(facts: Facts) -> Iterator[Finding]:
-    """Finding about a run's own architecture, if it has one."""
+def _code(facts: Facts) -> Finding | None:
+    """The finding about a run's own architecture, if it has one."""
     if isinstance(facts.run, UnknownFact) or facts.run.model.module is None:
-        return
+        return None
     try:
         check_module(facts.run, facts.allow_module)
     except NodeError as error:
-        yield Finding("code", Grade.PROBLEM, str(error))
-    else:
-        yield Finding(
-            "code", Grade.OK, f"{facts.allow_module} may be loaded; loading it was not tested"
-        )
+        return Finding(Grade.PROBLEM, str(error))
+    return Finding(Grade.OK, f"{facts.allow_module} may be loaded; loading it was not tested")
 
 
 def _device(facts: Facts) -> Finding:
-    about, device = "device", facts.device
+    device = facts.device
     if isinstance(device, UnknownFact):
-        return _unknown(about, device)
+        return _unknown(device)
     description = f"{device.name}, PyTorch {device.torch}, {device.computes}"
     if device.driver:
         description += f"; {device.driver}"
     on_gpu = device.name != "cpu"
     if not on_gpu and facts.wanted not in ("auto", "cpu"):
         return Finding(
-            about,
             Grade.PROBLEM,
             f"--device {facts.wanted}: PyTorch {device.torch} sees {device.gpus} GPUs; "
             + (device.driver or "the system knows of no NVIDIA driver"),
@@ -378,36 +351,51 @@ def _device(facts: Facts) -> Finding:
         )
     if device.driver and not on_gpu and facts.wanted == "auto":
         return Finding(
-            about,
             Grade.WARNING,
             f"{description}: there is a GPU, but PyTorch doesn't see it",
             "install a PyTorch that is built for this driver's CUDA",
         )
-    return Finding(about, Grade.OK, description)
+    return Finding(Grade.OK, description)
 
 
 def _memory(facts: Facts) -> Finding:
-    about = "memory"
     if isinstance(facts.device, UnknownFact):
-        return _unknown(about, UnknownFact("there is no device"))
+        return _unknown(UnknownFact("there is no device"))
     if isinstance(facts.run, UnknownFact):
-        return _unknown(about, UnknownFact("the run's model isn't known"))
+        return _unknown(UnknownFact("the run's model isn't known"))
     config = facts.run.config
-    needed = COMPUTED * _of_stage(facts, config, config.bytes_of)
+    needed = COMPUTED * _stage_figure(facts, config, config.bytes_of)
     description = (
         f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     )
     remedy = "use a machine with more memory, or divide the model into more stages (model.stages)"
     if needed > facts.device.memory:
-        return Finding(about, Grade.PROBLEM, description, remedy)
+        return Finding(Grade.PROBLEM, description, remedy)
     if needed > facts.device.memory / 2:
-        return Finding(about, Grade.WARNING, f"{description}: more than half of it", remedy)
-    return Finding(about, Grade.OK, description)
+        return Finding(Grade.WARNING, f"{description}: more than half of it", remedy)
+    return Finding(Grade.OK, description)
 
 
-def _of_stage(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
-    """The figure of the requested stage; the largest one if none, or one that the run lacks, is
-    requested."""
+CHECKS: Final[Mapping[str, Callable[[Facts], Finding | None]]] = {
+    "registry": _registry,
+    "version": _version,
+    "clock": _clock,
+    "TLS": _tls,
+    "proxy": _proxy,
+    "port": _port,
+    "reachable": _reachable,
+    "bandwidth": _bandwidth,
+    "disk": _disk,
+    "data": _data,
+    "code": _code,
+    "device": _device,
+    "memory": _memory,
+}
+"""The checks, by what they are about, in the order of repair."""
+
+
+def _stage_figure(facts: Facts, config: ModelConfig, figure: Callable[[int], int]) -> int:
+    """The figure of the requested stage; the largest stage's if the run has none such."""
     sizes = [figure(stage) for stage in range(config.stages + 1)]
     return max(sizes) if (stage := facts.stage) is None else max(sizes[stage : stage + 1] or sizes)
 
@@ -416,8 +404,8 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def lines(all_findings: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
-    """Subject, verdict, and text of each finding."""
+def finding_lines(all_findings: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
+    """Subject, verdict, and text of each finding, to print."""
     for finding in all_findings:
         remedy = f". {finding.remedy[:1].upper()}{finding.remedy[1:]}" if finding.remedy else ""
         yield finding.about, finding.verdict.name.lower(), f"{finding.description}{remedy}"

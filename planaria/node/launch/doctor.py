@@ -29,8 +29,8 @@ from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.elsewhere import folder_of
-from planaria.node.data.mixture import folders_of, found_by_content, index_of
+from planaria.node.data.elsewhere import local_folder_of
+from planaria.node.data.mixture import corpus_folders, find_by_content, index_of
 from planaria.node.launch.begin import check_reachable
 from planaria.node.launch.diagnosis import (
     Clock,
@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class Examined(NamedTuple):
-    """Input of `planaria doctor`."""
+    """Options of `planaria doctor`, and what follows from them."""
 
     options: DoctorOptions
     addresses: Addresses
@@ -90,38 +90,36 @@ class Examined(NamedTuple):
 
 
 class Port(NamedTuple):
-    """Port where this machine listens for being dialled back."""
+    """Port where this machine listens for the registry to dial back."""
 
     name: str  # of the health service
     number: int
     fact: str | UnknownFact
 
 
-async def examine(examined: Examined, version: str, elapsed: float = 0.0) -> Facts:
+async def gather_facts(examined: Examined, version: str, elapsed: float = 0.0) -> Facts:
     """Determine all facts; `elapsed`: seconds since the process began. Raises AddressError."""
     options, addresses = examined.options, examined.addresses
-    device = _see_device(options.device)
+    device = _device_facts(options.device)
     device_task = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - elapsed), device))
     disk_task = asyncio.create_task(
-        _in_time("the disk", LOOK, _in_thread(_look_at, options.save_dir))
+        _in_time("the disk", LOOK, _in_thread(_disk_facts, options.save_dir))
     )
     client = RegistryClient(addresses.registries, examined.credentials)
     try:
         async with _listening(examined) as port:
             described = await _describe(client, examined)
             run = _run_of(described)
-            if isinstance(described, UnknownFact):
-                no_registry = UnknownFact("no registry answers")
-                back: DialledBack | UnknownFact = no_registry
-                clock: Clock | UnknownFact = no_registry
-                link: LinkFacts | UnknownFact = no_registry
-            else:
-                back, (clock, link) = await asyncio.gather(
-                    _dial_back(client, examined, port), _measure(client)
-                )
+            back: DialledBack | UnknownFact = UnknownFact("no registry answers")
+            clock: Clock | UnknownFact = UnknownFact("no registry answers")
+            link: LinkFacts | UnknownFact = UnknownFact("no registry answers")
+            if not isinstance(described, UnknownFact):
+                asked = _dial_back(client, examined, port), _measure(client)
+                back, (clock, link) = await asyncio.gather(*asked)
         data: Data | UnknownFact = UnknownFact("the run's data isn't known")
         if isinstance(run, RunFile):
-            data = await _in_time("the data", LOOK, _in_thread(_data_at, options.data or (), run))
+            reading = _in_thread(_data_facts, options.data or (), run)
+            data = await _in_time("the data", LOOK, reading)
         return Facts(
             version=version,
             protocol=PROTOCOL,
@@ -129,7 +127,7 @@ async def examine(examined: Examined, version: str, elapsed: float = 0.0) -> Fac
             if isinstance(described, UnknownFact)
             else described.protocol,
             run=run,
-            tokens_per_second=_rate(described),
+            tokens_per_second=_tokens_per_second(described),
             tls=examined.credentials.channel is not None,
             loopback=all(Address.parse(address).is_loopback for address in addresses.registries),
             clock=clock,
@@ -206,8 +204,8 @@ def _run_of(described: Description | UnknownFact) -> RunFile | UnknownFact:
         return UnknownFact(str(error))
 
 
-def _rate(described: Description | UnknownFact) -> float:
-    """Tokens per second of the run."""
+def _tokens_per_second(described: Description | UnknownFact) -> float:
+    """Tokens per second of the run, as its nodes report."""
     if isinstance(described, UnknownFact):
         return 0.0
     seats = [seat for member in described.members for seat in member.report.seats]
@@ -216,7 +214,7 @@ def _rate(described: Description | UnknownFact) -> float:
 
 @asynccontextmanager
 async def _listening(examined: Examined) -> AsyncIterator[Port]:
-    """Serve health where a node would listen, under a unique name."""
+    """Serve health where a node would listen, under a unique name, to be dialled back."""
     name = f"doctor-{secrets.token_hex(8)}"
     if examined.addresses.dials_only:
         yield Port(name, 0, "")
@@ -256,15 +254,14 @@ async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, LinkFac
     try:
         async with asyncio.timeout(MEASURE):
             clock = min([await _ask_time(client) for _ in range(QUESTIONS)], key=lambda c: c.rtt)
-            up = await _speed(client, clock.rtt, lambda size: ExamineRequest(load=bytes(size)))
-            down = await _speed(client, clock.rtt, lambda size: ExamineRequest(wanted=size))
+            up = await _link_rate(client, clock.rtt, lambda size: ExamineRequest(load=bytes(size)))
+            down = await _link_rate(client, clock.rtt, lambda size: ExamineRequest(wanted=size))
             link = LinkFacts(clock.rtt, up, down)
     except TimeoutError:
         pass
     except (JoinRefused, RegistryUnreachable) as error:
-        return (clock if isinstance(clock, Clock) else UnknownFact(str(error))), UnknownFact(
-            str(error)
-        )
+        link = UnknownFact(str(error))
+        clock = clock if isinstance(clock, Clock) else link
     return clock, link
 
 
@@ -275,10 +272,10 @@ async def _ask_time(client: RegistryClient) -> Clock:
     return Clock(sent + rtt / 2 - reply.time, rtt)
 
 
-async def _speed(
+async def _link_rate(
     client: RegistryClient, rtt: float, request: Callable[[int], ExamineRequest]
 ) -> float:
-    """Measured rate in Mbit/s."""
+    """Measured rate of the link to the registry in Mbit/s."""
     for size in (FIRST_LOAD, LOAD):
         began = time.perf_counter()
         await client.examine(request(size), MEASURE)
@@ -289,7 +286,7 @@ async def _speed(
 
 
 def _advertised(examined: Examined) -> tuple[str, tuple[str, ...]] | None:
-    """HOST:PORT, and the addresses that its name resolves to here."""
+    """The HOST:PORT of --advertise, and the addresses that its name resolves to here."""
     if examined.addresses.advertise is None:
         return None
     hosts: tuple[str, ...] = ()
@@ -304,8 +301,8 @@ def _advertised(examined: Examined) -> tuple[str, tuple[str, ...]] | None:
 # -- this machine ----------------------------------------------------------------------------------
 
 
-def _look_at(folder: Path) -> DiskFacts:
-    """Facts of the nearest existing folder; none is created."""
+def _disk_facts(folder: Path) -> DiskFacts:
+    """Facts of the disk with the nearest existing folder; none is created."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     unwritable = ""
     try:
@@ -316,14 +313,14 @@ def _look_at(folder: Path) -> DiskFacts:
     return DiskFacts(str(folder), shutil.disk_usage(existing).free, unwritable)
 
 
-def _data_at(places: Sequence[str], run: RunFile) -> Data:
-    places = places or found_by_content(run.data)
+def _data_facts(places: Sequence[str], run: RunFile) -> Data:
+    places = places or find_by_content(run.data)
     where, data = " with ".join(places) or run.data.where, run.data
     try:
         data = data if places else data_below(own_folder(None, run), data)
         with TemporaryDirectory(prefix="planaria-") as links:
-            folders = [folder_of(place, Path(links)) for place in places]
-            folder, index = folders_of(data, folders)[0], index_of(data, folders)
+            folders = [local_folder_of(place, Path(links)) for place in places]
+            folder, index = corpus_folders(data, folders)[0], index_of(data, folders)
             problem = index.misfit(folder, data.content, run.model.vocabulary)
     except NodeError as error:
         return Data(where, str(error), False)
@@ -333,10 +330,10 @@ def _data_at(places: Sequence[str], run: RunFile) -> Data:
     return Data(where, problem and f"{where} {problem}", True)
 
 
-async def _see_device(wanted: str) -> Device | UnknownFact:
+async def _device_facts(wanted: str) -> Device | UnknownFact:
     seen, driver = await asyncio.gather(
-        _output(sys.executable, "-c", SEE_DEVICE, wanted),
-        _output(
+        _command_output(sys.executable, "-c", SEE_DEVICE, wanted),
+        _command_output(
             "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
         ),
     )
@@ -351,7 +348,7 @@ async def _see_device(wanted: str) -> Device | UnknownFact:
     return Device(name, memory, torch, gpus, gpu_driver, computes)
 
 
-async def _output(*command: str) -> str:
+async def _command_output(*command: str) -> str:
     """Output of a command; empty if it is missing or fails."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:

@@ -17,7 +17,7 @@ from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.files import read_small
 from planaria.bootstrap.invites import MARK, InviteError, decode, is_invite
-from planaria.node.launch.instance import Instance, find_instance, release
+from planaria.node.launch.instance import Instance, find_instance, release_key
 
 log = logging.getLogger("planaria")
 
@@ -27,7 +27,7 @@ LONGEST_NAME: Final = 255
 
 def invitation_of(join: str) -> Invitation | None:
     """The invite that --join is, or names as @FILE; None: it has addresses. Raises InviteError."""
-    text = text_of(join)
+    text = text_or_file(join)
     if is_invite(text):
         return decode(text)
     if ":" in text:
@@ -45,11 +45,11 @@ def addresses_of(join: str) -> tuple[str, ...]:
     """The registry addresses in --join, an invite or @FILE. Raises InviteError."""
     if (invitation := invitation_of(join)) is not None:
         return tuple(invitation.registries)
-    return tuple(address.strip() for address in text_of(join).split(","))
+    return tuple(address.strip() for address in text_or_file(join).split(","))
 
 
-def text_of(value: str, option: str = "--join", content: str = "the invite") -> str:
-    """The text itself, or the content of its @FILE. Raises InviteError."""
+def text_or_file(value: str, option: str = "--join", content: str = "the invite") -> str:
+    """An option's text itself, or the content of its @FILE. Raises InviteError."""
     if not value.startswith("@"):
         return value
     try:
@@ -71,7 +71,7 @@ def check_role(invitation: Invitation, *needed: str) -> None:
         )
 
 
-def folder_of(invitation: Invitation) -> Path | None:
+def enrolment_folder(invitation: Invitation) -> Path | None:
     """Folder of the enrolments of this user's commands; None: there is none."""
     run = hashlib.sha256(invitation.authority).hexdigest()[:16]
     try:
@@ -89,7 +89,7 @@ def folder_of(invitation: Invitation) -> Path | None:
 async def enrolled(
     invitation: Invitation, folder: Path | None
 ) -> AsyncIterator[tuple[Instance, Certified]]:
-    """The folder's instance and certificate, renewed in this block, and later by its
+    """The instance and certificate in a folder, renewed in this block, and later by its
     `keep_renewed`. Raises NotAdmitted, EnrolmentUnreachable, OSError."""
     instance = find_instance(folder)
     try:
@@ -101,12 +101,12 @@ async def enrolled(
         async with renewed(certified):
             yield instance, certified
     finally:
-        release(instance)
+        release_key(instance)
 
 
 @asynccontextmanager
 async def renewed(certified: Certified | None) -> AsyncIterator[None]:
-    """Renew a renewable certificate in this block."""
+    """Renew a command's certificate in this block, if it can be renewed."""
     if certified is None or certified.keep_renewed is None:
         yield
         return

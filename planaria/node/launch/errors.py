@@ -8,4 +8,4 @@ class NodeError(UserError):
 
 
 class NodeCrashed(Exception):  # noqa: N818  what it did
-    """Error of a joined node that another process may not have."""
+    """Error of a node that has joined; another process may not have it."""

@@ -28,25 +28,25 @@ class Instance(NamedTuple):
 
 
 def find_instance(folder: Path | None) -> Instance:
-    """Find the key in `folder`, or make one. Each process that shares a folder has its own key,
+    """Find a node's key in `folder`, or make one. Each process that shares a folder has its own,
     from the first file that isn't locked. Without a writable folder, the key is the process's."""
     if folder is None:
         return Instance(Identity.generate(), None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return next(filter(None, (_take(folder, number) for number in count())))
+        return next(filter(None, (_lock_key(folder, number) for number in count())))
     except OSError as error:
         log.warning("this node's key can't be kept in %s: %s", folder, error.strerror)
         return Instance(Identity.generate(), None)
 
 
-def release(instance: Instance) -> None:
-    """Unlock it for another process."""
+def release_key(instance: Instance) -> None:
+    """Unlock an instance's key file for another process."""
     if instance.lock is not None:
         os.close(instance.lock)
 
 
-def _take(folder: Path, number: int) -> Instance | None:
+def _lock_key(folder: Path, number: int) -> Instance | None:
     """Lock and read a key file. None: another process has it. Raises OSError."""
     lock = os.open(folder / f"instance-{number}", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -62,7 +62,7 @@ def _take(folder: Path, number: int) -> Instance | None:
 
 
 def _read_or_make(lock: int) -> Identity:
-    """The key in the file, or a new one if it has none. Raises OSError."""
+    """The key in a locked file, or a new one if it has none. Raises OSError."""
     try:
         return Identity.from_pem(os.read(lock, LONGEST))
     except ValueError:

@@ -189,8 +189,8 @@ class Addresses(NamedTuple):
 
     @classmethod
     def of(cls, options: NodeOptions | DoctorOptions) -> Addresses:
-        """By an invite to a registry on another machine, the node listens on all of its addresses.
-        Raises AddressError, InviteError."""
+        """The addresses by a node's options; with an invite to another machine, it listens on all
+        of its own. Raises AddressError, InviteError."""
         from planaria.node.launch.enrolled import addresses_of, invitation_of
 
         invited, registries = invitation_of(options.join) is not None, addresses_of(options.join)

@@ -8,8 +8,8 @@
 - Azure: `scheduledevents` has an event of type Preempt at least 30 seconds before the end.
   learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 
-Each `Cloud` knows its requests and answers; `ask` sends one, `watch_notices` polls beside an
-event loop.
+Each `Cloud` knows its requests and answers; `ask_metadata` sends one, `watch_notices` polls beside
+an event loop.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ENDING = ("Preempt", "Terminate", "Redeploy", "Reboot")
 
 
 class Notice(NamedTuple):
-    """Notice of a machine's end."""
+    """A cloud's notice of this machine's end."""
 
     event: str  # cloud and event, in words
     left: float | None  # seconds; None: unknown
@@ -88,7 +88,7 @@ class Cloud(Protocol):
     def is_here(self) -> bool:
         """Whether this machine is in this cloud. Raises OSError without an answer."""
 
-    def look(self, now: float) -> Notice | None:
+    def find_notice(self, now: float) -> Notice | None:
         """The present notice; `now` in Unix seconds. Raises OSError; ValueError if invalid."""
 
 
@@ -101,17 +101,17 @@ class Aws:
     def is_here(self) -> bool:
         return self._renewed()
 
-    def look(self, now: float) -> Notice | None:
+    def find_notice(self, now: float) -> Notice | None:
         answer = self._get("/latest/meta-data/spot/instance-action")
         if answer is None:
             return None
         fields = _fields(answer)
         action, at = _text(fields, "action"), _text(fields, "time")
-        left = _iso(at) - now
+        left = _unix_seconds(at) - now
         return Notice(f"AWS: {action} at {at}", left) if left > -STALE else None
 
     def public_ipv4(self) -> str:
-        """This machine's public address; empty: it has none. Raises as `look` does. See
+        """This machine's public address; empty: it has none. Raises as `find_notice` does. See
         docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html."""
         answer = self._get("/latest/meta-data/public-ipv4")
         return "" if answer is None else str(ipaddress.IPv4Address(answer.strip()))
@@ -119,11 +119,11 @@ class Aws:
     def _renewed(self) -> bool:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
         answer = self._ask("PUT", "/latest/api/token", headers)
-        self._token = _word(answer)
+        self._token = _word_in(answer)
         return bool(self._token)
 
     def _get(self, path: str) -> str | None:
-        """An item's value; None: it doesn't exist."""
+        """The value of an item of AWS's metadata; None: it doesn't exist."""
         answer = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
         if answer.status == 401 and self._renewed():  # after six hours
             answer = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
@@ -142,7 +142,7 @@ class Gcp:
         answer = self._ask("GET", self.path, self.headers)
         return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
 
-    def look(self, now: float) -> Notice | None:
+    def find_notice(self, now: float) -> Notice | None:
         body = _body(self._ask("GET", self.path, self.headers), self.path).strip()
         if body not in ("TRUE", "FALSE"):
             raise ValueError(f"{self.path} is neither TRUE nor FALSE, but {body[:40]!r}")
@@ -160,10 +160,10 @@ class Azure:
 
     def is_here(self) -> bool:
         answer = self._ask("GET", self.own_name, self.headers)
-        self._name = _word(answer)
+        self._name = _word_in(answer)
         return bool(self._name)
 
-    def look(self, now: float) -> Notice | None:
+    def find_notice(self, now: float) -> Notice | None:
         """This machine's next event: machines of a set get each other's, too."""
         if not self._name:
             self.is_here()
@@ -182,15 +182,15 @@ CLOUDS: Final[Mapping[str, Callable[[Ask], Cloud]]] = {"gcp": Gcp, "azure": Azur
 
 
 def _azure_event(event: Mapping[str, Any], now: float) -> Notice:
-    """Notice of an event; one that has begun leaves no time."""
+    """Notice of Azure's event; one that has begun leaves no time."""
     at = _text(event, "NotBefore")
     left = parsedate_to_datetime(at).timestamp() - now if at else 0.0
     when = f"not before {at}" if at else "has begun"
     return Notice(f"Azure: {event['EventType']} {when}", left)
 
 
-def _word(answer: MetadataAnswer) -> str:
-    """A one-word answer; empty for any other, such as the page of some web server."""
+def _word_in(answer: MetadataAnswer) -> str:
+    """A service's one-word answer; empty for any other, such as the page of some web server."""
     word = answer.body.strip()
     return word if answer.status == 200 and re.fullmatch(r"[\w.+/=-]+", word) else ""
 
@@ -214,8 +214,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _iso(text: str) -> float:
-    """Unix seconds of an ISO time."""
+def _unix_seconds(text: str) -> float:
     time = datetime.fromisoformat(text)
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
@@ -223,10 +222,10 @@ def _iso(text: str) -> float:
 # --- requests
 
 
-def ask(
+def ask_metadata(
     method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE
 ) -> MetadataAnswer:
-    """Request to this machine's metadata service, bypassing proxies."""
+    """Send a request to this machine's metadata service, bypassing proxies."""
     address = os.environ.get(ADDRESS_VARIABLE, ADDRESS)
     connection = http.client.HTTPConnection(address, timeout=timeout)
     try:
@@ -241,9 +240,8 @@ def ask(
         connection.close()
 
 
-def find(name: str, ask: Ask) -> Cloud | None:
-    """The cloud `name`, or with `auto` the cloud that this machine is in, if it is a known one,
-    else None. A named cloud isn't verified."""
+def find_cloud(name: str, ask: Ask) -> Cloud | None:
+    """The named cloud or, with `auto`, the one that this machine is in; None: no known one."""
     if name != "auto":
         cloud = CLOUDS[name](ask)
         try:
@@ -270,8 +268,7 @@ def find(name: str, ask: Ask) -> Cloud | None:
 
 
 def watch_notices(name: str, on_notice: Callable[[Notice], None]) -> None:
-    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop. `name`: see
-    `find`."""
+    """Poll for a notice in a daemon thread; `on_notice` runs once, on the event loop."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:
@@ -285,14 +282,14 @@ def watch_notices(name: str, on_notice: Callable[[Notice], None]) -> None:
 
 def _await_notice(name: str) -> Notice | None:
     """The notice of an end that comes soon; None: this machine is in no cloud that has notices."""
-    cloud, trouble = find(name, ask), ""
+    cloud, trouble = find_cloud(name, ask_metadata), ""
     if cloud is None:
         return None
     log.info("polling %s for notices of this machine's end", cloud.name)
     while True:
         last_trouble, trouble = trouble, ""
         try:
-            notice = cloud.look(time.time())
+            notice = cloud.find_notice(time.time())
             if notice and (notice.left is None or notice.left <= SOON):
                 return notice
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with all its options as parameters, as typer expects them. A parameter, or field,
+    """A command with all its options as parameters, as typer expects them. A parameter, or field,
     whose type is a dataclass is a group: typer gets its fields, `command` an instance. A group's
     `PANELS` has the panels of its options in --help, and their names; none: all of the group."""
 
@@ -55,15 +55,15 @@ SECURITY = "Security"
 
 
 def parse_token(text: str) -> str:
-    """Itself, or what is in the file that it names as @FILE. Raises BadParameter."""
+    """The token in --token itself, or in the file that it names as @FILE. Raises BadParameter."""
     if not text.startswith("@"):
         return text
 
     from planaria.bootstrap.invites import InviteError
-    from planaria.node.launch.enrolled import text_of
+    from planaria.node.launch.enrolled import text_or_file
 
     try:
-        return text_of(text, "--token", "the token")
+        return text_or_file(text, "--token", "the token")
     except InviteError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -97,12 +97,12 @@ class Security:
     ] = ""
 
     def credentials(self) -> Credentials:
-        """Raises CredentialsError."""
+        """The credentials in these options. Raises CredentialsError."""
         from planaria.bootstrap.credentials import Credentials
 
         return Credentials.load(self.ca, self.certificate, self.key, self.token)
 
-    def place(self, http: str, insecure: bool, option: str = "--http") -> PageAddress | None:
+    def page_address(self, http: str, insecure: bool, option: str = "--http") -> PageAddress | None:
         """Where HTTP is served that `option` asks for; None: nowhere. Raises AddressError,
         CredentialsError, and OSError where that address isn't free."""
         from planaria.bootstrap.address import Address
@@ -128,14 +128,14 @@ Insecure = Annotated[
 
 
 def parse_device(text: str) -> str:
-    """Raises BadParameter."""
+    """Check the name in --device. Raises BadParameter."""
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", text):
         raise typer.BadParameter(f"{text!r}: use auto, cpu, cuda:N, mps or xpu:N")
     return text
 
 
 def parse_devices(text: str) -> str:
-    """One, or several with commas between them. Raises BadParameter."""
+    """Check the names in --device: one, or several with commas. Raises BadParameter."""
     names = [parse_device(name) for name in text.split(",")]
     devices = [f"{name}:0" if name in ("cuda", "xpu") else name for name in names]
     if repeated := sorted({name for name in devices if devices.count(name) > 1}):
@@ -148,7 +148,7 @@ def parse_devices(text: str) -> str:
 
 
 def parse_name(text: str) -> str:
-    """Raises BadParameter."""
+    """Check the name in --name. Raises BadParameter."""
     from planaria.bootstrap.escaping import misspelt
 
     if problem := misspelt("name", text):
@@ -169,7 +169,7 @@ OneDevice = Annotated[
 
 
 def parse_seats(text: str) -> int | None:
-    """None for auto. Raises BadParameter."""
+    """The number in --seats; None for auto. Raises BadParameter."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -212,8 +212,6 @@ Price = Annotated[
         help="Price of a node hour, from which the page computes the run's cost.",
     ),
 ]
-
-
 Join = Annotated[
     str,
     typer.Option(
@@ -223,8 +221,6 @@ Join = Annotated[
         "one run.",
     ),
 ]
-
-
 Living = Annotated[
     str | None,
     typer.Option(
@@ -233,13 +229,12 @@ Living = Annotated[
     ),
 ]
 
-
 LOG = "Log"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What a process logs."""
+    """The options for what a process logs."""
 
     PANELS: ClassVar = {LOG: ()}
 
@@ -259,7 +254,7 @@ class Log:
     ] = "text"
 
     def begin(self, name: str) -> LastLines:
-        """See `begin_log`."""
+        """Begin the log of this process (see `begin_log`)."""
         from planaria.node.report.log_stream import begin_log
 
         return begin_log(self.log_level, self.log_format, name)
@@ -275,7 +270,7 @@ Tracked = Annotated[
 
 
 def check_tracker(track: str | None) -> None:
-    """Raises ModuleNotFoundError, which says what is missing."""
+    """Check that --track's package is there. Raises ModuleNotFoundError with its name."""
     from planaria.node.machine import extras
 
     if track is not None:

@@ -16,11 +16,11 @@ from planaria.node.run_file import DataSection, RunFile
 
 
 def own_folder(out: Path | None, run: RunFile) -> Path:
-    """The node's folder for that run; `out`: value of --out."""
+    """The node's folder for a run; `out`: value of --out."""
     return (out or Path("out")) / run_id(run)
 
 
-def below(folder: Path, key: str, name: str, option: str) -> Path:
+def folder_below(folder: Path, key: str, name: str, option: str) -> Path:
     """The folder that a key of the run file calls `name`. Raises NodeError unless it is below
     `folder`, symbolic links resolved; `option`: overrides it, for the message."""
     parent = folder.resolve()
@@ -34,8 +34,8 @@ def below(folder: Path, key: str, name: str, option: str) -> Path:
 
 
 def data_below(folder: Path, data: DataSection) -> DataSection:
-    """The data section with paths below the folder. Raises NodeError."""
-    return data.moved(lambda name: below(folder, "data.path", name, "--data"))
+    """The run's data section with paths below a node's folder. Raises NodeError."""
+    return data.moved(lambda name: folder_below(folder, "data.path", name, "--data"))
 
 
 def checkpoint_dir(run: RunFile, folder: Path, override: Path | None) -> Path | None:
@@ -43,7 +43,7 @@ def checkpoint_dir(run: RunFile, folder: Path, override: Path | None) -> Path | 
     recovery = run.recovery
     if run.policy.checkpoints:
         key = "recovery.checkpoint.dir", recovery.checkpoint.dir, "--checkpoint-dir"
-        return override or below(folder, *key)
+        return override or folder_below(folder, *key)
     if override is not None:
         raise NodeError(
             f"--checkpoint-dir {override}: with recovery.policy = {recovery.policy} there are no "

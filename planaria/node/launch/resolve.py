@@ -12,12 +12,12 @@ from planaria.bootstrap.step_time import Load
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
 from planaria.node.hugging_face.begin_from_model import (
-    check_adapted,
+    check_targets,
     check_tokenizer,
-    in_other_process,
-    take_in,
+    completed_by,
+    with_model,
 )
-from planaria.node.model.checkpoint import some
+from planaria.node.model.checkpoint import first_few
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.run_file import DATA, RunFile, RunFileError, override
@@ -39,16 +39,16 @@ def text_to_prepare(run: RunFile) -> Path | None:
 
 
 def resolve(run: RunFile) -> RunFile:
-    """Fill in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, `training.lr`,
-    `training.optimizer`, `training.warmup`, and the shape of the model that `model.from` names or
-    `model.module` builds.
-    Make the data's paths absolute, so that the file is complete for any node.
+    """Fill in a run file's `data.content`, `model.vocabulary`, `model.stages`, `model.layers`,
+    `training.lr`, `training.optimizer`, `training.warmup`, and the shape of the model that
+    `model.from` names or `model.module` builds. Make the data's paths absolute, so that the file is
+    complete for any node.
 
     The data may be missing on this machine if the run file has `model.vocabulary`. Raises
     RunFileError and CorpusError.
     """
     check_lora(run)
-    run = take_in(run)
+    run = with_model(run)
     vocabulary, data = run.model.vocabulary, run.data.moved(lambda name: Path(name).absolute())
     if vocabulary is None or all(path.exists() for path in data.folders):
         index = index_of(data)
@@ -69,7 +69,7 @@ def resolve(run: RunFile) -> RunFile:
     rates = {"training__lr": peak_of(run), "training__warmup": warmup_of(run)}
     run = override(run, **figures, **rates, training__optimizer=run.optimizer)
     check_policy(run)
-    check_adapted(run)
+    check_targets(run)
     return run
 
 
@@ -77,7 +77,7 @@ def _with_parts(run: RunFile) -> RunFile:
     """Add `model.parts`, found by another process that builds `model.module`: this one needs
     neither torch nor that code. Raises RunFileError."""
     try:
-        return in_other_process("planaria.node.stage.own_code", run, BUILD_SECONDS)
+        return completed_by("planaria.node.stage.own_code", run, BUILD_SECONDS)
     except TimeoutError as error:
         raise RunFileError(
             f"model.module = {run.model.module}: its model was not built within "
@@ -92,7 +92,7 @@ def _with_parts(run: RunFile) -> RunFile:
 
 
 def check_policy(run: RunFile) -> None:
-    """Raises RunFileError for a policy that this run can't have."""
+    """Check that the run can have its recovery policy. Raises RunFileError."""
     name, policy, config = run.recovery.policy, run.policy, run.config
     stages, cut = config.stages, config.cut
     if policy.swapped and stages < 4:
@@ -138,12 +138,12 @@ def _check_alike(run: RunFile) -> None:
                 "recovery.policy = %s can estimate %s of the %s values of stage %d: layers of its "
                 "neighbours differ, and the rest would begin anew (%s). With auto all are kept",
                 *(name, f"{config.trained_in(stage) - size:,}", f"{config.trained_in(stage):,}"),
-                *(stage, some([weight.name for weight in lacking])),
+                *(stage, first_few([weight.name for weight in lacking])),
             )
 
 
 def check_lora(run: RunFile) -> None:
-    """Check what doesn't depend on the model, which may take minutes to read."""
+    """Check a run's adapters, but for what depends on the model, which may take minutes to read."""
     if run.training.lora is None:
         return
     if run.model.origin is None:

@@ -10,8 +10,8 @@ INVITE = "planaria1."
 """Prefix of an invite (bootstrap/invites.py)."""
 
 
-def taken_out(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words without options that may have secrets, and these as environment variables."""
+def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A command line without options that may have secrets, and these as environment variables."""
     public, values, rest = [], dict[str, str](), iter(words)
     for word in rest:
         option, equals, value = word.partition("=")
@@ -22,9 +22,9 @@ def taken_out(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return public, values
 
 
-def warnings(words: Sequence[str]) -> list[str]:
-    """Warnings about visible secrets."""
-    _, values = taken_out(words)
+def secret_warnings(words: Sequence[str]) -> list[str]:
+    """Warnings about secrets on a command line that other users can see."""
+    _, values = without_secrets(words)
     token = values.get("PLANARIA_TOKEN", "")
     secrets = {
         "--join": ("invite", values.get("PLANARIA_JOIN", "").startswith(INVITE)),

@@ -8,7 +8,7 @@ from typing import Any, Final
 from planaria.bootstrap.registry_pb2 import Change
 from planaria.bootstrap.rules import MembershipRules, Resettled
 from planaria.node.launch.resolve import check_policy
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.run_file import (
     PRIVATE,
     ChangeSection,
@@ -29,8 +29,8 @@ STAGES: Final = "model.stages"
 
 
 def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
-    """The values of keys in which two run files differ; None: there is none."""
-    ours, theirs = _flat_of(run), _flat_of(other)
+    """The keys in which two run files differ, with both values; None: there is none."""
+    ours, theirs = _flat_settings(run), _flat_settings(other)
     pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted(ours | theirs)}
     differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if STAGES in differing:  # from which these digests follow
@@ -38,13 +38,12 @@ def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
     return differing
 
 
-def _flat_of(run: RunFile) -> dict[str, Any]:
+def _flat_settings(run: RunFile) -> dict[str, Any]:
     return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes", PRIVATE}))
 
 
 def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = ()) -> None:
-    """Raises RunFileError for a key of the model or the data with two values, unless it is one of
-    `free`."""
+    """Check that keys of model and data, but for `free`, keep their value. Raises RunFileError."""
     for key, (before, after) in values.items():
         if key == STAGES and key not in free and before != after:
             raise RunFileError(
@@ -60,11 +59,11 @@ def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = 
 
 
 def _shown(value: Any) -> Any:
-    """A value in a message."""
+    """A setting's value in a message."""
     return "none" if value in (None, "") else value
 
 
-def changed(
+def changed_run(
     before: RunFile, wanted: RunFile, step: int, anew: bool = False, undone: int = 0
 ) -> RunFile:
     """The run with the settings of `wanted`, which hold behind `step`. `anew`: the run's saves are
@@ -89,14 +88,14 @@ def with_changes(run: RunFile, changes: Iterable[Change]) -> RunFile:
                     "registry's run file, and restart the registry"
                 )
             wanted = override(run, **settings)
-            run = changed(run, wanted, change.step, undone=change.undone)
+            run = changed_run(run, wanted, change.step, undone=change.undone)
     return run
 
 
 def resettled(
     rules_of: Callable[[RunFile], MembershipRules], run_file: str, changes: Iterable[Change]
 ) -> Resettled:
-    """The registry's port `Resettle`, by its rules for a run. Raises RunFileError."""
+    """The registry's port `Resettle`: the changed run, and rules for it. Raises RunFileError."""
     before = loads(run_file)
     run = with_changes(before, changes)
     if _needs_folders(run) != _needs_folders(before):
@@ -105,7 +104,7 @@ def resettled(
             "of these, one needs folders that nodes are given when they start. planaria stop, then "
             "resume the run with it"
         )
-    return Resettled(public(run), rules_of(run), len(run.changes), _rows(before, run))
+    return Resettled(public(run), rules_of(run), len(run.changes), _change_sentences(before, run))
 
 
 def _needs_folders(run: RunFile) -> bool:
@@ -114,16 +113,16 @@ def _needs_folders(run: RunFile) -> bool:
 
 
 def describe_change(before: RunFile, run: RunFile) -> list[str]:
-    """What the newest change of settings changes, in sentences."""
-    step, rows = run.changed_at, _rows(before, run)
+    """What the newest change of a run's settings changes, in sentences."""
+    step, rows = run.changed_at, _change_sentences(before, run)
     return [f"from step {step + 1} on:" if rows else f"going on from step {step}", *rows]
 
 
-def _rows(before: RunFile, run: RunFile) -> list[str]:
+def _change_sentences(before: RunFile, run: RunFile) -> list[str]:
     """The settings that differ, and what becomes of the learning rate, in sentences."""
     step, rows = run.changed_at + 1, differences(before, run)
     sentences = [f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()]
-    was, rate = of_run(step, before), of_run(step, run)
+    was, rate = rate_of(step, before), rate_of(step, run)
     if abs(rate - was) > 1e-3 * was:
         gently = "; training.rewarm=50 makes that 50 steps long"
         how = gently if rate > was and not run.training.rewarm else ""

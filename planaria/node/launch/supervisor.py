@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planaria.bootstrap.address import Address
-from planaria.node.launch.secret_words import taken_out
+from planaria.node.launch.secret_words import without_secrets
 from planaria.node.machine.processes import (
     SUPERVISOR,
     describe_status,
@@ -38,8 +38,8 @@ SLOW = 30.0
 
 
 class Pauses:
-    """Exponential backoff: `first` seconds, doubled after each attempt that lasted less than a
-    minute, up to `longest`."""
+    """Pauses between a node's restarts, by exponential backoff: `first` seconds, doubled after each
+    attempt that lasted less than a minute, up to `longest`."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first, self._longest = first, longest
@@ -53,8 +53,7 @@ class Pauses:
 
 
 def is_watched() -> bool:
-    """Whether this process has a supervisor. From now on it ends with that; at once, if it is gone
-    already."""
+    """Whether this process has a supervisor; if so, it ends with that from now on."""
     watcher = os.environ.pop(SUPERVISOR, "")
     if not watcher:
         return False
@@ -64,14 +63,13 @@ def is_watched() -> bool:
     return True
 
 
-def same_again() -> list[str]:
-    """The command line of this process without options that may have secrets, which go into the
-    environment."""
-    words, _ = taken_out(sys.argv[1:])
+def own_command() -> list[str]:
+    """This process's command line without possible secrets, which go into the environment."""
+    words, _ = without_secrets(sys.argv[1:])
     return [sys.executable, "-m", "planaria", *words]
 
 
-def one_each(
+def device_commands(
     devices: Sequence[str],
     listen: Address,
     advertise: Address | None,
@@ -82,7 +80,7 @@ def one_each(
     shared replaced. Nonzero ports are counted up; in `save_dir` each node has a folder named after
     its device. Raises AddressError beyond the last port."""
     if len(devices) == 1:
-        return {"the node": same_again()}
+        return {"the node": own_command()}
     commands = {}
     for index, device in enumerate(devices):
         replaced = ["--device", device]
@@ -93,7 +91,7 @@ def one_each(
                 replaced += [option, str(Address.parse(counted_up))]
         if save_dir is not None:
             replaced += ["--save-dir", str(save_dir / device.replace(":", "-"))]
-        commands[f"the node on {device}"] = [*same_again(), *replaced]
+        commands[f"the node on {device}"] = [*own_command(), *replaced]
     return commands
 
 
@@ -104,7 +102,7 @@ async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: boo
     stop = stop_signals()
 
     async def keep(name: str, command: Sequence[str]) -> int:
-        status = await _keep(name, command, grace, again, stop)
+        status = await _keep_running(name, command, grace, again, stop)
         if len(nodes) > 1 and not stop.done():
             log.warning("%s %s and is not restarted", name, describe_status(status))
         return status
@@ -112,10 +110,10 @@ async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: boo
     return max(await asyncio.gather(*(keep(*node) for node in nodes.items())))
 
 
-async def _keep(
+async def _keep_running(
     name: str, command: Sequence[str], grace: float, again: bool, stop: asyncio.Future[int]
 ) -> int:
-    _, secrets = taken_out(sys.argv[1:])
+    _, secrets = without_secrets(sys.argv[1:])
     environment = os.environ | secrets | {SUPERVISOR: str(os.getpid())}
     clock, pauses = asyncio.get_running_loop().time, Pauses(1.0, 60.0)
     while True:
@@ -126,7 +124,7 @@ async def _keep(
         ended = asyncio.create_task(node.wait())
         await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
-            status = await _end(node, ended, grace + SLOW)
+            status = await _stop(node, ended, grace + SLOW)
             stopped_before_start = status == -signal.SIGTERM
             return 0 if stopped_before_start else _as_in_a_shell(status)
         status, lasted = ended.result(), clock() - began
@@ -145,7 +143,7 @@ async def _keep(
             return _as_in_a_shell(status)
 
 
-async def _end(node: asyncio.subprocess.Process, ended: asyncio.Task[int], seconds: float) -> int:
+async def _stop(node: asyncio.subprocess.Process, ended: asyncio.Task[int], seconds: float) -> int:
     if not ended.done():
         node.terminate()
         await asyncio.wait([ended], timeout=seconds)

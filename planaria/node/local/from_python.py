@@ -52,10 +52,10 @@ def load(path: str | Path | None = None, **changes: Any) -> RunFile:
 
 
 class Result:
-    """Result of a run of `planaria up`, read from its folder."""
+    """The result of a run of `planaria up`, read from its folder."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises SwarmError when no run has ended in the folder."""
+        """Read the run's folder. Raises SwarmError when no run has ended in it."""
         self.folder = Path(folder)
         self.summary: dict[str, Any] = read_summary(self.folder)
         """Content of `summary.json`."""
@@ -112,7 +112,7 @@ class Result:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks."""
+        """The result as HTML for notebooks."""
         text = "".join(f"<p>{escape(line)}</p>" for line in self._lines())
         picture = self.folder / "loss.png"
         if not picture.exists():
@@ -122,7 +122,7 @@ class Result:
 
 
 class _Order(NamedTuple):
-    """Request to the intermediate process."""
+    """The caller's request to the intermediate process."""
 
     run: RunFile
     out: Path | None
@@ -132,7 +132,7 @@ class _Order(NamedTuple):
     oversubscribe: bool
 
     async def carry_out(self, console: Console) -> tuple[Path, Ending]:
-        """Run the swarm. Returns the folder, and how the run ended."""
+        """Run the swarm of the request. Returns the folder, and how the run ended."""
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         plan = plan_run(self.run, self.out, None, self.device, say, untracked)
         plan = plan._replace(options=SwarmOptions(http=PAGE, oversubscribe=self.oversubscribe))
@@ -171,7 +171,7 @@ def up(
         try:
             with process.stdin as stdin:
                 pickle.dump(order, stdin)
-            interrupted = follow(process, process.stderr)
+            interrupted = print_output(process, process.stderr)
             answer = process.stdout.read()
         finally:
             process.terminate()  # if still running
@@ -190,8 +190,8 @@ def up(
     return Result(out_folder)
 
 
-def follow(process: subprocess.Popen[bytes], output: IO[bytes]) -> bool:
-    """Print its output until it ends. Returns whether it was interrupted."""
+def print_output(process: subprocess.Popen[bytes], output: IO[bytes]) -> bool:
+    """Print the intermediate process's output until it ends. Returns whether it was interrupted."""
     interrupted = False
     while True:
         try:

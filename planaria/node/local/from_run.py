@@ -13,17 +13,17 @@ from planaria.node.run_file import RunFile, override
 
 
 def begin_from_run(run: RunFile, say: Callable[[str], object], track: Track) -> RunFile:
-    """The run file, with the folder of a model in place of a run's, where it names one: the model
+    """The run file, with a model's folder in place of another run's, where it names one: the model
     is exported beside that run's results, once. Raises SwarmError, ExportError, CorpusError."""
     folder, _, step = (run.model.origin or "").partition("@")
     if not folder or not (Path(folder) / PLAN).is_file():
         return run
     if step and not (step.isascii() and step.isdigit()):
         raise SwarmError(f"model.from = {run.model.origin}: write {folder}@800 for step 800")
-    return override(run, model__from=str(_exported(Path(folder), step, say, track)))
+    return override(run, model__from=str(_export_once(Path(folder), step, say, track)))
 
 
-def _exported(folder: Path, step: str, say: Callable[[str], object], track: Track) -> Path:
+def _export_once(folder: Path, step: str, say: Callable[[str], object], track: Track) -> Path:
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.options import ExportOptions
     from planaria.node.state.regroup import as_saved, whole_steps

@@ -31,30 +31,30 @@ class TraceRow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A place that is lost, or taken."""
+    """A place of the local swarm that is lost, or taken."""
 
     place: str
     taken: bool
 
 
 class Losses(Protocol):
-    """Schedule of losses, besides those of `--kill`."""
+    """Schedule of lost and replaced nodes, besides the losses of `--kill`."""
 
     at_large: bool = False
     """Whether the registry places a new process; else it serves the stage of its place."""
 
     def first(self) -> list[str]:
-        """The places that are taken at the start."""
+        """The places that nodes take at the start."""
 
     def begin(self, now: float) -> None:
         """Start market time: training has begun."""
 
-    def took(self, place: str, now: float) -> None:
+    def started(self, place: str, now: float) -> None:
         """Note a process started at a place."""
         return
 
-    def due(self, now: float) -> list[Change]:
-        """Changes since the last call, in order."""
+    def due_changes(self, now: float) -> list[Change]:
+        """Losses and replacements since the last call, in order."""
 
     def more_to_come(self) -> bool:
         """Whether the schedule will take further places."""
@@ -62,7 +62,7 @@ class Losses(Protocol):
 
 
 def places(stages: int, replicas: int) -> list[str]:
-    """Places of stages 0..`stages`: one of each, then the next one of each."""
+    """Places of nodes in stages 0..`stages`: one of each, then the next one of each."""
     return [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
 
 
@@ -71,9 +71,9 @@ def stage_of(place: str) -> int:
 
 
 class DrawnLosses(Losses):
-    """Random losses: each process is lost within an hour of market time with the probability
-    `hourly`, at any age, and replaced at once. Lifetimes follow from (seed, place, number of
-    predecessors)."""
+    """Schedule of random losses: each process is lost within an hour of market time with the
+    probability `hourly`, at any age, and replaced at once. Lifetimes follow from (seed, place,
+    number of predecessors)."""
 
     def __init__(self, places: Sequence[str], hourly: float, speedup: float, seed: int) -> None:
         self._places, self._seed = places, seed
@@ -88,16 +88,16 @@ class DrawnLosses(Losses):
     def begin(self, now: float) -> None:
         self._begun = True
         for place in self._places:
-            self.took(place, now)
+            self.started(place, now)
 
-    def took(self, place: str, now: float) -> None:
+    def started(self, place: str, now: float) -> None:
         if not self._begun:
             return
         drawn = random.Random(f"{self._seed} {place} {self._before[place]}")
         self._before[place] += 1
         self._ends[place] = now + (drawn.expovariate(self._rate) if self._rate else math.inf)
 
-    def due(self, now: float) -> list[Change]:
+    def due_changes(self, now: float) -> list[Change]:
         ended = sorted((end, place) for place, end in self._ends.items() if end <= now)
         for _, place in ended:
             del self._ends[place]
@@ -105,10 +105,10 @@ class DrawnLosses(Losses):
 
 
 class TracedLosses(Losses):
-    """Losses of a spot trace. A node that the trace adds gets a free place at the stage with the
-    fewest nodes, of equals the first. It keeps the place until the trace removes it. The trace
-    begins where it has a node for each stage. Later nodes are placed by the registry, since nodes
-    may have moved. Raises TraceError if the trace never has enough nodes."""
+    """Schedule of the losses in a spot trace. A node that the trace adds gets a free place at the
+    stage with the fewest nodes, of equals the first. It keeps the place until the trace removes it.
+    The trace begins where it has a node for each stage. Later nodes are placed by the registry,
+    since nodes may have moved. Raises TraceError if the trace never has enough nodes."""
 
     at_large = True
 
@@ -132,7 +132,7 @@ class TracedLosses(Losses):
     def begin(self, now: float) -> None:
         self._began = now
 
-    def due(self, now: float) -> list[Change]:
+    def due_changes(self, now: float) -> list[Change]:
         return self._play(self._start + max(0.0, now - self._began) * self._speedup)
 
     def more_to_come(self) -> bool:
@@ -147,12 +147,12 @@ class TracedLosses(Losses):
             if not row.added:
                 if (place := self._places_of.pop(row.node, None)) is not None:
                     changes.append(Change(place, False))
-            elif row.node not in self._places_of and (place := self._free()) is not None:
+            elif row.node not in self._places_of and (place := self._free_place()) is not None:
                 self._places_of[row.node] = place
                 changes.append(Change(place, True))
         return changes
 
-    def _free(self) -> str | None:
+    def _free_place(self) -> str | None:
         taken = set(self._places_of.values())
         counts = Counter(stage_of(place) for place in taken)
         free = [place for place in self._places if place not in taken]
@@ -172,7 +172,7 @@ def parse_rate(text: str) -> float:
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Read a CSV of milliseconds, add or remove, node, sorted by time. Raises TraceError."""
+    """Read a spot trace: milliseconds, add or remove, node, by time. Raises TraceError."""
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError) as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunChanges:
-    """What is another value than in the run file, or than before --resume."""
+    """The options that give a run other values than its run file, or than before --resume."""
 
     preset: Annotated[
         str | None, typer.Option(help="Size of the model, one of `planaria presets`.")
@@ -69,7 +69,7 @@ class RunChanges:
     ] = None
 
     def applied_to(self, run: RunFile) -> RunFile:
-        """The run file with these values. Raises RunFileError."""
+        """The run file with the values of these options. Raises RunFileError."""
         from planaria.node.run_file import override, parse_settings
 
         options = {
@@ -89,7 +89,7 @@ class RunChanges:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Which nodes are killed, and whether others take their place."""
+    """The options for which nodes are killed, and whether others take their place."""
 
     PANELS: ClassVar = {"Losses": ()}
 
@@ -129,7 +129,7 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmOptions:
-    """How the processes are run, whatever they train."""
+    """The options for how the processes are run, whatever they train."""
 
     PANELS: ClassVar = {FILES: ("hold",), MACHINE: ("oversubscribe",)}
 

@@ -26,7 +26,7 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import index_of
 from planaria.node.launch.resolve import resolve, run_id
-from planaria.node.launch.settings import STAGES, changed, check_identity, differences
+from planaria.node.launch.settings import STAGES, changed_run, check_identity, differences
 from planaria.node.local.loss_schedule import stage_of
 from planaria.node.model.learning_rate import warmup_of
 from planaria.node.run_file import RunFile, dumps, flat, override
@@ -44,11 +44,11 @@ ALL: Final = 10**6
 
 
 class SwarmError(UserError):
-    """Error of a swarm; the message says why it can't start or continue, and what to do."""
+    """Error of a local swarm; the message says why it can't start or continue, and what to do."""
 
 
 class KeptRun(NamedTuple):
-    """A run of `planaria up`, and its folders."""
+    """A stopped run of `planaria up`, and its folders."""
 
     run: RunFile  # resolved
     out: Path
@@ -60,28 +60,27 @@ class KeptRun(NamedTuple):
 
     @property
     def journal(self) -> Path:
-        return self._own(self.out / "logs", f"{self.id}.journal", JOURNAL)
+        return self._own_path(self.out / "logs", f"{self.id}.journal", JOURNAL)
 
     def open_journal(self) -> Journal:
-        """Open the journal. Raises AdmissionError, JournalError."""
+        """Open the registry's journal. Raises AdmissionError, JournalError."""
         return Journal(self.journal, self.id, key_beside(self.journal))
 
     @property
     def saves(self) -> Path | None:
-        """The folder of the nodes' folders."""
-        return None if self.save_dir is None else self._own(self.save_dir, self.id, "")
+        """The folder of the nodes' folders with saves."""
+        return None if self.save_dir is None else self._own_path(self.save_dir, self.id, "")
 
     @property
     def checkpoints(self) -> Path | None:
-        """The folder that the run file names; if its parent is gone, that in the run's folder,
-        which was moved."""
+        """The run file's checkpoint folder; if it was moved, that in the run's folder."""
         if not self.run.policy.checkpoints:
             return None
         named = Path(self.run.recovery.checkpoint.dir)
         return named if named.parent.exists() else self.out / named.name
 
     def find(self) -> list[SaveFile]:
-        """All saves of the run. Raises SwarmError."""
+        """All saves of the stopped run. Raises SwarmError."""
         from planaria.node.state.saves import find_saves
 
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
@@ -104,8 +103,7 @@ class KeptRun(NamedTuple):
         return [s for s in own if not is_undone(s.state.id.step, s.state.id.made.view)]
 
     def find_at(self, step: int) -> list[SaveFile]:
-        """Saves of that step, of each stage, under the present settings or else the last that have
-        them. Raises SwarmError."""
+        """All stages' saves of a step, of the run as it is or as it was. Raises SwarmError."""
         from planaria.node.state.regroup import as_saved, whole_steps
         from planaria.node.state.saves import find_saves
 
@@ -125,19 +123,19 @@ class KeptRun(NamedTuple):
         raise SwarmError(f"not each stage has saved step {step}; steps that each has: {listed}")
 
     def _has_trained(self) -> bool:
-        """Whether a ledger has a step, below its header."""
+        """Whether a ledger of the run has a step, below its header."""
         ledgers = (self.out / "logs").glob("ledger-*.jsonl")
         return any(len(path.read_bytes().splitlines()) > 1 for path in ledgers)
 
     @staticmethod
-    def _own(folder: Path, name: str, of_the_first: str) -> Path:
+    def _own_path(folder: Path, name: str, of_the_first: str) -> Path:
         """Path under the run's own name, if it continues another run in the same folder."""
         own = folder / name
         return own if own.exists() else folder / of_the_first
 
 
 def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
-    """The resolved run with another run file's settings. Raises RunFileError where that file names
+    """A resolved run with another run file's settings. Raises RunFileError where that file names
     another model or other data, CorpusError."""
     given, own = flat(file.model_dump(mode="json", exclude_unset=True)), flat(run.model_dump())
     free = [STAGES, *(key for key in FOLDERS if own.get(key) is not None)]
@@ -159,12 +157,12 @@ def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
     return run.model_copy(update=changes)
 
 
-def goes_on_as(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFile:
-    """The resolved run with the settings of `wanted`, which is its run file with other values.
-    Raises RunFileError where the model or the data would be others, CorpusError."""
+def continued_run(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFile:
+    """The resolved run to resume with the settings of `wanted`, which is its run file with other
+    values. Raises RunFileError where the model or the data would be others, CorpusError."""
     rows = differences(kept.run, wanted)
     check_identity(rows, [STAGES])
-    if not _is_anew(kept.run, wanted, goes_back):
+    if not _needs_rewriting(kept.run, wanted, goes_back):
         return resolve(wanted) if rows else kept.run
     if STAGES in rows:  # the digests are of other stages
         model = wanted.model.model_copy(update={"content": None})
@@ -176,12 +174,12 @@ def goes_on_as(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFi
     return resolve(override(wanted, recovery__checkpoint__dir=shared))
 
 
-def _is_anew(run: RunFile, wanted: RunFile, goes_back: bool) -> bool:
-    """Whether saves have to be written anew."""
+def _needs_rewriting(run: RunFile, wanted: RunFile, goes_back: bool) -> bool:
+    """Whether a resumed run's saves have to be written anew."""
     return goes_back or run.model.stages != wanted.model.stages
 
 
-def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
+def place_saves(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     """Copy each stage's save to a folder of the processes in `slots`, STAGE.REPLICA, unless one has
     it. Returns the copies, in sentences. Raises SwarmError."""
     from planaria.node.state.regroup import choose
@@ -190,47 +188,47 @@ def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     if not all_saves:
         return ["the run has no saves: it starts from the beginning"]
     copies = []
-    with resuming(), kept.open_journal():  # exclusive use
+    with resume_errors(), kept.open_journal():  # exclusive use
         _, chosen = choose(all_saves, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
-            homes = _homes(kept, kept.saves, stage, slots)
+            homes = _save_dirs(kept, kept.saves, stage, slots)
             if all(save.path.parent.parent not in homes for save in saves):
-                saves[0].copy(_open(kept, homes[0], stage))
+                saves[0].copy(_open_saves(kept, homes[0], stage))
                 copies.append(f"{saves[0].path} is copied to {homes[0]}")
     return copies
 
 
-def take_over(
+def replace_run(
     before: KeptRun, kept: KeptRun, slots: Sequence[str], at: int | None = None
 ) -> KeptRun:
-    """Make `kept`, with the step from which it holds, the folder's run, with the state that
-    `before` has saved, the newest or that of step `at`. Saves are written anew, for another run, if
-    the number of stages changes or the run goes back. On an error, the folder is still that of
+    """Make `kept`, with the step from which it holds, the folder's run. Its state is what `before`
+    has saved: the newest, or that of step `at`. Saves are written anew, for another run, if the
+    number of stages changes or the run goes back. On an error, the folder is still that of
     `before`. Raises SwarmError, RunFileError."""
     from planaria.node.state.regroup import as_saved, choose, rewrite
 
-    anew = _is_anew(before.run, kept.run, at is not None)
+    anew = _needs_rewriting(before.run, kept.run, at is not None)
     saves = before.find() if at is None else before.find_at(at)
     if anew and not saves:
         raise SwarmError(
             f"there is no save of the run under {before.checkpoints or before.saves}: without one, "
             "continue without changes, or start a new run"
         )
-    with resuming(), before.open_journal() as journal:
+    with resume_errors(), before.open_journal() as journal:
         chosen = choose(saves, as_saved(saves, kept.run.config).stages) if saves else None
         step = chosen[0].step if chosen else 0
         if kept.run.steps < step:
             raise SwarmError(
                 f"steps = {kept.run.steps}: the run is at step {step} already; choose more"
             )
-        kept = kept._replace(run=changed(before.run, kept.run, step, anew))
+        kept = kept._replace(run=changed_run(before.run, kept.run, step, anew))
         if anew and chosen:
             folder = None if kept.save_dir is None else kept.save_dir / kept.id
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
 
             def open_folder(stage: int) -> Saves:
-                return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
+                return _open_saves(kept, _save_dirs(kept, folder, stage, slots)[0], stage)
 
             rewrite(chosen, kept.run.config, open_folder, before.run.training.betas)
             own = kept.out / "logs" / f"{kept.id}.journal"
@@ -241,21 +239,21 @@ def take_over(
     return kept
 
 
-def _open(kept: KeptRun, folder: Path, stage: int) -> Saves:
+def _open_saves(kept: KeptRun, folder: Path, stage: int) -> Saves:
     from planaria.node.state.saves import Contents, Saves
 
     return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.config, stage))
 
 
-def _homes(kept: KeptRun, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:
-    """Folders where the stage's nodes in these slots look for files. `folder`: parent of theirs."""
+def _save_dirs(kept: KeptRun, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:
+    """Folders where a stage's nodes in these slots look for saves. `folder`: parent of theirs."""
     shared = [] if kept.checkpoints is None else [kept.checkpoints]
     own = [slot for slot in slots if stage_of(slot) == stage]
     return shared + ([] if folder is None else [folder / slot for slot in own])
 
 
 @contextmanager
-def resuming() -> Iterator[None]:
+def resume_errors() -> Iterator[None]:
     """Turn errors of files into SwarmError, with what to do."""
     try:
         yield

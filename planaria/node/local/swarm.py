@@ -26,9 +26,9 @@ from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import read_view
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
-from planaria.node.data.mixture import found_by_content, index_of
+from planaria.node.data.mixture import find_by_content, index_of
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve, text_to_prepare
 from planaria.node.launch.settings import describe_change, with_changes
@@ -48,9 +48,9 @@ from planaria.node.local.resume import (
     RUN_FILE,
     KeptRun,
     SwarmError,
-    put_in_place,
-    resuming,
-    take_over,
+    place_saves,
+    replace_run,
+    resume_errors,
 )
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.extras import remedy
@@ -136,7 +136,7 @@ class Kill:
 
 
 def parse_kill(text: str, run: RunFile) -> Kill:
-    """Parse STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
+    """Parse --kill, STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
     place, _, step = text.partition("@")
     stage, dot, replica = place.partition(".")
     figures = [stage, step, *([replica] if dot else [])]
@@ -147,13 +147,13 @@ def parse_kill(text: str, run: RunFile) -> Kill:
         )
     kill = Kill(int(stage), int(replica) if dot else None, int(step))
     stages, replicas = run.model.body_stages, run.swarm.replicas
-    _within(text, "stage", kill.stage, 0, stages)
-    _within(text, "replica", kill.replica or 0, 0, replicas - 1)
-    _within(text, "step", kill.step, 1, run.steps)
+    _check_range(text, "stage", kill.stage, 0, stages)
+    _check_range(text, "replica", kill.replica or 0, 0, replicas - 1)
+    _check_range(text, "step", kill.step, 1, run.steps)
     return kill
 
 
-def _within(kill: str, noun: str, value: int, low: int, high: int) -> None:
+def _check_range(kill: str, noun: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise SwarmError(f"--kill {kill}: there is no {noun} {value}, choose {low} to {high}")
 
@@ -187,14 +187,14 @@ class Ending(NamedTuple):
 
 
 class ProcessHome(NamedTuple):
-    """A process's own network."""
+    """The network of a swarm's process, if it has its own."""
 
     host: str  # address in that network
     namespace: Path  # the network, as in /proc/PID/ns/net
 
 
 class SwarmPlan(NamedTuple):
-    """A run and its folders, devices and options."""
+    """A run of `planaria up`: its run file, folders, devices and options."""
 
     run: RunFile  # resolved
     out: Path
@@ -228,7 +228,7 @@ async def up(
     check_gpu(plan.device, gpus_of_this_machine)
     if not plan.options.oversubscribe:
         check_processes(plan, MachineSize.this())
-    for sentence in outlook(plan, MachineSize.this(), speed_of_a_core):
+    for sentence in forecast(plan, MachineSize.this(), speed_of_a_core):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if resumed is not None:
         plan, sentences = resume_from(plan, resumed, losses.first())
@@ -236,7 +236,7 @@ async def up(
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
         (out / MERGED).unlink(missing_ok=True)  # until the run ends again
     else:
-        claim(plan)
+        create_folder(plan)
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
@@ -255,7 +255,7 @@ async def up(
 
 
 class MachineSize(NamedTuple):
-    """Resources that all processes of a swarm share."""
+    """This machine's resources that all processes of a swarm share."""
 
     memory: int  # bytes
     cores: int
@@ -267,7 +267,7 @@ class MachineSize(NamedTuple):
 
 
 class SwarmNeeds(NamedTuple):
-    """Minimum resources that a swarm takes."""
+    """Minimum resources that a swarm takes of this machine."""
 
     nodes: int
     states: int  # bytes of weights, gradients and moments in main memory
@@ -275,8 +275,8 @@ class SwarmNeeds(NamedTuple):
 
     @classmethod
     def of(cls, plan: SwarmPlan) -> SwarmNeeds:
-        """Minimum load of a swarm. A step multiplies and adds each parameter once a token forward,
-        and twice backward if it is trained; embeddings are lookups."""
+        """Minimum resources of a swarm. A step multiplies and adds each parameter once a token
+        forward, and twice backward if it is trained; embeddings are lookups."""
         run, config = plan.run, plan.run.config
         nodes = (config.stages + 1) * run.swarm.replicas
         has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
@@ -289,12 +289,12 @@ class SwarmNeeds(NamedTuple):
 
     @property
     def least_memory(self) -> int:
-        """Minimum bytes, without computation."""
+        """Minimum bytes of a swarm's processes, without computation."""
         return self.nodes * NODE_BYTES + self.states
 
     @property
     def memory(self) -> float:
-        """Bytes, computation included."""
+        """Bytes of a swarm's processes, computation included."""
         return self.nodes * NODE_BYTES + COMPUTED * self.states
 
 
@@ -318,7 +318,7 @@ def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
         )
 
 
-def outlook(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) -> Iterator[str]:
+def forecast(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) -> Iterator[str]:
     """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
     operations per second of a core, called where cores compute."""
     run, config, load = plan.run, plan.run.config, SwarmNeeds.of(plan)
@@ -353,8 +353,7 @@ def _gib(size: float) -> str:
 
 
 def check_gpu(device: str, count: Callable[[], int]) -> None:
-    """Check that the device exists, before PyTorch is loaded; `count`: number of GPUs. Raises
-    SwarmError."""
+    """Check that --device exists, before PyTorch is loaded. Raises SwarmError."""
     if not device.startswith("cuda"):
         return
     number, gpus = int(device.partition(":")[2] or 0), count()
@@ -367,8 +366,7 @@ def check_gpu(device: str, count: Callable[[], int]) -> None:
 
 
 def gpus_of_this_machine() -> int:
-    """Number of NVIDIA GPUs visible under CUDA_VISIBLE_DEVICES, else of AMD's, at most; 0 without
-    a driver."""
+    """Number of visible NVIDIA GPUs, else of AMD's, at most; 0 without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -378,8 +376,8 @@ def gpus_of_this_machine() -> int:
     return count.value if works else 0
 
 
-def claim(plan: SwarmPlan) -> None:
-    """Create the folder of a run. Raises SwarmError when it, or the one for saves, is in use."""
+def create_folder(plan: SwarmPlan) -> None:
+    """Create a run's folder. Raises SwarmError when it, or the one for saves, is in use."""
     out, save_dir = plan.out, plan.save_dir
     depths = "*/stage-*/step-*", "*/*/stage-*/step-*"
     if save_dir is not None and any(any(save_dir.glob(depth)) for depth in depths):
@@ -422,7 +420,7 @@ def plan_run(
     say: Callable[[str], object],
     track: Track,
 ) -> SwarmPlan:
-    """Resolve the run file, and prepare the shipped prose for a run that names no data, and the
+    """Resolve a new run's file. Prepare the shipped prose for a run that names no data, and the
     model of a run that it begins from. Raises SwarmError, RunFileError, ExportError,
     CorpusError."""
     from planaria.node.local.from_run import begin_from_run  # which reads that run's plan
@@ -433,7 +431,7 @@ def plan_run(
         from planaria.node.data.prepare import prepare
         from planaria.node.data.recipe import Recipe
 
-        run = take_in(run)
+        run = with_model(run)
         tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
         say(f"there is no prepared data at {path}; preparing the prose in {text}")
         prepare(Recipe([str(text)], tokenizer), path, track=track)
@@ -442,7 +440,7 @@ def plan_run(
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint__dir=shared)
     run = resolve(run)
-    index_of(run.data)  # the nodes of stage 0 are on this machine
+    index_of(run.data)  # stage 0's nodes need the data on this machine
     return SwarmPlan(run, folder, save_dir or folder / "saves", device)
 
 
@@ -480,11 +478,11 @@ def read_plan(folder: Path, data: Sequence[str] = ()) -> SwarmPlan:
 def resume_from(
     plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]
 ) -> tuple[SwarmPlan, list[str]]:
-    """Put saves of `before` where the processes in `slots` look for them. Returns the plan, with
-    the step from which changed settings hold, and messages. Raises SwarmError."""
+    """Put saves of `before` where the resumed processes in `slots` look for them. Returns the plan,
+    with the step from which changed settings hold, and messages. Raises SwarmError."""
     missing = [name for name in plan.run.data.names if not Path(name).exists()]
     if missing and not plan.data:
-        plan = plan._replace(data=found_by_content(plan.run.data))
+        plan = plan._replace(data=find_by_content(plan.run.data))
     if missing and not plan.data:
         raise SwarmError(
             f"the run's prepared data is not in {missing[0]}: name the folder that has it, with "
@@ -492,27 +490,26 @@ def resume_from(
         )
     sentences: list[str] = []
     if plan.out != before.out:
-        before = copied(before, plan.out)
+        before = copy_run(before, plan.out)
         plan = plan._replace(save_dir=before.save_dir)
         sentences.append(f"the run is copied to {plan.out}, and goes on there")
     if plan.run.notify != before.run.notify:  # which is no change of the run
         before = before._replace(run=before.run.model_copy(update={PRIVATE: plan.run.notify}))
-        with resuming():
+        with resume_errors():
             replace_file(plan.out / RUN_FILE, dumps(before.run).encode())
     if plan.run != before.run or plan.at is not None:
-        plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
+        plan = plan._replace(run=replace_run(before.kept, plan.kept, slots, plan.at).run)
         sentences += describe_change(before.run, plan.run)
     if plan.kept.id == before.kept.id:
-        sentences += put_in_place(plan.kept, slots)
+        sentences += place_saves(plan.kept, slots)
     else:
         sentences.append(f"the saves as they were stay in {before.kept.saves or 'their folder'}")
-    empty_registry(plan)
+    empty_journal(plan)
     return plan, sentences
 
 
-def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
-    """The plan of a copy of the run with its saves in `out`, a new or empty folder. Raises
-    SwarmError."""
+def copy_run(plan: SwarmPlan, out: Path) -> SwarmPlan:
+    """Copy a run and its saves to `out`. Returns the copy's plan. Raises SwarmError."""
     if plan.run.policy.checkpoints:
         raise SwarmError(
             f"--out {out}: the run file names {plan.kept.checkpoints} for checkpoints, so the copy "
@@ -531,7 +528,7 @@ def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
             f"--out {out} can't have a copy of the run: name a new or empty folder, outside of "
             f"{' and '.join(map(str, folders))}"
         )
-    with resuming(), plan.kept.open_journal():  # exclusive use
+    with resume_errors(), plan.kept.open_journal():  # exclusive use
         try:
             for folder, to in folders.items():
                 shutil.copytree(folder, to, dirs_exist_ok=True)
@@ -543,15 +540,15 @@ def copied(plan: SwarmPlan, out: Path) -> SwarmPlan:
     return plan
 
 
-def empty_registry(plan: SwarmPlan) -> None:
-    """Remove all members from the journal: their processes are gone. Raises SwarmError."""
-    with resuming(), plan.kept.open_journal() as journal:
+def empty_journal(plan: SwarmPlan) -> None:
+    """Remove all members from a stopped run's journal. Raises SwarmError."""
+    with resume_errors(), plan.kept.open_journal() as journal:
         journal.go_on_from(journal.view or View(), "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
 
 
 class _Swarm:
-    """The processes, their state, and the remaining kills."""
+    """The processes of a swarm, what they report, and the remaining kills."""
 
     def __init__(
         self,
@@ -562,7 +559,7 @@ class _Swarm:
         losses: Losses,
     ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
-        self.replacing = replacing  # nodes; the registry always is
+        self.replacing = replacing  # lost nodes; a lost registry always is replaced
         self.losses, self.training, self.options = losses, False, plan.options
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.data, self.checkpoints = plan.data, plan.kept.checkpoints
@@ -601,8 +598,8 @@ class _Swarm:
     async def train(self, stop: asyncio.Future[int]) -> Ending:
         """Run the swarm until the run is over. Raises SwarmError."""
         self.screen.say(f"starting; logs are in {self.logs}")
-        self.screen.say(learning_rate.describe(self.run))
-        if problem := learning_rate.too_long(self.run):
+        self.screen.say(learning_rate.describe_rate(self.run))
+        if problem := learning_rate.warmup_too_long(self.run):
             self.screen.say(problem, Severity.WARNING)
         self._start("registry")
         self.address = await self._registry_address(stop)
@@ -619,8 +616,8 @@ class _Swarm:
                 at = f"at step {self.story.committed}"
                 return Ending(1, f"stopped by its operator {at}; {self._continues()}")
             if self.story.finished is not None and order != STOP:
-                await self._last_nodes(stop)
-                return await self._until_saved(stop)
+                await self._wait_for_nodes(stop)
+                return await self._wait_for_saves(stop)
             self._replace_ended()
             self.screen.show(self.story, self.description, self.stages)
             if self.story.committed > committed or order != TRAIN:
@@ -649,7 +646,7 @@ class _Swarm:
         return f"planaria up --resume {self.out} continues from there"
 
     async def end(self) -> None:
-        """End every process, and close all logs."""
+        """End every process of the swarm, and close all logs."""
         self.events.write(SwarmEnding())
         if self.describing is not None:
             self.describing.cancel()
@@ -665,7 +662,7 @@ class _Swarm:
             await asyncio.to_thread(self.experiment.close)
 
     async def _registry_address(self, stop: asyncio.Future[int]) -> str:
-        """Wait for the registry's address."""
+        """Wait until the registry's process has written its address."""
         file = self.out / ADDRESS
         deadline = time.monotonic() + REGISTRY_START
         while not file.exists() and not stop.done():
@@ -691,26 +688,23 @@ class _Swarm:
         while True:
             with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
                 self.description = await self.client.describe(deadline=1.0)
-                self._tell_page(self.description.page)
+                if (page := self.description.page) and page != self.page:
+                    self.page = page
+                    self.screen.say(f"watch it at {page}")
                 if self.description.run_file not in ("", self.run_text):
                     self.run_text = self.description.run_file
                     self.run = loads(self.run_text)
                     self.story.steps = self.run.steps
             await asyncio.sleep(DESCRIBE)
 
-    def _tell_page(self, url: str) -> None:
-        if url and url != self.page:
-            self.page = url
-            self.screen.say(f"watch it at {url}")
-
     def _awaited(self) -> str:
         reports = [entry.report for entry in self.description.members] if self.description else []
         messages = {seat.message for report in reports for seat in report.seats if seat.message}
         return "; ".join(sorted(messages)) or "no node reports what it waits for"
 
-    async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
-        """Wait until every node that serves a stage has the state of the last step: so the swarm
-        ends complete, and shows that a late replacement recovers."""
+    async def _wait_for_nodes(self, stop: asyncio.Future[int]) -> None:
+        """Wait until every node that serves a stage, late replacements too, has the state of the
+        last step."""
         deadline = time.monotonic() + LAST_NODES
         while not stop.done():
             self._read()
@@ -734,7 +728,7 @@ class _Swarm:
                 return
             await _pause(stop, POLL)
 
-    async def _until_saved(self, stop: asyncio.Future[int]) -> Ending:
+    async def _wait_for_saves(self, stop: asyncio.Future[int]) -> Ending:
         """Keep the nodes while the last step of any stage is in memory only."""
         began, reported = time.monotonic(), False
         while stages := self._unsaved():
@@ -763,7 +757,7 @@ class _Swarm:
         return unsaved(self.description, stages, self.run.steps)
 
     def _samples_due(self) -> bool:
-        """Whether samples of the last step are outstanding."""
+        """Whether generated texts of the last step are outstanding."""
         training, made = self.run.training, self.story.samples
         if not training.sample_every or self.run.steps % training.sample_every:
             return False
@@ -787,7 +781,7 @@ class _Swarm:
                     self.screen.say(*news)
 
     def _keep(self, line: Mapping[str, Any]) -> None:
-        """Pass a line on to the experiment."""
+        """Pass a line of a log on to the experiment tracker."""
         if self.experiment is not None:
             self.experiment.tell(line)
             if self.experiment_works and self.experiment.trouble:
@@ -805,7 +799,7 @@ class _Swarm:
             raise SwarmError(f"can't start a process for {slot}: {error}") from error
         self.events.write(Started(slot=slot, pid=pid))
         if slot != "registry":
-            self.losses.took(slot, time.monotonic())
+            self.losses.started(slot, time.monotonic())
 
     def _command(self, slot: str) -> list[str]:
         home = self.homes.get(slot)
@@ -828,24 +822,19 @@ class _Swarm:
             *("node", "--join", self.address, "--name", f"node-{slot}", *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), "--save-dir", saves),
-            *(
-                "--seats",
-                "auto" if self.options.seats is None else str(self.options.seats),
-                *self.log,
-            ),
-            *(*own_code, *folders),
+            *("--seats", str(self.options.seats or "auto"), *self.log, *own_code, *folders),
         ]
 
     def _apply_due_kills(self) -> None:
-        due = [kill for kill in self.kills if self._under_way(kill.step)]
+        due = [kill for kill in self.kills if self._has_begun(kill.step)]
         for kill in due:
             self.kills.remove(kill)
             if self.story.finished is not None:
                 self.screen.say(f"too late to kill at step {kill.step}: the run is over")
                 continue
-            self._carry_out(kill)
+            self._kill_slots(kill)
 
-    def _under_way(self, step: int) -> bool:
+    def _has_begun(self, step: int) -> bool:
         if step > 1:
             return self.story.committed >= step - 1
         # A driver begins as soon as it is named and all nodes have built their stages.
@@ -856,7 +845,7 @@ class _Swarm:
             and all(self.story.serves(pid) for pid in running)
         )
 
-    def _carry_out(self, kill: Kill) -> None:
+    def _kill_slots(self, kill: Kill) -> None:
         slots = kill.slots(self.replicas)
         for slot in slots:
             if not self._kill(slot, kill.step):
@@ -866,26 +855,25 @@ class _Swarm:
         self._check_any_node_left()
 
     def _kill(self, slot: str, step: int) -> bool:
-        """Kill the slot's process, and remove its saves: so a machine is lost. Returns whether
-        there was one."""
+        """Kill the process in a slot, and remove its saves. Returns whether there was one."""
         now = time.time()
         pid = self.processes.kill(slot)
         if pid is not None:
             if self.save_dir is not None:
                 for saves in (self.save_dir / slot).glob("stage-*"):
                     shutil.rmtree(saves, ignore_errors=True)
-            victim = self._victim(slot, pid)
+            victim = self._describe_victim(slot, pid)
             self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), at=now)
         return pid is not None
 
     def _apply_due_losses(self) -> None:
-        """Apply losses and replacements of the schedule."""
+        """Apply the schedule's losses and replacements."""
         if self.story.finished is not None:
             return
-        if not self.training and (self.story.committed or self._under_way(1)):
+        if not self.training and (self.story.committed or self._has_begun(1)):
             self.training = True
             self.losses.begin(time.monotonic())
-        changes = self.losses.due(time.monotonic())
+        changes = self.losses.due_changes(time.monotonic())
         for place, starts in changes:
             if starts and self.replacing:
                 self.at_large |= {place} if self.losses.at_large else set()
@@ -896,7 +884,7 @@ class _Swarm:
             self._check_any_node_left()
 
     def _check_any_node_left(self) -> None:
-        """Raises SwarmError when no node is left."""
+        """Check that a node is left, or will be started. Raises SwarmError."""
         more = self.replacing and self.losses.more_to_come()
         if not more and not any(slot != "registry" for slot in self.processes.running()):
             raise SwarmError("no node is left, and none will be started")
@@ -906,7 +894,7 @@ class _Swarm:
         members = self.description.view.members if self.description is not None else ()
         return {member.node: stages_of(member) for member in members}
 
-    def _victim(self, slot: str, pid: int) -> dict[str, Any]:
+    def _describe_victim(self, slot: str, pid: int) -> dict[str, Any]:
         node, stage = self.story.node_of(pid), stage_of(slot)
         running = self.processes.running()
         left = sum(other.startswith(f"{stage}.") for other in running)
@@ -921,15 +909,10 @@ class _Swarm:
         for ended in self.processes.ended():
             slot = ended.slot
             log = self.processes.log(slot)
-            exited = Exited(
-                slot=slot,
-                pid=ended.pid,
-                node=None,
-                log=str(log),
-                how=describe_status(ended.status),
-            )
+            how = describe_status(ended.status)
+            exited = Exited(slot=slot, pid=ended.pid, node=None, log=str(log), how=how)
             if slot != "registry":
-                exited = replace(exited, **self._victim(slot, ended.pid))
+                exited = replace(exited, **self._describe_victim(slot, ended.pid))
             self.events.write(exited)
             self._read()
             if slot != "registry" and not self.replacing:
@@ -959,8 +942,7 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
 
 
 def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending:
-    """Write the merged files, the summary and the plot; print the essence. Returns the ending, with
-    all problems, a line each."""
+    """Write a run's results, and print the essence. Returns the ending, with all problems."""
     problems = [ending.reason] if ending.reason else []
     records = list(read_events(out / "logs"))
     _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in records), problems)
@@ -992,7 +974,7 @@ def _print_error(console: Console, problem: str) -> None:
 
 
 def _write(path: Path, text: str, problems: list[str]) -> None:
-    """Write atomically; append an error to the problems."""
+    """Write a result file atomically; append an error to the problems."""
     try:
         replace_file(path, text.encode())
     except OSError as error:
@@ -1000,7 +982,7 @@ def _write(path: Path, text: str, problems: list[str]) -> None:
 
 
 def read_events(logs: Path) -> Iterator[dict[str, Any]]:
-    """All the events in a folder, sorted by time."""
+    """All events in a folder of logs, sorted by time."""
     events = [event for path in logs.glob("events-*.jsonl") for event in Tail(path).lines()]
     yield from sorted(events, key=lambda event: float(event["time"]))
 
@@ -1024,7 +1006,7 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
 
 
 def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
-    """Failures of a finished run, in sentences."""
+    """Failures of a finished run by its summary, in sentences."""
     problems = []
     if summary["steps"] != run.steps:
         problems.append(f"only {summary['steps']} of {run.steps} steps are in the ledger")

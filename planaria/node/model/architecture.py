@@ -18,9 +18,9 @@ from planaria.node.model.shape import ModelConfig
 
 
 class Ends(Protocol):
-    """Stage 0, an `nn.Module`. An optional `loss(x, targets)` returns the sum of the tokens' losses
-    in nats, a float32 scalar. x is [B, T, dim], targets int64 [B, T], -100 where none is scored.
-    Default: cross-entropy."""
+    """Interface of stage 0 of an own architecture, an `nn.Module`. An optional `loss(x, targets)`
+    returns the sum of the tokens' losses in nats, a float32 scalar. x is [B, T, dim], targets int64
+    [B, T], -100 where none is scored. Default: cross-entropy."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed int64 [B, T], T at most the context, as float [B, T, dim]."""
@@ -30,8 +30,8 @@ class Ends(Protocol):
 
 
 class Architecture(Protocol):
-    """Builder of layers and ends with float32 parameters. Each is built repeatedly, also on other
-    machines and on torch's meta device, and must be the same each time."""
+    """Builder of an own architecture's layers and ends, in float32. Each is built repeatedly, also
+    on other machines and on torch's meta device, and must be the same each time."""
 
     def ends(self) -> nn.Module:
         """Build an Ends. Shared parameters (tied embeddings) are one, by the first name."""

@@ -25,7 +25,7 @@ from planaria.node.model.config import (
     read_config,
     read_json,
 )
-from planaria.node.model.layout import weights
+from planaria.node.model.layout import model_weights
 from planaria.node.model.shape import ModelConfig, matrices, named_shapes
 
 if TYPE_CHECKING:  # only nodes load it: a registry has no numpy
@@ -59,7 +59,7 @@ COMPILED: Final = "_orig_mod."
 
 
 class TensorPlace(NamedTuple):
-    """Location of a tensor."""
+    """Where a tensor is in a safetensors file."""
 
     file: Path
     kind: str  # of safetensors; a key of SIZES where the tensor isn't quantized
@@ -95,7 +95,7 @@ Place: TypeAlias = "TensorPlace | FourBit | Scaled"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder, by name; they stay on disk until they are read."""
+    """The tensors of a model's folder, by name; they stay on disk until they are read."""
 
     folder: Path
     config: ModelConfig  # with one body stage
@@ -103,8 +103,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Raises UnsupportedModelError unless the folder has exactly the tensors of its config's
-        model. Quantized matrices are read as the values that they stand for."""
+        """Open a model's folder. Raises UnsupportedModelError unless it has exactly the tensors of
+        its config's model. Quantized matrices are read as the values that they stand for."""
         check_not_adapters(folder)
         if needs_transformers(folder):
             from planaria.node.model.decoder import DecoderCheckpoint  # loads torch
@@ -123,20 +123,20 @@ class Checkpoint:
         return checkpoint
 
     def _check(self) -> None:
-        """Compare names, shapes and dtypes. Raises UnsupportedModelError."""
+        """Compare the tensors with the config's model. Raises UnsupportedModelError."""
         if self.config.layers > len(self.places):  # before they are listed
             raise UnsupportedModelError(
                 f"{self.folder} has only part of a model: its config.json says "
                 f"{self.config.layers:,} layers, and it has {len(self.places)} tensors"
             )
-        wanted = {weight.name: weight.shape for weight in weights(self.config)}
+        wanted = {weight.name: weight.shape for weight in model_weights(self.config)}
         if missing := sorted(wanted.keys() - self.places):
             raise UnsupportedModelError(
-                f"{self.folder} has only part of a model: it lacks {some(missing)}"
+                f"{self.folder} has only part of a model: it lacks {first_few(missing)}"
             )
         if unexpected := sorted(self.places.keys() - wanted):
             raise UnsupportedModelError(
-                f"{self.folder}: not supported here: it has {some(unexpected)}, which the "
+                f"{self.folder}: not supported here: it has {first_few(unexpected)}, which the "
                 "model of its config.json doesn't have"
             )
         for name, shape in wanted.items():
@@ -151,56 +151,49 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Names of all tensors of the checkpoint."""
         return set(self.places)
 
-    def of_stage(self, config: ModelConfig, stage: int) -> list[str]:
-        """Names of a stage's tensors, in the order of its flat weights. `config`: this model's,
-        with any number of stages."""
-        return list(named_shapes(config, stage))
-
     def read(self, name: str) -> NDArray[np.float32]:
-        """All values of the tensor, float32, in row-major order. Raises OSError."""
+        """A checkpoint's tensor, float32, flat in row-major order. Raises OSError."""
         return values_of(self.places[name])
 
     def digest(self, config: ModelConfig, stage: int) -> str:
-        """Digest of the stage's flat weights, or of its base's words. Raises OSError, and
+        """Digest of a stage's flat weights, or of its base's words. Raises OSError, and
         UnsupportedModelError for values that aren't finite."""
-        names = self.of_stage(config, stage)
-        if config.base_of(stage) is None:
-            return digest(piece for name in names for piece in self._finite(name))
-        return digest(self.as_kept(config, stage, name)[0] for name in names)
+        names = list(named_shapes(config, stage))
+        if config.base_of(stage) is not None:
+            return digest_of(self.base_words(config, stage, name)[0] for name in names)
+        pieces = ((name, piece) for name in names for piece in self.pieces(name))
+        return digest_of(check_finite(piece, self.folder, name) for name, piece in pieces)
 
-    def as_kept(
+    def base_words(
         self, config: ModelConfig, stage: int, name: str
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The words of a tensor in the stage's base (quantized.py), and the values that these stand
-        for, flat. Raises OSError, UnsupportedModelError."""
+        """The words of a tensor in its stage's frozen base (quantized.py), and the values that
+        these stand for, flat. Raises OSError, UnsupportedModelError."""
         values, base = check_finite(self.read(name), self.folder, name), config.base_of(stage)
         shape = matrices(config, stage).get(name.removesuffix(".weight"))
         if base is None or shape is None:
             return values, values
         import torch
 
-        from planaria.node.model.quantized import rounded
+        from planaria.node.model.quantized import pack_and_unpack
 
-        words, kept = rounded(torch.from_numpy(values).view(shape), base)
+        words, kept = pack_and_unpack(torch.from_numpy(values).view(shape), base)
         return words.numpy(), kept.flatten().numpy()
 
     def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
-        """The values of the tensor that `read` returns, in pieces. Raises OSError."""
+        """The values of a checkpoint's tensor, float32, in pieces. Raises OSError."""
         return self.places[name].pieces()
-
-    def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:
-        return (check_finite(piece, self.folder, name) for piece in self.pieces(name))
 
 
 def tensors_in(folder: Path) -> dict[str, Place]:
-    """The folder's tensors, by name. Raises UnsupportedModelError, OSError, NO_SENSE."""
+    """The tensors in a model's folder, by name. Raises UnsupportedModelError, OSError, NO_SENSE."""
     places = {
         name.replace(COMPILED, ""): place
-        for file in _files(folder)
-        for name, place in _header(file)
+        for file in _weight_files(folder)
+        for name, place in _tensors_of(file)
         if not name.endswith("rotary_emb.inv_freq")
     }
     if not is_quantized(folder):
@@ -223,14 +216,14 @@ def values_of(place: Place) -> NDArray[np.float32]:
 
 
 def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> ModelConfig:
-    """The config, tied if the files are, whatever config.json says, as in transformers 5. Of two
-    equal tensors `places` keeps the embedding. Raises OSError."""
+    """The model's config, tied if the files are, whatever config.json says, as in transformers 5.
+    Of two equal tensors `places` keeps the embedding. Raises OSError."""
     if not config.tied or HEAD not in places:
         return config
     if EMBEDDING not in places:
         places[EMBEDDING] = places.pop(HEAD)
         return config
-    if _same(places[EMBEDDING], places[HEAD]):
+    if _equal(places[EMBEDDING], places[HEAD]):
         del places[HEAD]
         return config
     log.warning(
@@ -241,8 +234,8 @@ def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> Mod
     return replace(config, tied=False)
 
 
-def _same(first: Place, second: Place) -> bool:
-    """Whether two tensors are equal. Raises OSError."""
+def _equal(first: Place, second: Place) -> bool:
+    """Whether two tensors of a checkpoint are equal. Raises OSError."""
     import numpy as np
 
     if first.shape != second.shape or not {first.kind, second.kind} <= SIZES.keys():
@@ -252,7 +245,7 @@ def _same(first: Place, second: Place) -> bool:
 
 
 def check_finite(piece: NDArray[np.float32], file: Path, name: str) -> NDArray[np.float32]:
-    """The values. Raises UnsupportedModelError for some that aren't finite."""
+    """A tensor's values. Raises UnsupportedModelError if some aren't finite."""
     import numpy as np
 
     if not np.isfinite(piece).all():
@@ -263,22 +256,22 @@ def check_finite(piece: NDArray[np.float32], file: Path, name: str) -> NDArray[n
     return piece
 
 
-def digest(pieces: Iterable[NDArray[np.float32]]) -> str:
-    """xxh3_128 of the concatenated values, in hexadecimal."""
+def digest_of(pieces: Iterable[NDArray[np.float32]]) -> str:
+    """Digest of weights: xxh3_128 of the concatenated values, in hexadecimal."""
     hasher = xxh3_128()
     for piece in pieces:
         hasher.update(piece.astype("<f4", copy=False).data)
     return hasher.hexdigest()
 
 
-def some(names: list[str]) -> str:
-    """The first names, and the number of the others."""
+def first_few(names: list[str]) -> str:
+    """The first three names, and the number of the others."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
-def _files(folder: Path) -> list[Path]:
-    """Files with weights, by transformers' precedence. Raises OSError, NO_SENSE."""
+def _weight_files(folder: Path) -> list[Path]:
+    """Files with a model's weights, by transformers' precedence. Raises OSError, NO_SENSE."""
     single, index = (folder / ONE_FILE).exists(), (folder / INDEX).exists()
     if single and index:
         log.warning("%s has %s and %s: %s is read", folder, ONE_FILE, INDEX, ONE_FILE)
@@ -293,14 +286,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Files that the folder's index names. Raises OSError, NO_SENSE."""
+    """Files of weights that a model's index names. Raises OSError, NO_SENSE."""
     file_names = read_json(folder / INDEX)["weight_map"]
     return sorted({Path(name).name for name in file_names.values()})
 
 
-def _header(path: Path) -> Iterator[tuple[str, TensorPlace]]:
-    """The tensors in a safetensors file. Raises UnsupportedModelError, OSError, and NO_SENSE for an
-    invalid header."""
+def _tensors_of(path: Path) -> Iterator[tuple[str, TensorPlace]]:
+    """A safetensors file's tensors. Raises UnsupportedModelError, OSError, and NO_SENSE."""
     remedy = (
         f"`git lfs pull` in a clone, or `hf download ORG/NAME --local-dir {path.parent}` fetches it"
     )
@@ -320,23 +312,21 @@ def _header(path: Path) -> Iterator[tuple[str, TensorPlace]]:
         file.seek(8)
         header = json.loads(file.read(length)) if 8 + length <= size else {}
     tensors: dict[str, Any] = {n: entry for n, entry in header.items() if n != "__metadata__"}
-    whole = (
-        8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    )
+    ends = (int(entry["data_offsets"][1]) for entry in tensors.values())
+    whole = 8 + length + max(ends, default=0)
     if size < whole:
         raise UnsupportedModelError(
             f"{path} is cut off after {size:,} of {whole:,} bytes: {remedy}"
         )
-    if damage := _damage(path):
+    if damage := _header_error(path):
         raise UnsupportedModelError(f"{path} is damaged: {damage}: {remedy}")
     for name, entry in tensors.items():
         first = 8 + length + int(entry["data_offsets"][0])
         yield name, TensorPlace(path, str(entry["dtype"]), tuple(map(int, entry["shape"])), first)
 
 
-def _damage(path: Path) -> str:
-    """Error of the safetensors library for a header whose tensors overlap, leave gaps or are out of
-    bounds; empty for a valid one."""
+def _header_error(path: Path) -> str:
+    """The safetensors library's error for a file of overlapping or lost tensors, else empty."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:  # a registry's image lacks it; nodes check again

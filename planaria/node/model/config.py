@@ -26,16 +26,10 @@ ALWAYS: Final[dict[str, Any]] = {
 }
 """Values common to all supported models."""
 OF_FAMILY: Final[dict[Family, dict[str, Any]]] = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "pretraining_tp": 1,
-    },
+    "llama": {"architectures": ["LlamaForCausalLM"], "pretraining_tp": 1},
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "use_sliding_window": False,
-    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
 }
 """Values common to all models of a family."""
 DEFAULTS: Final[dict[Family, dict[str, Any]]] = {
@@ -55,7 +49,7 @@ IGNORED: Final = ("attention_dropout",)
 """Keys that affect only training, and are ignored."""
 NEVER: Final = (
     *("num_experts", "num_local_experts"),
-    "transformers_weights",  # a file of another name
+    "transformers_weights",  # weights in a file of another name
 )
 """Keys of unsupported features."""
 READ: Final = ("bitsandbytes", "fp8", "compressed-tensors float-quantized")
@@ -84,11 +78,11 @@ NO_SENSE: Final = (
 
 
 class UnsupportedModelError(UserError):
-    """Error of an unsupported checkpoint; the message names the unsupported feature."""
+    """Error of a checkpoint that can't be used; the message names the unsupported feature."""
 
 
 def check_not_adapters(folder: Path) -> None:
-    """Raises UnsupportedModelError for a folder with adapters only."""
+    """Check that a folder hasn't adapters only. Raises UnsupportedModelError."""
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
         raise UnsupportedModelError(
             f"{folder} has adapters but no model: `planaria export --merged` writes a model "
@@ -96,7 +90,7 @@ def check_not_adapters(folder: Path) -> None:
         )
 
 
-def quantized_otherwise(content: dict[str, Any]) -> str:
+def unread_quantization(content: dict[str, Any]) -> str:
     """Why a config.json's quantized weights can't be read; empty: they can, or aren't quantized."""
     if not (quantization := content.get("quantization_config")):
         return ""
@@ -113,19 +107,18 @@ def quantized_otherwise(content: dict[str, Any]) -> str:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether the folder's weights are quantized already."""
-    return bool(_said(folder).get("quantization_config"))
+    """Whether the weights in a model's folder are quantized already."""
+    return bool(_content_of(folder).get("quantization_config"))
 
 
 def needs_transformers(folder: Path) -> bool:
-    """Whether the folder's model is of another family than planaria's own modules, and has a
-    name."""
-    kind = _said(folder).get("model_type")
+    """Whether the folder's model is of a named family that planaria has no modules for."""
+    kind = _content_of(folder).get("model_type")
     return isinstance(kind, str) and kind not in get_args(Family)
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """The content of config.json; empty where it can't be read, which is reported later."""
+def _content_of(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; empty where it can't be read, which is reported later."""
     try:
         return read_json(folder / CONFIG)
     except (OSError, *NO_SENSE):
@@ -133,9 +126,9 @@ def _said(folder: Path) -> dict[str, Any]:
 
 
 def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
-    """The content of `config.json`; `dtype`: float32 or bfloat16. It has the names of transformers
-    5 (dtype, rope_parameters) and the earlier ones (torch_dtype, rope_theta). An own architecture's
-    config is for its code only."""
+    """The content of a model's `config.json`; `dtype`: float32 or bfloat16. It has the names of
+    transformers 5 (dtype, rope_parameters) and the earlier ones (torch_dtype, rope_theta). An own
+    architecture's config is for its code only."""
     if config.own is not None and config.own.decoder:
         content = json.loads(config.own.decoder)
         mask = {"attn_mask_type": config.attn_mask_type} if config.block_causal else {}
@@ -184,7 +177,7 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config as a model with one body stage, with the model's maximum context. Raises
+    """The model of a folder's config.json, with one body stage and its maximum context. Raises
     UnsupportedModelError, OSError."""
     path = folder / CONFIG
     try:
@@ -209,7 +202,7 @@ def read_config(folder: Path) -> ModelConfig:
         if "max_position_embeddings" not in content:
             positions = DEFAULTS[family]["max_position_embeddings"]
             log.warning("%s has no max_position_embeddings: %d is assumed", path, positions)
-        return _config(DEFAULTS[family] | content, family)
+        return _model_config(DEFAULTS[family] | content, family)
     except NO_SENSE as error:
         raise UnsupportedModelError(
             f"{path} can't be read as a model's config: {type(error).__name__}: {error}"
@@ -217,7 +210,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a regular file of at most 16 MiB. Raises OSError and NO_SENSE."""
+    """The object in a JSON file of at most 16 MiB. Raises OSError and NO_SENSE."""
     content = json.loads(read_small(path))
     if not isinstance(content, dict):
         raise TypeError(f"{path.name} is not a JSON object")
@@ -225,7 +218,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _unsupported_features(content: dict[str, Any], family: Family) -> list[str]:
-    """Descriptions of its unsupported features."""
+    """Features of a config.json that aren't supported, in words."""
     usual = ALWAYS | OF_FAMILY[family]
     unsupported = [
         f"{key} = {json.dumps(content[key])}"
@@ -233,11 +226,11 @@ def _unsupported_features(content: dict[str, Any], family: Family) -> list[str]:
         if key not in HARMLESS + IGNORED and (content.get(key, value) or value) != value
     ]
     unsupported += [f"{key} = {json.dumps(content[key])[:80]}" for key in NEVER if content.get(key)]
-    if why := quantized_otherwise(content):
+    if why := unread_quantization(content):
         unsupported.append(why)
     if "sliding_attention" in (content.get("layer_types") or ()):
         unsupported.append("layers with a sliding window beside others")
-    rope = _rope(content)
+    rope = _rope_parameters(content)
     if (kind := rope["rope_type"]) not in ("default", *get_args(RopeType)):
         unsupported.append(f"RoPE scaled ({kind})")
     if any(isinstance(value, dict) for value in rope.values()):
@@ -248,18 +241,18 @@ def _unsupported_features(content: dict[str, Any], family: Family) -> list[str]:
     return unsupported
 
 
-def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """RoPE parameters with `rope_type` and `rope_theta`, from either version's keys, with the
-    precedence of transformers 5.23."""
+def _rope_parameters(content: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's RoPE parameters with `rope_type` and `rope_theta`, from either version's
+    keys, with the precedence of transformers 5.23."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}
 
 
-def _scaling(content: dict[str, Any]) -> RopeScaling | None:
-    """RoPE scaling; None: none. Raises KeyError, TypeError, ValueError."""
-    rope, kind = _rope(content), _rope(content)["rope_type"]
+def _rope_scaling(content: dict[str, Any]) -> RopeScaling | None:
+    """A config.json's RoPE scaling; None: none. Raises KeyError, TypeError, ValueError."""
+    rope, kind = _rope_parameters(content), _rope_parameters(content)["rope_type"]
     if kind == "default":
         return None
     factor = rope["factor"]
@@ -276,7 +269,7 @@ def _scaling(content: dict[str, Any]) -> RopeScaling | None:
     return RopeScaling(kind, float(factor), int(original), truncate=truncate, **figures)
 
 
-def _config(content: dict[str, Any], family: Family) -> ModelConfig:
+def _model_config(content: dict[str, Any], family: Family) -> ModelConfig:
     """The ModelConfig of a config.json. Raises KeyError, TypeError, ValueError."""
     positions = int(content["max_position_embeddings"])
     for name in FIGURES:
@@ -294,7 +287,7 @@ def _config(content: dict[str, Any], family: Family) -> ModelConfig:
         stages=1,
         context=min(positions, window or positions),
         hidden=int(content["intermediate_size"]),
-        rope_theta=float(_rope(content)["rope_theta"]),
+        rope_theta=float(_rope_parameters(content)["rope_theta"]),
         norm_eps=float(content.get("rms_norm_eps", 1e-6)),
         learning_rate=1.0,
         family=family,
@@ -302,7 +295,7 @@ def _config(content: dict[str, Any], family: Family) -> ModelConfig:
         width_of_head=None if width in (None, dim / heads) else int(width),
         positions=positions,
         window=window,
-        rope_scaling=_scaling(content),
+        rope_scaling=_rope_scaling(content),
         attn_mask_type="block_causal"
         if content.get("attn_mask_type") == "block_causal"
         else "causal",
@@ -312,13 +305,13 @@ def _config(content: dict[str, Any], family: Family) -> ModelConfig:
     return replace(config, context=min(reach, window or reach), **biases)
 
 
-def special_tokens(folder: Path) -> dict[str, Any]:
-    """Ids of special tokens in the folder's config.json. Raises OSError."""
+def special_token_ids(folder: Path) -> dict[str, Any]:
+    """Ids of special tokens in a folder's config.json. Raises OSError."""
     content = read_json(folder / CONFIG)
     return {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def read_stops(folder: Path) -> list[int]:
+def read_stop_tokens(folder: Path) -> list[int]:
     """Stop tokens of transformers' `generate`: those of generation_config.json, else of
     config.json. Raises UnsupportedModelError."""
     files = [folder / name for name in (GENERATION_CONFIG, CONFIG)]
@@ -326,7 +319,7 @@ def read_stops(folder: Path) -> list[int]:
 
 
 def _eos_ids(file: Path) -> list[int]:
-    """The `eos_token_id` of a file as a list. Raises UnsupportedModelError."""
+    """The `eos_token_id` of a JSON file as a list. Raises UnsupportedModelError."""
     try:
         ids = read_json(file).get("eos_token_id")
     except (OSError, *NO_SENSE) as error:

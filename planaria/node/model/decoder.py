@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planaria.node.model.checkpoint import Checkpoint, some, tensors_in, values_of
+from planaria.node.model.checkpoint import Checkpoint, first_few, tensors_in, values_of
 from planaria.node.model.config import (
     CONFIG,
     NO_SENSE,
     UnsupportedModelError,
     is_quantized,
-    quantized_otherwise,
     read_json,
+    unread_quantization,
 )
 from planaria.node.model.modules import BodyStage, EmbeddingStage
 from planaria.node.model.quantized import quantize
@@ -67,20 +67,19 @@ class DecoderError(UnsupportedModelError):
 
 
 class Decoder:
-    """An `Architecture` of a class of transformers, by its config.json. Its parameters have the
-    names of transformers' modules."""
+    """An `Architecture` whose code is a class of transformers, by its config.json. Its parameters
+    have the names of transformers' modules."""
 
     def __init__(self, text: str) -> None:
-        """`text`: the content of config.json. Raises DecoderError."""
+        """Find transformers' class for `text`, the content of config.json. Raises DecoderError."""
         try:
             from transformers import AutoConfig, AutoModelForCausalLM, __version__
             from transformers.utils import logging
         except ImportError as error:
             raise DecoderError(f"its stages need the package transformers: {INSTALL}") from error
-        quieten: list[Callable[[], None]]
-        quieten = [logging.set_verbosity_error, logging.disable_progress_bar]
-        for call in quieten:
-            call()
+        quieten: Any = logging
+        quieten.set_verbosity_error()
+        quieten.disable_progress_bar()
         self.source = f"transformers {__version__}"
         content = json.loads(text)
         for key, reason in NEVER.items():
@@ -108,7 +107,7 @@ class Decoder:
 
     @cached_property
     def _skeleton(self) -> PreTrainedModel:
-        """The whole model on the meta device. Raises DecoderError."""
+        """The whole model, without values, on the meta device. Raises DecoderError."""
         try:
             with torch.device("meta"):
                 return self.kind(self.config)
@@ -117,14 +116,14 @@ class Decoder:
 
     @cached_property
     def list_name(self) -> str:
-        """Name of the list of layers, as `model.layers`. Raises DecoderError."""
+        """Name of the model's list of layers, as `model.layers`. Raises DecoderError."""
         for name, module in self._skeleton.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.layers:
                 return str(name)
         raise DecoderError(f"{self.name} has no list of its {self.layers} layers")
 
     def own(self) -> Own:
-        """The parameters' names and shapes."""
+        """Names and shapes of the model's parameters, for `ModelConfig.own`."""
         kinds: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
         numbers, not_linear = [], set()
         for layer in self._skeleton.get_submodule(self.list_name).children():
@@ -148,22 +147,22 @@ class Decoder:
             not_linear=tuple(sorted(not_linear)),
         )
 
-    def cut(self, layers: range) -> type[PreTrainedModel]:
-        """The class with these layers only; without any, with all but its layers."""
+    def class_of(self, layers: range) -> type[PreTrainedModel]:
+        """The model's class with these layers only; without any, with all but its layers."""
         list_name, kind = self.list_name, self.kind
 
         def build(model: PreTrainedModel, config: PreTrainedConfig) -> None:
             kind.__init__(model, config)
-            _keep(model, list_name, layers)
+            _keep_layers(model, list_name, layers)
 
         return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
-    def empty(self, layers: range, base: Base | None = None) -> PreTrainedModel:
-        """These layers, or all but the layers, in float32 on the CPU, with the initial weights that
-        transformers draws from torch's random state. The matrices of a packed base are
+    def build(self, layers: range, base: Base | None = None) -> PreTrainedModel:
+        """Build these layers, or all but the layers, in float32 on the CPU, with the initial
+        weights that transformers draws from torch's random state. The matrices of a packed base are
         undefined."""
         with torch.device("meta"):
-            model = self.cut(layers)(self.config)
+            model = self.class_of(layers)(self.config)
         if base is not None:
             quantize(model.get_submodule(self.list_name), base)
         model = model.float().to_empty(device="cpu")
@@ -173,7 +172,7 @@ class Decoder:
     def stage(
         self, layers: range, block_causal: bool, base: Base | None = None
     ) -> EmbeddingStage | BodyStage:
-        """Stage 0 if there are no layers, else a body stage."""
+        """Build stage 0 if there are no layers, else a body stage."""
         if not layers:
             return DecoderEnds(self, block_causal)
         return DecoderBody(self, layers, block_causal, base)
@@ -181,10 +180,10 @@ class Decoder:
     @cached_property
     def returns_tuples(self) -> bool:
         """Whether a layer returns a tuple with its output, not the output. Raises DecoderError."""
-        from planaria.node.model.trial import SHOWN, small
+        from planaria.node.model.trial import SHOWN, small_model
 
         results: list[object] = []
-        model = small(self)
+        model = small_model(self)
         layer = next(model.get_submodule(self.list_name).children())
         layer.register_forward_hook(lambda module, inputs, output: results.append(output))
         with torch.no_grad():
@@ -192,7 +191,7 @@ class Decoder:
         return isinstance(results[0], tuple)
 
     def deviation(self, name: str, shape: tuple[int, ...]) -> float:
-        """That of the class for matrices; vectors keep what transformers gives them."""
+        """The class's deviation for matrices; vectors keep what transformers gives them."""
         return float(getattr(self.config, "initializer_range", 0.02)) if len(shape) > 1 else 0.0
 
     def read(self, folder: Path, layers: range) -> dict[str, Tensor]:
@@ -200,7 +199,7 @@ class Decoder:
         are read. Raises DecoderError, OSError."""
         try:
             tensors = self._dequantized(folder, layers) if is_quantized(folder) else None
-            model, report = self.cut(layers).from_pretrained(
+            model, report = self.class_of(layers).from_pretrained(
                 folder if tensors is None else None,
                 state_dict=tensors,
                 config=self.config,
@@ -213,12 +212,11 @@ class Decoder:
         except (RuntimeError, *NO_SENSE) as error:
             raise DecoderError(f"{folder} can't be read by {self.name}: {error}") from error
         if missing := sorted(report["missing_keys"]):
-            raise DecoderError(f"{folder} has only part of a model: it lacks {some(missing)}")
+            raise DecoderError(f"{folder} has only part of a model: it lacks {first_few(missing)}")
         return {name: part.detach() for name, part in model.named_parameters()}
 
     def _dequantized(self, folder: Path, layers: range) -> dict[str, Tensor]:
-        """The file's tensors of these layers, or of all but the layers. Raises OSError, NO_SENSE,
-        UnsupportedModelError."""
+        """A quantized folder's tensors of these layers. Raises UnsupportedModelError, NO_SENSE."""
         number, tensors = rf"(?:^|\.){self.list_name.rpartition('.')[2]}\.(\d+)\.", {}
         for name, place in tensors_in(folder).items():
             match = re.search(number, name)
@@ -235,24 +233,23 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DecoderCheckpoint(Checkpoint):
-    """A folder of a model that transformers' code computes. Its tensors are read by transformers,
-    a layer at a time."""
+    """A folder of a model whose stages are transformers' code, read by it a layer at a time."""
 
     decoder: Decoder
 
     @classmethod
     def of(cls, folder: Path) -> DecoderCheckpoint:
-        """Raises DecoderError."""
+        """Open a model's folder. Raises DecoderError."""
         decoder = decoder_of(folder)
-        return cls(folder, shape_of(decoder), {}, decoder)
+        return cls(folder, config_of(decoder), {}, decoder)
 
     def read(self, name: str) -> NDArray[np.float32]:
         rest = name.removeprefix(f"{self.decoder.list_name}.")
         number = int(rest.partition(".")[0]) if rest != name else None
         layers = range(0) if number is None else range(number, number + 1)
-        if self.newest.get("layers") != layers:
-            self.newest.update(layers=layers, tensors=self.decoder.read(self.folder, layers))
-        values: NDArray[np.float32] = self.newest["tensors"][name].numpy().ravel()
+        if self.newest_read.get("layers") != layers:
+            self.newest_read.update(layers=layers, tensors=self.decoder.read(self.folder, layers))
+        values: NDArray[np.float32] = self.newest_read["tensors"][name].numpy().ravel()
         return values
 
     @property
@@ -260,7 +257,7 @@ class DecoderCheckpoint(Checkpoint):
         return {*named_shapes(self.config, 0), *named_shapes(self.config, 1)}
 
     @cached_property
-    def newest(self) -> dict[str, Any]:
+    def newest_read(self) -> dict[str, Any]:
         """The layers that were read last, and their tensors."""
         return {}
 
@@ -269,10 +266,10 @@ class DecoderCheckpoint(Checkpoint):
 
 
 def decoder_of(folder: Path) -> Decoder:
-    """The decoder of the folder's config.json. Raises DecoderError."""
+    """The decoder for a folder's config.json. Raises DecoderError."""
     try:
         content = read_json(folder / CONFIG)
-        if why := quantized_otherwise(content):
+        if why := unread_quantization(content):
             raise DecoderError(why)
         return Decoder(json.dumps({k: v for k, v in content.items() if k not in OF_SOFTWARE}))
     except DecoderError as error:
@@ -281,8 +278,8 @@ def decoder_of(folder: Path) -> Decoder:
         raise DecoderError(f"{folder} has no readable {CONFIG}: {error}") from error
 
 
-def shape_of(decoder: Decoder) -> ModelConfig:
-    """The shape, with one body stage, and the model's maximum context. Raises DecoderError."""
+def config_of(decoder: Decoder) -> ModelConfig:
+    """The model's shape, with one body stage and its maximum context. Raises DecoderError."""
     config, own = decoder.config, decoder.own()
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
     positions = int(getattr(config, "max_position_embeddings", 0) or 0) or None
@@ -305,7 +302,7 @@ def shape_of(decoder: Decoder) -> ModelConfig:
 
 
 class _Skipped(nn.Module):
-    """In place of a layer of another stage; it has what the class may look up in a layer."""
+    """Module in place of a layer of another stage; it has what the class may look up in a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -317,7 +314,7 @@ class _Skipped(nn.Module):
 
 
 class _Unused(nn.Module):
-    """In place of a module of stage 0, in a body stage, whose class may still call it."""
+    """Module in place of one of stage 0, in a body stage, whose class may still call it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -327,8 +324,8 @@ class _Unused(nn.Module):
         return torch.zeros((), device=x.device) if self.embeds else x
 
 
-def _keep(model: PreTrainedModel, list_name: str, layers: range) -> None:
-    """Remove all parameters but those of these layers; if there are none, those of all layers."""
+def _keep_layers(model: PreTrainedModel, list_name: str, layers: range) -> None:
+    """Remove a model's parameters but those of these layers; of none, those of all layers."""
     items = model.get_submodule(list_name)
     assert isinstance(items, nn.ModuleList)
     for number, layer in enumerate(items):
@@ -340,12 +337,12 @@ def _keep(model: PreTrainedModel, list_name: str, layers: range) -> None:
         if list_name.startswith(name) or name.startswith(f"{list_name}."):
             continue  # of the layers, or around them
         parent, _, local = name.rpartition(".")
-        if next(module.parameters(), None) is not None and _is_there(model, name):
+        if next(module.parameters(), None) is not None and _has_module(model, name):
             setattr(model.get_submodule(parent), local, _Unused(module))
     model.all_tied_weights_keys = {}
 
 
-def _is_there(model: nn.Module, name: str) -> bool:
+def _has_module(model: nn.Module, name: str) -> bool:
     try:
         model.get_submodule(name)
     except AttributeError:  # its parent was removed
@@ -353,7 +350,7 @@ def _is_there(model: nn.Module, name: str) -> bool:
     return True
 
 
-class _Cut:
+class _LayerCalls:
     """Calls a model of transformers of which some layers are left: a tensor enters at the first of
     these, and leaves behind the last. Without layers both are where the first one was."""
 
@@ -364,10 +361,10 @@ class _Cut:
         self._entering: Tensor | None = None
         self._leaving: Tensor | None = None
         for number, layer in enumerate(model.get_submodule(decoder.list_name).children()):
-            layer.forward = partial(self._layer, number, layer.forward)
+            layer.forward = partial(self._call_layer, number, layer.forward)
 
     def call(self, model: nn.Module, entering: Tensor | None, **inputs: Any) -> tuple[Any, Tensor]:
-        """The output of `model`, and what left the layers."""
+        """Call `model`. Returns its output, and what left its layers."""
         self._entering = entering
         try:
             output = model(**inputs, use_cache=False)
@@ -376,7 +373,7 @@ class _Cut:
         finally:
             self._entering = self._leaving = None
 
-    def _layer(self, number: int, layer: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
+    def _call_layer(self, number: int, layer: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
         if number == self.first and self._entering is not None:
             x = self._entering
         if number not in self.kept:
@@ -391,42 +388,42 @@ class _Cut:
 
 
 class DecoderBody(BodyStage):
-    """Layers of transformers."""
+    """A body stage: layers of transformers."""
 
     def __init__(
         self, decoder: Decoder, layers: range, block_causal: bool, base: Base | None = None
     ) -> None:
         nn.Module.__init__(self)
-        self.model: PreTrainedModel = decoder.empty(layers, base)
+        self.model: PreTrainedModel = decoder.build(layers, base)
         self.block_causal = block_causal
         items = list(self.model.get_submodule(decoder.list_name).children())
         self.layers = [items[number] for number in layers]
-        self._cut, self.recompute = _Cut(self.model, decoder, layers), False
+        self._cut, self.recompute = _LayerCalls(self.model, decoder, layers), False
 
     def forward(self, x: Tensor) -> Tensor:
         places = {}
         begins = x[..., -1:]
         if self.block_causal:
-            x, places = x[..., :-1], {"position_ids": positions_of(begins[..., 0])}
+            x, places = x[..., :-1], {"position_ids": document_positions(begins[..., 0])}
         self._cut.recompute = self.recompute
-        shown = x.detach()  # of which transformers takes shape and dtype
+        shown = x.detach()  # transformers needs only its shape and dtype
         _, y = self._cut.call(self.model.base_model, x, inputs_embeds=shown, **places)
         y = y.float()
         return torch.cat((y, begins.to(y.dtype)), dim=-1) if self.block_causal else y
 
 
 class DecoderEnds(EmbeddingStage):
-    """Embedding, norm and head of transformers, with all that the class does to them."""
+    """Stage 0: embedding, norm and head of transformers, with all that the class does to them."""
 
     def __init__(self, decoder: Decoder, block_causal: bool) -> None:
         super().__init__()
-        self.model: PreTrainedModel = decoder.empty(range(0))
+        self.model: PreTrainedModel = decoder.build(range(0))
         self.block_causal = block_causal
-        self._cut = _Cut(self.model, decoder, range(0))
+        self._cut = _LayerCalls(self.model, decoder, range(0))
 
     def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
         begins = torch.zeros_like(tokens) if begins is None else begins
-        places = {"position_ids": positions_of(begins)} if self.block_causal else {}
+        places = {"position_ids": document_positions(begins)} if self.block_causal else {}
         _, x = self._cut.call(self.model.base_model, None, input_ids=tokens, **places)
         x = x.float()
         return torch.cat((x, begins[..., None].to(x.dtype)), dim=-1) if self.block_causal else x
@@ -438,7 +435,7 @@ class DecoderEnds(EmbeddingStage):
         return logits
 
 
-def positions_of(begins: Tensor) -> Tensor:
+def document_positions(begins: Tensor) -> Tensor:
     """Positions that begin anew in each document, int64 [B, T], by which transformers keeps
     documents apart. `begins` [B, T] isn't 0 where one begins."""
     places = torch.arange(begins.shape[1], device=begins.device).expand(begins.shape)

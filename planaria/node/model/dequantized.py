@@ -52,7 +52,7 @@ STEP: Final = 7.874015718698502e-3
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix of codes and scales; it is used like the place of a float32 tensor."""
+    """A checkpoint's matrix of codes and scales, in place of a float32 tensor's TensorPlace."""
 
     shape: tuple[int, ...]
     codes: TensorPlace
@@ -68,7 +68,7 @@ class Quantized:
         return math.prod(self.shape)
 
     def check(self, fits: bool, **sizes: int) -> None:
-        """Raises UnsupportedModelError unless all parts are there, in these sizes."""
+        """Check that the matrix has all parts in these sizes. Raises UnsupportedModelError."""
         places = {"codes": self.codes, **self.parts}
         actual = {name: place.size for name, place in places.items()}
         kinds = [place.kind for place in places.values()]
@@ -87,7 +87,7 @@ class FourBit(Quantized):
     offset: float  # of nested scales
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """The values, float32, concatenated. Raises OSError."""
+        """The matrix's values, float32, in pieces. Raises OSError."""
         table, scales = _load(self.parts["quant_map"]), _load(self.parts["absmax"])
         if self.outer:
             of_scales = _load(self.parts["nested_absmax"]).repeat_interleave(self.outer)
@@ -108,7 +108,7 @@ class Scaled(Quantized):
     factor: float  # of all values
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """The values, float32, concatenated. Raises OSError."""
+        """The matrix's values, float32, in pieces. Raises OSError."""
         (rows, columns), (high, wide) = self.shape, self.block
         scales = _load(self.parts["scales"]).float().view(-(-rows // high), -1)
         for first in range(0, rows, step := max(1, CHUNK // columns)):
@@ -170,7 +170,7 @@ def _scaled(
 
 
 def _load(place: TensorPlace, start: int = 0, stop: int | None = None) -> Tensor:
-    """Values from `start` to before `stop`, flat, as they are stored. Raises OSError."""
+    """Values of a part, from `start` to before `stop`, flat, as they are stored. Raises OSError."""
     kind = KINDS[place.kind]
     size = kind.itemsize * ((place.size if stop is None else stop) - start)
     with place.file.open("rb") as file:

@@ -23,40 +23,40 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
 
-def weights(config: ModelConfig) -> list[Weight]:
-    """All tensors of the model, each once, from the embedding to the head."""
+def model_weights(config: ModelConfig) -> list[Weight]:
+    """All tensors of the model with their places, each once, from the embedding to the head."""
     stages = range(1, config.stages + 1)
-    embedding, *head = _laid(0, named_shapes(config, 0))
-    layers = [weight for stage in stages for weight in _laid(stage, named_shapes(config, stage))]
+    embedding, *head = _located(0, named_shapes(config, 0))
+    layers = [weight for stage in stages for weight in _located(stage, named_shapes(config, stage))]
     return [embedding, *layers, *head]
 
 
-def adapters(config: ModelConfig) -> list[Weight]:
-    """All adapters' tensors, from the first layer's to the last's."""
+def lora_weights(config: ModelConfig) -> list[Weight]:
+    """All adapters' tensors with their places, from the first layer's to the last's."""
     stages = range(1, config.stages + 1)
-    return [weight for stage in stages for weight in _laid(stage, trained_shapes(config, stage))]
+    return [weight for stage in stages for weight in _located(stage, trained_shapes(config, stage))]
 
 
 def counterparts(config: ModelConfig, stage: int, other: int) -> list[tuple[Weight, Weight | None]]:
-    """Each trained tensor of the body stage, and that of the layer at the same relative depth in
-    the other one; None: it has another shape there, or is missing."""
+    """Each trained tensor of a body stage, and that of the layer at the same relative depth in the
+    other one; None: it has another shape there, or is missing."""
     own, layers = config.layers_of(stage), config.layers_of(other)
     list_name = "model.layers" if config.own is None else config.own.layers
-    of_other = {weight.name: weight for weight in _laid(other, trained_shapes(config, other))}
+    of_other = {weight.name: weight for weight in _located(other, trained_shapes(config, other))}
 
     def counterpart(weight: Weight) -> Weight | None:
         start, _, rest = weight.name.partition(f"{list_name}.")
         number, _, name = rest.partition(".")
-        middle = 2 * own.index(int(number)) + 1  # of the layer, in half layers
+        middle = 2 * own.index(int(number)) + 1  # the layer's middle, in half layers
         layer = layers[middle * len(layers) // (2 * len(own))]
         match = of_other.get(f"{start}{list_name}.{layer}.{name}")
         return match if match and match.shape == weight.shape else None
 
-    laid = _laid(stage, trained_shapes(config, stage))
+    laid = _located(stage, trained_shapes(config, stage))
     return [(weight, counterpart(weight)) for weight in laid]
 
 
-def _laid(stage: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:
+def _located(stage: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:
     offset = 0
     for name, shape in shapes.items():
         weight = Weight(name, stage, offset, shape)

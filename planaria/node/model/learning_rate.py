@@ -9,28 +9,26 @@ if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
-
-
 WARMUP: Final = 20
 """Default steps of warm-up in a run that is long enough."""
 
 
 def peak_of(run: RunFile) -> float:
-    """Peak of the schedule: the run file's, or the default of its model."""
+    """Peak of the learning rate: the run file's, or the default of its model."""
     return run.training.lr or run.config.learning_rate
 
 
 def warmup_of(run: RunFile) -> int:
-    """Steps of warm-up: the run file's, or `WARMUP`, but at most a tenth of the run."""
+    """A run's steps of warm-up: the run file's, or `WARMUP`, but at most a tenth of the run."""
     warmup = run.training.warmup
     return min(WARMUP, run.steps // 10) if warmup is None else warmup
 
 
-def of_run(step: int, run: RunFile) -> float:
-    """The run's rate at a step, the same for all stages. Behind a change of settings it rises to
-    the schedule's over `training.rewarm` steps."""
+def rate_of(step: int, run: RunFile) -> float:
+    """The run's learning rate at a step, the same for all stages. Behind a change of settings it
+    rises to the schedule's over `training.rewarm` steps."""
     training, since = run.training, step - run.changed_at
-    rate = scheduled(
+    rate = scheduled_rate(
         step,
         run.steps,
         peak_of(run),
@@ -43,9 +41,9 @@ def of_run(step: int, run: RunFile) -> float:
     return rate * since / training.rewarm if rising else rate
 
 
-def describe(run: RunFile) -> str:
-    """Message about the rate, for the start of the run."""
-    last = of_run(run.steps, run)
+def describe_rate(run: RunFile) -> str:
+    """Message about the learning rate, for the start of the run."""
+    last = rate_of(run.steps, run)
     muon = f" (matrices of body stages {run.training.muon_lr:g}, by Muon)"
     return (
         f"learning rate: {peak_of(run):g}{muon if run.optimizer == 'muon' else ''} after "
@@ -54,9 +52,9 @@ def describe(run: RunFile) -> str:
     )
 
 
-def too_long(run: RunFile) -> str | None:
+def warmup_too_long(run: RunFile) -> str | None:
     """Warning if the run ends before its warm-up does."""
-    peak, warmup, last = peak_of(run), warmup_of(run), of_run(run.steps, run)
+    peak, warmup, last = peak_of(run), warmup_of(run), rate_of(run.steps, run)
     if warmup <= run.steps:
         return None
     return (
@@ -66,7 +64,7 @@ def too_long(run: RunFile) -> str | None:
     )
 
 
-def scheduled(
+def scheduled_rate(
     step: int,
     steps: int,
     peak: float,
@@ -75,7 +73,7 @@ def scheduled(
     schedule: Schedule = "cosine",
     decay_share: float = 1.0,
 ) -> float:
-    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then `schedule`.
+    """Learning rate of step `step` of `steps`, counted from 1: linear warm-up, then `schedule`.
 
     The first step gets peak / warmup, step `warmup` the peak. `cosine` and `linear` then decrease.
     `wsd` (warm-up, stable, decay: arXiv 2404.06395) keeps the peak until the last decay_share x
@@ -99,7 +97,7 @@ def scheduled(
 
 
 def boost(step: int, boosted_at: int, factor: float, over: int) -> float:
-    """Scale of the learning rate at step `step` of a stage rebuilt inexactly (CheckFree, Alg. 1).
+    """Scale of the learning rate at a step of a stage rebuilt inexactly (CheckFree, Alg. 1).
 
     `boosted_at` is the committed step at the rebuild, 0 if there was none: at step 0 a stage is
     still made from the seed. The scale is `factor` at the first step after it and decreases

@@ -24,7 +24,7 @@ from planaria.node.model.shape import ModelConfig, adapted, trained_shapes
 
 
 class AdaptedLinear(nn.Module):
-    """The output of `base`, plus scale B A x."""
+    """A linear module with an adapter: the output of `base`, plus scale B A x."""
 
     def __init__(self, base: nn.Linear | QuantizedLinear, rank: int, scale: float) -> None:
         super().__init__()
@@ -33,17 +33,16 @@ class AdaptedLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float [.., in] to [.., out]."""
+        """Map float [.., in] to [.., out] by the base and its adapter."""
         flat = x.flatten(0, -2)
         low = self.scale * F.linear(flat, self.lora_A)
         out: Tensor = self.base(flat)
-        out.addmm_(low, self.lora_B.t().to(out.dtype))  # neither a copy nor a pass for the scale
+        out.addmm_(low, self.lora_B.t().to(out.dtype))  # in place; `low` is scaled already
         return out.view(*x.shape[:-1], -1)
 
 
-def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:
-    """Add the adapters of `config.lora` to the module, with these flat weights, float32 [n], and
-    freeze the rest."""
+def add_adapters(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:
+    """Add adapters with these flat weights, float32 [n], to a stage, and freeze the rest."""
     lora = config.lora
     assert lora is not None
     for parameter in module.parameters():
@@ -58,12 +57,12 @@ def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> St
         owner, base = module.get_submodule(parent), module.get_submodule(name)
         assert isinstance(base, kinds)
         setattr(owner, local, AdaptedLinear(base, lora.rank, lora.scale))
-    _give(module, weights)
+    _set_adapters(module, weights)
     return module
 
 
-def _give(module: nn.Module, weights: Tensor) -> None:
-    """Make its adapters views of these weights."""
+def _set_adapters(module: nn.Module, weights: Tensor) -> None:
+    """Make a stage's adapters views of these weights."""
     offset = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -72,24 +71,24 @@ def _give(module: nn.Module, weights: Tensor) -> None:
 
 
 def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
-    """Initial adapters, flat, float32 [n] on the CPU, from (seed, stage). B = 0 keeps the model's
-    output; A is uniform in ± 1 / sqrt(in), as in peft."""
+    """A stage's initial adapters, flat, float32 [n] on the CPU, from (seed, stage). B = 0 keeps the
+    model's output; A is uniform in ± 1 / sqrt(in), as in peft."""
     key = struct.pack("<4sQQ", b"lora", seed, stage)
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key))
     parts = [torch.empty(0)]
     for name, (rows, columns) in trained_shapes(config, stage).items():
         part = torch.zeros(rows, columns)
         if name.endswith(".lora_A.weight"):
-            drawn = torch.empty(rows, columns, dtype=torch.float64)  # see model.build_stage
+            drawn = torch.empty(rows, columns, dtype=torch.float64)  # see modules.build_stage
             part.copy_(drawn.uniform_(-1, 1, generator=generator) / columns**0.5)
         parts.append(part.flatten())
     return torch.cat(parts)
 
 
 class Frozen:
-    """The frozen parameters and packed matrices of a module. Parameters are float32 or, where the
-    run computes in `bf16`, matrices in bf16 if that is exact: autocast would otherwise cast them at
-    each use."""
+    """The frozen base of a stage with adapters: parameters and packed matrices. Parameters are
+    float32 or, where the run computes in `bf16`, matrices in bf16 if that is exact: autocast would
+    otherwise cast them at each use."""
 
     def __init__(self, module: nn.Module, bf16: bool) -> None:
         self._slots = [
@@ -102,7 +101,7 @@ class Frozen:
         self._shrink()
 
     def put(self, words: Tensor) -> None:
-        """Make the base a view of these `words`."""
+        """Make the frozen base a view of these `words`."""
         parts = torch.split(words, [size_of(slot) for slot in self._slots])
         for slot, part in zip(self._slots, parts, strict=True):
             put_words(slot, part)
@@ -110,32 +109,31 @@ class Frozen:
 
     def _shrink(self) -> None:
         parameters = [slot for slot in self._slots if isinstance(slot, nn.Parameter)]
-        if self._bf16 and all(map(_fits, parameters)):
+        if self._bf16 and all(map(_fits_bf16, parameters)):
             for parameter in parameters:  # none keeps the float32 values of `put`
                 small = parameter.bfloat16() if parameter.dim() > 1 else parameter.clone()
                 parameter.data = small.detach()
 
     def words(self) -> Tensor:
-        """A copy of all on the CPU, float32 [size]: parameters by their values, packed matrices by
-        their bits. A device may have no room for it."""
+        """A copy of the frozen base on the CPU, float32 [size]: parameters by their values, packed
+        matrices by their bits. A device may have no room for it."""
         return torch.cat([words_of(slot).cpu() for slot in self._slots])
 
 
-def _fits(part: Tensor) -> bool:
-    """Whether bf16 represents it exactly; True for vectors, which stay float32."""
+def _fits_bf16(part: Tensor) -> bool:
+    """Whether bf16 represents a parameter exactly; True for vectors, which stay float32."""
     some = torch.split(part.flatten(), AT_ONCE)
     return part.dim() < 2 or all(torch.equal(values.bfloat16().float(), values) for values in some)
 
 
-def copied(module: Stage, weights: Tensor) -> Stage:
-    """A copy of the stage with these flat weights as its trained ones; it shares the rest with the
-    module."""
+def copy_with(module: Stage, weights: Tensor) -> Stage:
+    """A copy of a stage with these flat weights as its trained ones; the rest is shared."""
     shared = (tensor for tensor in module.parameters() if not tensor.requires_grad)
     copy = deepcopy(module, {id(tensor): tensor for tensor in (*shared, *module.buffers())})
-    _give(copy, weights)
+    _set_adapters(copy, weights)
     return copy
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The matrix with its adapter merged: float32 [out, in]."""
+    """A matrix with its adapter merged: float32 [out, in]."""
     return weight + scale * (b @ a)

@@ -29,8 +29,8 @@ from planaria.node.model.subspace import subspace_of
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for a sequence of `length` tokens, float32 [length, head_dim] on the CPU;
-    feature i is paired with i + head_dim / 2."""
+    """RoPE's cosines and sines for a sequence of `length` tokens, float32 [length, head_dim] on the
+    CPU; feature i is paired with i + head_dim / 2."""
     with torch.device("cpu"):
         speeds, scale = rope_speeds(config, length)
         angles = torch.outer(torch.arange(length).float(), speeds).repeat(1, 2)
@@ -38,8 +38,8 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair of features, float32 [head_dim / 2], and the factor of
-    cosines and sines, for a sequence of `length` tokens.
+    """RoPE's radians per position of a pair of features, float32 [head_dim / 2], and its factor
+    of cosines and sines, for a sequence of that length.
 
     The types of `config.rope_scaling` are those of transformers (modeling_rope_utils, 5.23):
     "linear" and "dynamic" (NTK, which depends on the length) as discussed by their users. "yarn" is
@@ -63,7 +63,7 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
         kept = ((positions * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return speeds * (kept + (1 - kept) / rope.factor), 1.0
 
-    def pair(turns: float) -> float:  # which turns this often in the known positions
+    def pair(turns: float) -> float:  # the pair that turns this often in the trained positions
         return dim * math.log(positions / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
@@ -76,7 +76,7 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
 
 
 def _yarn_scale(rope: RopeScaling) -> float:
-    """Factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
+    """YaRN's factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -95,8 +95,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Map float [.., in] to [.., out], in the dtype of x or of autocast. The weights may have fewer
-    bits."""
+    """Map float [.., in] to [.., out] in the dtype of x or of autocast, whatever the weights'."""
     if not torch.is_autocast_enabled(x.device.type):
         weight = weight.to(x.dtype)
     return F.linear(x, weight, bias)
@@ -128,7 +127,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask`: bool [B, 1, T, T], what each token attends to; None: causal."""
+        """Attend. `mask`: bool [B, 1, T, T], what each token attends to; None: causal."""
 
         def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
             return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -171,7 +170,7 @@ class Block(nn.Module):
 
 
 class SubspaceBlock(Block):
-    """A block whose residual stream lies in a subspace."""
+    """A transformer block whose residual stream lies in a subspace."""
 
     def forward(  # type: ignore[override]
         self,
@@ -200,7 +199,7 @@ def within_documents(begins: Tensor) -> Tensor:
 
 
 class BodyStage(nn.Module):
-    """Blocks of one body stage. All body stages have the same names and shapes."""
+    """The blocks of one body stage. All body stages have the same names and shapes."""
 
     draws = True
     """Whether blocks may draw random numbers (dropout), which recomputation must draw again."""
@@ -211,10 +210,10 @@ class BodyStage(nn.Module):
         self.recompute = False  # recompute the blocks' activations in backward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float [B, T, crossing], T at most the context. Raises ValueError."""
-        return self._through(x, *self.beside(x.shape[1]))
+        """Map float [B, T, crossing] by all blocks, T at most the context. Raises ValueError."""
+        return self._through_blocks(x, *self.arguments(x.shape[1]))
 
-    def _through(self, x: Tensor, *beside: Any) -> Tensor:
+    def _through_blocks(self, x: Tensor, *beside: Any) -> Tensor:
         for block in self.layers:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(
@@ -224,8 +223,8 @@ class BodyStage(nn.Module):
                 x = block(x, *beside)
         return x.float()  # an own block may return fewer bits under autocast
 
-    def beside(self, length: int) -> tuple[Tensor, ...]:
-        """Further arguments of blocks for `length` tokens. Raises ValueError."""
+    def arguments(self, length: int) -> tuple[Tensor, ...]:
+        """Further arguments of the blocks for `length` tokens. Raises ValueError."""
         return ()
 
 
@@ -236,10 +235,10 @@ class LlamaBody(BodyStage):
         kind = Block if config.subspace is None else SubspaceBlock
         super().__init__(kind(config) for _ in config.layers_of(stage))
         self.block_causal = config.block_causal
-        self.fix(config)
+        self.set_constants(config)
 
-    def fix(self, config: ModelConfig) -> None:
-        """Set what isn't trained, a function of the configuration."""
+    def set_constants(self, config: ModelConfig) -> None:
+        """Set what isn't trained, RoPE and subspace, as the configuration says."""
         self.config = config
         cos, sin = rope_tables(config, config.context)
         self.cos = nn.Buffer(cos, persistent=False)
@@ -250,17 +249,17 @@ class LlamaBody(BodyStage):
         if not self.block_causal and self.subspace is None:
             return super().forward(x)
         x, begins = (x[..., :-1], x[..., -1:]) if self.block_causal else (x, x[..., :0])
-        beside: list[Any] = [*self.beside(x.shape[1])]
+        beside: list[Any] = [*self.arguments(x.shape[1])]
         digits = x[..., :0]
         if self.subspace is not None:
-            x, fixed, digits = self.subspace.taken_apart(x)
+            x, fixed, digits = self.subspace.split(x)
             beside.append(partial(self.subspace.stream, fixed=fixed))
         if self.block_causal:
             beside.append(within_documents(begins[..., 0]))
-        y = self._through(x, *beside)
+        y = self._through_blocks(x, *beside)
         return torch.cat((y, digits.to(y.dtype), begins.to(y.dtype)), dim=-1)
 
-    def beside(self, length: int) -> tuple[Tensor, ...]:
+    def arguments(self, length: int) -> tuple[Tensor, ...]:
         if length > len(self.cos):
             raise ValueError(f"{length} tokens don't fit in the context of {len(self.cos)}")
         rope = self.config.rope_scaling
@@ -302,16 +301,16 @@ class LlamaEnds(EmbeddingStage):
         self.lm_head: nn.Linear | None = None
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
-        self.fix(config)
+        self.set_constants(config)
 
-    def fix(self, config: ModelConfig) -> None:
-        """Set what isn't trained, a function of the configuration."""
+    def set_constants(self, config: ModelConfig) -> None:
+        """Set what isn't trained, the subspace, as the configuration says."""
         self.subspace = subspace_of(config)
 
     def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
         x = F.embedding(tokens, self.embed_tokens.weight).float()
         if self.subspace is not None:
-            x = self.subspace.of(tokens, x)
+            x = self.subspace.with_digits(tokens, x)
         if not self.block_causal:
             return x
         begins = torch.zeros_like(tokens) if begins is None else begins
@@ -321,7 +320,7 @@ class LlamaEnds(EmbeddingStage):
         if self.block_causal:
             x = x[..., :-1]
         if self.subspace is not None:
-            figures, fixed, _ = self.subspace.taken_apart(x)
+            figures, fixed, _ = self.subspace.split(x)
             x = self.subspace.stream(figures, fixed)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return linear(self.norm(x), head.weight)
@@ -332,7 +331,7 @@ class LlamaEnds(EmbeddingStage):
 
 
 class OwnEnds(EmbeddingStage):
-    """Ends of an own architecture."""
+    """Stage 0 of an own architecture."""
 
     def __init__(self, ends: nn.Module) -> None:
         super().__init__()
@@ -355,12 +354,12 @@ Stage = EmbeddingStage | BodyStage
 
 
 def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
-    """Shapes of the stage's parameters, in their order, without building it."""
+    """Shapes of a stage's parameters, in their order, without building it."""
     return [torch.Size(shape) for shape in named_shapes(config, stage).values()]
 
 
-def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
-    """A stage with uninitialized weights. Raises ValueError."""
+def _new_stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
+    """Build a stage with uninitialized weights. Raises ValueError."""
     if not 0 <= stage <= config.stages:
         raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
     if config.own is None:
@@ -380,15 +379,15 @@ def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None
     base; `own`: the loaded own architecture of the run. Raises ValueError for an unknown stage."""
     if own is None:
         with torch.device("meta"):
-            module = _stage(config, stage, None)
+            module = _new_stage(config, stage, None)
         if (base := config.base_of(stage)) is not None:
             quantize(module, base)
         module.to_empty(device="cpu")
         assert isinstance(module, LlamaBody | LlamaEnds)
-        module.fix(config)
+        module.set_constants(config)
     else:
         with kept_random_state():  # constructors of layers draw initial weights
-            module = _stage(config, stage, own)
+            module = _new_stage(config, stage, own)
     for parameter in module.parameters():
         parameter.data.zero_()
     return module
@@ -397,18 +396,18 @@ def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None
 def build_stage(
     config: ModelConfig, stage: int, seed: int, own: Architecture | None = None
 ) -> Stage:
-    """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
+    """Build a stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
 
     They are normal, with the deviations of LLaMA or of the `own` architecture; 0 keeps the
     constructor's values. Every replica makes the same ones; the global random state is neither used
     nor changed. Raises ValueError for an unknown stage.
     """
-    with kept_random_state(_seed(seed, stage, config.layers)):
-        module = _stage(config, stage, own)
-    deviation = partial(_deviation, config) if own is None else own.deviation
+    with kept_random_state(_layer_seed(seed, stage, config.layers)):
+        module = _new_stage(config, stage, own)
+    deviation = partial(_llama_deviation, config) if own is None else own.deviation
     parts = module.layers if isinstance(module, BodyStage) else [module]
     for layer, part in enumerate(parts):
-        generator = torch.Generator().manual_seed(_seed(seed, stage, layer))
+        generator = torch.Generator().manual_seed(_layer_seed(seed, stage, layer))
         for name, parameter in part.named_parameters():
             std = deviation(name.removeprefix("ends."), tuple(parameter.shape))
             if std == 0:
@@ -420,14 +419,14 @@ def build_stage(
     return module
 
 
-def _seed(seed: int, stage: int, layer: int) -> int:
+def _layer_seed(seed: int, stage: int, layer: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed, stage, layer))
 
 
-def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
-    """LLaMA's deviation: 0.02; of the two projections into the residual stream less by 1/sqrt(2
-    layers) (GPT-2, section 2.3). Norms start at 1, biases at 0. Writes into a subspace of the
-    stream are scaled up, so that their contribution to a feature is as large."""
+def _llama_deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
+    """LLaMA's deviation of initial weights: 0.02; of the two projections into the residual stream
+    less by 1/sqrt(2 layers) (GPT-2, section 2.3). Norms start at 1, biases at 0. Writes into a
+    subspace of the stream are scaled up, so that their contribution to a feature is as large."""
     if len(shape) == 1:
         return 0.0
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -436,11 +435,10 @@ def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
     return deviation / (2 * config.layers) ** 0.5 if residual else deviation
 
 
-def with_weights(
+def inference_stage(
     config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
 ) -> Stage:
-    """A stage for inference: its parameters are views of the flat `weights`, float32 [n], and need
-    no gradient."""
+    """A stage that isn't trained, whose parameters are views of flat `weights`, float32 [n]."""
     if own is not None:  # it may have buffers
         module = empty_stage(config, stage, own).to(weights.device)
         split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])
@@ -448,7 +446,7 @@ def with_weights(
             parameter.data = part.view(parameter.shape)
         return module.requires_grad_(False)
     with torch.device("meta"):
-        module = _stage(config, stage, None)
+        module = _new_stage(config, stage, None)
     offset = 0
     for name, parameter in list(module.named_parameters()):
         owner, _, local = name.rpartition(".")
@@ -456,5 +454,5 @@ def with_weights(
         setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
         offset += parameter.numel()
     assert isinstance(module, LlamaBody | LlamaEnds)
-    module.fix(config)
+    module.set_constants(config)
     return module.to(weights.device)

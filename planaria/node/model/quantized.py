@@ -52,12 +52,12 @@ class Packed(NamedTuple):
 
     @property
     def words(self) -> Tensor:
-        """All bits as float32 [n / 4 + m], in which form they are hashed and sent."""
+        """A matrix's bits as float32 [n / 4 + m], in which form they are hashed and sent."""
         return torch.cat([self.codes.view(torch.float32), self.scales])
 
 
-def sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, int]:
-    """Numbers of codes' bytes and of scales of a matrix [out, in]."""
+def packed_sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, int]:
+    """Numbers of codes' bytes and of scales of a packed matrix [out, in]."""
     rows, columns = shape
     size = rows * columns
     match base:
@@ -71,8 +71,8 @@ def sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, int]:
 
 
 def pack(pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Base) -> Packed:
-    """Pack [out, in] on the CPU. The float32 values come in pieces, of which few are kept."""
-    of_codes, of_scales = sizes(shape, base)
+    """Pack a matrix [out, in] on the CPU; of its pieces, float32, few are kept at a time."""
+    of_codes, of_scales = packed_sizes(shape, base)
     codes, scales, done = torch.zeros(of_codes, dtype=torch.uint8), torch.zeros(of_scales), 0
     unit = {"nf4": NF4_BLOCK, "int8": shape[1], "bf16": 1}[base]
     for values in _in_units(pieces, unit):
@@ -100,7 +100,7 @@ def pack(pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Ba
 
 
 def _in_units(pieces: Iterable[Tensor], unit: int) -> Iterator[Tensor]:
-    """The pieces' values, flat, some whole units at a time; the last unit may have fewer values."""
+    """A matrix's values, flat, some whole units at a time; the last unit may have fewer."""
     left = torch.empty(0)
     for piece in pieces:
         for part in torch.split(piece.flatten(), AT_ONCE):
@@ -114,14 +114,14 @@ def _in_units(pieces: Iterable[Tensor], unit: int) -> Iterator[Tensor]:
 
 
 def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in], rounded from float32 to `dtype`."""
+    """The values of a packed matrix [out, in], rounded from float32 to `dtype`."""
     codes, scales = packed
     size = shape.numel()
     match base:
-        case "nf4" if codes.device.type in BY_LIBRARY and (library := _library()) is not None:
+        case "nf4" if codes.device.type in BY_LIBRARY and (library := _bitsandbytes()) is not None:
             state = library.QuantState(
                 absmax=scales,
-                shape=(len(scales), NF4_BLOCK),  # of others 0.50.2 unpacks some wrongly on CPUs
+                shape=(len(scales), NF4_BLOCK),  # 0.50.2 unpacks some others wrongly on CPUs
                 code=NF4.to(codes.device),
                 blocksize=NF4_BLOCK,
                 quant_type="nf4",
@@ -140,7 +140,7 @@ def unpack(packed: Packed, shape: torch.Size, base: Base, dtype: torch.dtype) ->
 
 
 @cache
-def _library() -> Any:
+def _bitsandbytes() -> Any:
     """`bitsandbytes.functional`; None: it can't be used here."""
     if find_spec("bitsandbytes") is None:
         return None
@@ -159,8 +159,8 @@ def _library() -> Any:
     return functional
 
 
-def rounded(weight: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-    """The words of float32 [out, in], packed, and the values that these stand for, float32."""
+def pack_and_unpack(weight: Tensor, base: Base) -> tuple[Tensor, Tensor]:
+    """The words of float32 [out, in], packed, and the values that they stand for, float32."""
     packed = pack([weight], weight.shape, base)
     return packed.words, unpack(packed, weight.shape, base, torch.float32)
 
@@ -171,7 +171,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, base: Base) -> None:
         super().__init__()
         self.shape, self.base = linear.weight.shape, base
-        codes, scales = sizes(self.shape, base)
+        codes, scales = packed_sizes(self.shape, base)
         device = linear.weight.device
         self.codes = nn.Buffer(torch.empty(codes, dtype=torch.uint8, device=device))
         self.scales = nn.Buffer(torch.empty(scales, device=device))
@@ -193,7 +193,7 @@ class QuantizedLinear(nn.Module):
         return unpack(Packed(self.codes, self.scales), self.shape, self.base, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float [.., in] to [.., out], in the dtype of x or of autocast."""
+        """Map float [.., in] by the packed matrix, in the dtype of x or of autocast."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -202,7 +202,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """The product with a layer's matrix, which is unpacked again for the backward pass."""
+    """The product with a packed matrix, which is unpacked again for the backward pass."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -217,8 +217,8 @@ class _Product(torch.autograd.Function):
 
 @cache
 def _uncompiled_product() -> Callable[[Tensor, QuantizedLinear], Tensor]:
-    """The product, which `torch.compile` leaves as it is. Made when a layer is, since that loads
-    torch's compiler, which takes a second."""
+    """The product with a packed matrix, which `torch.compile` leaves as it is. Made when a layer
+    is, since that loads torch's compiler, which takes a second."""
 
     def product(x: Tensor, layer: QuantizedLinear) -> Tensor:
         out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
@@ -230,7 +230,7 @@ def _uncompiled_product() -> Callable[[Tensor, QuantizedLinear], Tensor]:
 
 
 def quantize(module: nn.Module, base: Base) -> None:
-    """Replace all linear modules by quantized ones, with undefined matrices."""
+    """Replace all linear modules of a stage by packed ones, with undefined matrices."""
     for name, linear in list(module.named_modules()):
         if isinstance(linear, nn.Linear):
             parent, _, local = name.rpartition(".")
@@ -242,7 +242,7 @@ Slot: TypeAlias = nn.Parameter | QuantizedLinear
 
 
 def slots(module: nn.Module) -> Iterator[Slot]:
-    """All parameters and packed matrices, in the order of `named_parameters`."""
+    """All parameters and packed matrices of a module, in the order of `named_parameters`."""
     passed = set()  # tied parameters come once
     for part in module.modules():
         packed: list[Slot] = [part] if isinstance(part, QuantizedLinear) else []
@@ -253,21 +253,21 @@ def slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def size_of(slot: Slot) -> int:
-    """Number of the slot's words."""
+    """Number of words of a parameter or packed matrix."""
     if isinstance(slot, QuantizedLinear):
         return slot.codes.numel() // 4 + slot.scales.numel()
     return slot.numel()
 
 
 def words_of(slot: Slot) -> Tensor:
-    """All bits of the slot as float32 [n]; a parameter's are its values."""
+    """All bits of a slot as float32 [n]; a parameter's are its values."""
     if isinstance(slot, QuantizedLinear):
         return Packed(slot.codes, slot.scales).words
     return slot.detach().flatten().float()
 
 
 def put_words(slot: Slot, words: Tensor) -> None:
-    """Make the slot a view of `words_of` such a slot."""
+    """Make a slot a view of `words_of` such a slot."""
     if isinstance(slot, QuantizedLinear):
         count = len(slot.scales)
         codes = words[: len(words) - count].view(torch.uint8)
@@ -277,7 +277,7 @@ def put_words(slot: Slot, words: Tensor) -> None:
 
 
 def put_values(slot: Slot, pieces: Iterable[Tensor]) -> None:
-    """Set the slot to float32 values of any shapes, on the CPU, concatenated."""
+    """Set a slot to float32 values of any shapes, on the CPU, concatenated."""
     if isinstance(slot, QuantizedLinear):
         slot.put(pack(pieces, slot.shape, slot.base))
     else:

@@ -14,7 +14,7 @@ _ALONE: Final = threading.Lock()
 
 @contextmanager
 def kept_random_state(seed: int | None = None) -> Iterator[None]:
-    """Seed the state in this block, if `seed` is given, and restore it afterwards.
+    """Seed torch's random state in this block, if `seed` is given, and restore it afterwards.
 
     One thread at a time, and not only for reproducible draws. To read the state, torch locks the
     generator and makes a tensor; garbage collection there may switch threads. If the other thread

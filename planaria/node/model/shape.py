@@ -33,10 +33,8 @@ PRESETS = {
     "large": Preset(2048, 16, 24, 6, 4096, 8192, 3e-4),
 }
 
-
 BETAS = (0.9, 0.999)
 """Adam's default decay rates of the first and second moments."""
-
 
 VALUE = 4
 """Bytes of a float32: of a weight, a gradient's element, a moment's, a frozen parameter."""
@@ -56,7 +54,6 @@ BYTES_OF_BASE: Final[dict[Base | None, float]] = {
 COMPUTED: Final = 1.5
 """Memory of a seat in relation to its stage's, computation included."""
 
-
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 """Hugging Face's `model_type`. qwen2's q, k and v have biases, qwen3's q and k norms."""
 AttentionMask = Literal["causal", "block_causal"]
@@ -74,11 +71,9 @@ PROJECTIONS: Final = (
 )
 """Matrices of a layer, as Hugging Face's LLaMA names them."""
 
-
 DIGITS: Final = 3
 """Number of values that encode a token's id at a boundary, in a subspace."""
 MOST_TOKENS: Final = 256**DIGITS
-
 
 BIASES: Final[dict[Family, tuple[str, ...]]] = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -88,12 +83,11 @@ BIASES: Final[dict[Family, tuple[str, ...]]] = {
 }
 """Optional biases of a family's models, as config.json names them."""
 
-
 RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
 
 
 class RopeScaling(NamedTuple):
-    """Scaling of RoPE to more positions (model.rope_speeds), under the names of Hugging Face's
+    """Scaling of RoPE to more positions (modules.rope_speeds), under the names of Hugging Face's
     config.json. None: the type has no such figure, or it follows from others."""
 
     rope_type: RopeType
@@ -110,7 +104,7 @@ class RopeScaling(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The figures that aren't None."""
+        """The figures of RoPE's scaling that aren't None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -119,8 +113,8 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Own(NamedTuple):
-    """A run's own architecture (architecture.py) without its code. Until the code was inspected it
-    has no parameters."""
+    """The shapes of a run's own architecture (architecture.py), without its code. Until the code
+    was inspected it has no parameters."""
 
     module: str  # package.module:build, or the class in transformers
     source: str = ""  # digest of its code, or transformers' version
@@ -137,9 +131,9 @@ class Own(NamedTuple):
 
 
 class Lora(NamedTuple):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), trained in place of the weights. A
-    matrix W of the body [out, in] computes as W + alpha / rank B A, with A [rank, in] and B [out,
-    rank]."""
+    """The figures of low-rank adapters (Hu et al. 2021, arXiv 2106.09685), trained in place of the
+    weights. A matrix W of the body [out, in] computes as W + alpha / rank B A, with A [rank, in]
+    and B [out, rank]."""
 
     rank: int
     alpha: float
@@ -152,7 +146,7 @@ class Lora(NamedTuple):
 
 
 def divisors(whole: int) -> list[int]:
-    """All divisors of `whole`, in ascending order."""
+    """All divisors of a number, in ascending order."""
     small = [part for part in range(1, math.isqrt(whole) + 1) if whole % part == 0]
     return sorted({*small, *(whole // part for part in small)})
 
@@ -263,8 +257,7 @@ class ModelConfig:
 
     @property
     def reach(self) -> int | None:
-        """Number of positions that the model supports, with RoPE scaling; None: no more than the
-        context."""
+        """Number of positions that RoPE and its scaling support; None: as many as the context."""
         rope, positions = self.rope_scaling, self.positions
         if positions is None or rope is None or rope.rope_type == "llama3":
             return positions
@@ -280,7 +273,7 @@ class ModelConfig:
         return self.sizes or tuple(each)
 
     def layers_of(self, stage: int) -> range:
-        """The layers of a stage; stage 0 has none."""
+        """The numbers of a stage's layers; stage 0 has none."""
         first = sum(self.cut[: max(0, stage - 1)])
         return range(first, first + (self.cut[stage - 1] if stage else 0))
 
@@ -295,7 +288,7 @@ class ModelConfig:
 
     @property
     def written(self) -> int:
-        """Features that embedding and projections write into the residual stream."""
+        """Number of features that embedding and projections write into the residual stream."""
         return self.subspace or self.dim
 
     @property
@@ -307,7 +300,7 @@ class ModelConfig:
 
     @property
     def crossing(self) -> int:
-        """Features of a token between two stages: `written` and `beside`."""
+        """Number of a token's features between two stages: `written` and `beside`."""
         return self.written + self.beside
 
     @property
@@ -344,7 +337,7 @@ class ModelConfig:
 
     def trained_in(self, stage: int) -> int:
         """Number of trained parameters of a stage, whose layers may be unlike other stages'."""
-        return _values(trained_shapes, self, stage)
+        return _count_values(trained_shapes, self, stage)
 
     @property
     def alike(self) -> bool:
@@ -358,12 +351,12 @@ class ModelConfig:
 
     @property
     def stage_bytes(self) -> tuple[int, int]:
-        """Memory of weights, gradients and moments: of stage 0, and of the largest body stage."""
+        """Bytes of weights, gradients and moments: of stage 0, and of the largest body stage."""
         first, *bodies = map(self.bytes_of, self._unlike)
         return first, max(bodies)
 
     def bytes_of(self, stage: int) -> int:
-        """Memory of a stage's weights, gradients and moments."""
+        """Bytes of a stage's weights, gradients and moments."""
         trained = self.state_bytes(stage) + VALUE * self.trained_in(stage)
         if self.lora is None:
             return trained
@@ -381,7 +374,7 @@ class ModelConfig:
 
     def values_in(self, stage: int) -> int:
         """Number of parameters of a stage without adapters."""
-        return _values(named_shapes, self, stage)
+        return _count_values(named_shapes, self, stage)
 
     @property
     def values(self) -> int:
@@ -389,33 +382,33 @@ class ModelConfig:
         return sum(map(self.values_in, range(self.stages + 1)))
 
     def packed_in(self, stage: int) -> int:
-        """Number of the stage's that are in packed matrices (quantized.py)."""
+        """Number of a stage's parameters that are in packed matrices (quantized.py)."""
         if self.base_of(stage) is None:
             return 0
-        return _values(matrices, self, stage)
+        return _count_values(matrices, self, stage)
 
     def base_of(self, stage: int) -> Base | None:
-        """Form of the stage's frozen matrices; None: float32."""
+        """Form of a stage's frozen matrices; None: float32."""
         return None if self.lora is None or stage == 0 else self.lora.base
 
     @property
     def seat_bytes(self) -> float:
-        """Memory of a node that serves the largest stage."""
+        """Bytes of memory of a node that serves the largest stage."""
         return COMPUTED * max(self.stage_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _values(
+def _count_values(
     shapes_of: Callable[[ModelConfig, int], Mapping[str, tuple[int, ...]]],
     config: ModelConfig,
     stage: int,
 ) -> int:
-    """Number of values in tensors of these shapes. A plan asks the same some 100,000 times."""
+    """Number of values in a stage's tensors. A plan asks the same some 100,000 times."""
     return sum(map(math.prod, shapes_of(config, stage).values()))
 
 
 def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the trained parameters, in the order of the stage's flat tensors: all of
+    """Names and shapes of a stage's trained parameters, in the order of its flat tensors: all of
     the stage's, or its adapters, with peft's names."""
     all_shapes, lora = named_shapes(config, stage), config.lora
     if lora is None:
@@ -428,19 +421,17 @@ def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]
 
 
 def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """The stage's modules with adapters, and the shapes of their weights. Embedding and head have
-    none."""
+    """A stage's modules with adapters, and their weights' shapes. Embedding and head have none."""
     targets = config.lora.targets if config.lora is not None and stage > 0 else ()
     return {
         module: shape
         for module, shape in matrices(config, stage).items()
-        if _last(module) in targets
+        if _last_name(module) in targets
     }
 
 
 def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """The linear modules of a body stage, and the shape of each one's matrix: what adapters and
-    packed bases apply to."""
+    """The linear modules of a body stage that may have adapters or be packed, and their shapes."""
     shapes: dict[str, tuple[int, int]] = {}
     others: set[str] = set()
     if (own := config.own) is not None:
@@ -456,15 +447,15 @@ def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
 
 def matrix_names(config: ModelConfig) -> list[str]:
     """Names of the modules that adapters can be trained for, as in `Lora.targets`."""
-    return list(dict.fromkeys(map(_last, matrices(config, 1))))
+    return list(dict.fromkeys(map(_last_name, matrices(config, 1))))
 
 
-def _last(module: str) -> str:
+def _last_name(module: str) -> str:
     return module.rpartition(".")[2]
 
 
 def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the stage's parameters, in the order of its module (model.py). The names
+    """Names and shapes of a stage's parameters, in the order of its module (modules.py). The names
     are Hugging Face's; an own architecture's are its code's, with `layers.N.` before a block's."""
     layers = config.layers_of(stage)
     if config.own is not None:
@@ -501,13 +492,10 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(
-    section: ModelSection,
-    vocabulary: int,
-    lora: LoraSection | None = None,
-    muon: bool = False,
+    section: ModelSection, vocabulary: int, lora: LoraSection | None = None, muon: bool = False
 ) -> ModelConfig:
-    """The preset with the section's overrides, for data with `vocabulary` token ids; `lora`: the
-    adapters; `muon`: the body's optimizer.
+    """The shape of a run's model: the preset with the section's overrides, for data with
+    `vocabulary` token ids; `lora`: the adapters; `muon`: the body's optimizer.
 
     Dependent figures follow overridden ones: `kv_heads` is the number of heads. With another `dim`
     than the preset's, `hidden` is 8/3 of it, rounded up to 256s (LLaMA's rule). Other `stages`

@@ -31,7 +31,7 @@ SPREAD: Final = 0.02
 
 
 class Subspace(nn.Module):
-    """Basis and embedding as buffers, which are neither trained nor saved."""
+    """A subspace's basis and fixed embedding, buffers that are neither trained nor saved."""
 
     def __init__(self, vocabulary: int, dim: int, rank: int) -> None:
         super().__init__()
@@ -42,16 +42,16 @@ class Subspace(nn.Module):
     def rank(self) -> int:
         return len(self.basis)
 
-    def of(self, tokens: Tensor, figures: Tensor) -> Tensor:
+    def with_digits(self, tokens: Tensor, figures: Tensor) -> Tensor:
         """Append the digits of tokens int64 [B, T] to figures float [B, T, rank], for a boundary:
         float [B, T, rank + DIGITS]."""
         powers = BASE ** torch.arange(DIGITS, device=tokens.device)
         digits = tokens[..., None] // powers % BASE
         return torch.cat((figures, digits.to(figures.dtype)), dim=-1)
 
-    def taken_apart(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split float [B, T, rank + DIGITS] into figures, the tokens' fixed features [B, T, dim],
-        and the digits. An invalid id counts as the nearest valid one."""
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a boundary's float [B, T, rank + DIGITS] into figures, the tokens' fixed features
+        [B, T, dim], and the digits. An invalid id counts as the nearest valid one."""
         figures, digits = x[..., : self.rank], x[..., self.rank : self.rank + DIGITS]
         powers = BASE ** torch.arange(DIGITS, device=x.device)
         tokens = (digits.detach().round().long() * powers).sum(-1)
@@ -59,7 +59,7 @@ class Subspace(nn.Module):
         return figures, F.embedding(valid, self.embedding), digits
 
     def stream(self, figures: Tensor, fixed: Tensor) -> Tensor:
-        """Residual stream, float [B, T, dim]."""
+        """The residual stream of these figures, float [B, T, dim]."""
         return torch.addmm(fixed.flatten(0, 1), figures.float().flatten(0, 1), self.basis).view_as(
             fixed
         )
@@ -85,7 +85,7 @@ def subspace_of(config: ModelConfig) -> Subspace | None:
 
 @lru_cache(maxsize=4)
 def basis(dim: int, rank: int) -> Tensor:
-    """Orthonormal rows, float32 [rank, dim] on the CPU."""
+    """The subspace's basis: orthonormal rows, float32 [rank, dim] on the CPU."""
     q, r = torch.linalg.qr(_normal((dim, rank), b"basis"))
     rows: Tensor = (q * r.diagonal().sign()).T.contiguous().float()
     return rows
@@ -93,7 +93,7 @@ def basis(dim: int, rank: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def embedding(vocabulary: int, dim: int) -> Tensor:
-    """Fixed embedding, float32 [vocabulary, dim] on the CPU."""
+    """The tokens' fixed embedding, float32 [vocabulary, dim] on the CPU."""
     return (SPREAD * _normal((vocabulary, dim), b"embedding")).float()
 
 

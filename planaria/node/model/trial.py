@@ -22,7 +22,7 @@ from planaria.node.model.decoder import (
     DecoderEnds,
     DecoderError,
     PreTrainedModel,
-    positions_of,
+    document_positions,
 )
 from planaria.node.model.random_state import kept_random_state
 
@@ -66,16 +66,15 @@ SHOWN: Final = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().man
 
 
 class Difference(NamedTuple):
-    """Largest differences of whole and cut, relative to the largest value."""
+    """Largest differences of the model whole and cut, relative to the largest value."""
 
     logits: float
     gradients: float
     where: str = ""  # parameter whose gradient differs most
 
 
-def small(decoder: Decoder, widths: Mapping[str, int] = WIDTHS) -> PreTrainedModel:
-    """The whole model with at most these widths, float32 on the CPU, with random weights. Raises
-    DecoderError."""
+def small_model(decoder: Decoder, widths: Mapping[str, int] = WIDTHS) -> PreTrainedModel:
+    """The decoder's model with small widths and random weights, float32. Raises DecoderError."""
     config, names = decoder.config, decoder.config.attribute_map
     content = config.to_dict()
     figures = {names.get(name, name): width for name, width in widths.items()}
@@ -106,12 +105,12 @@ def small(decoder: Decoder, widths: Mapping[str, int] = WIDTHS) -> PreTrainedMod
     return model
 
 
-def check(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> None:
-    """Raises DecoderError unless the small model computes the same whole and in body stages of
-    so many layers each, as its samples are in the run, and no token sees a later one."""
+def try_cut(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> None:
+    """Check that a small model of the decoder computes the same whole and in body stages of so many
+    layers each. No token may see a later one. Raises DecoderError."""
     try:
-        difference = compare(decoder, cut, block_causal)
-        strange = sees_too_much(small(decoder), block_causal)
+        difference = whole_and_cut(decoder, cut, block_causal)
+        strange = sees_too_much(small_model(decoder), block_causal)
     except DecoderError:
         raise
     except Exception as error:
@@ -135,10 +134,10 @@ def check(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> None:
     )
 
 
-def compare(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> Difference:
-    """Compare the small model, whole and in body stages of so many layers each. Raises
-    DecoderError, and whatever the class raises."""
-    whole = small(decoder)
+def whole_and_cut(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> Difference:
+    """Compare what the small model computes whole, and in body stages of so many layers each.
+    Raises DecoderError, and whatever the class raises."""
+    whole = small_model(decoder)
     tiny = _Small(decoder, whole)
     ends = DecoderEnds(tiny, block_causal)
     bodies = [
@@ -151,11 +150,11 @@ def compare(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> Differe
     parts = {name.removeprefix("model."): part for name, part in named}
     for name, part in parts.items():
         part.data.copy_(weights[name])
-    x = ends.embed(SHOWN, _begins() if block_causal else None)
+    x = ends.embed(SHOWN, _beginnings() if block_causal else None)
     for body in bodies:
         x = body(x)
     logits = ends.logits(x)
-    expected: Tensor = whole(input_ids=SHOWN, use_cache=False, **_places(block_causal)).logits
+    expected: Tensor = whole(input_ids=SHOWN, use_cache=False, **_position_ids(block_causal)).logits
     for result in (logits, expected):
         loss = F.cross_entropy(result.float().flatten(0, 1), SHOWN.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -168,11 +167,11 @@ def compare(decoder: Decoder, cut: Sequence[int], block_causal: bool) -> Differe
         difference = (gradient if mine is None else gradient - mine).abs().max().item()
         if not difference <= most:
             most, where = difference, name
-    return Difference(_relative(logits, expected), most / (largest or 1.0), where)
+    return Difference(_difference(logits, expected), most / (largest or 1.0), where)
 
 
 class _Small(Decoder):
-    """The decoder of a small model."""
+    """The decoder of a trial's small model."""
 
     def __init__(self, decoder: Decoder, model: PreTrainedModel) -> None:
         self.source, self.kind, self.config = decoder.source, decoder.kind, model.config
@@ -181,26 +180,25 @@ class _Small(Decoder):
 
 @torch.no_grad()
 def sees_too_much(model: PreTrainedModel, block_causal: bool) -> float:
-    """Relative change of a document's logits where another one is behind it, or, if documents are
-    to be kept apart, before it."""
-    logits = model(input_ids=SHOWN, use_cache=False, **_places(block_causal)).logits
+    """Relative change of a document's logits by tokens that it must not see."""
+    logits = model(input_ids=SHOWN, use_cache=False, **_position_ids(block_causal)).logits
     first = model(input_ids=SHOWN[:, :SECOND], use_cache=False).logits
-    change = _relative(logits[:, :SECOND], first)
+    change = _difference(logits[:, :SECOND], first)
     if block_causal:
         second = model(input_ids=SHOWN[:, SECOND:], use_cache=False).logits
-        change = max(change, _relative(logits[:, SECOND:], second))
+        change = max(change, _difference(logits[:, SECOND:], second))
     return change
 
 
-def _begins() -> Tensor:
+def _beginnings() -> Tensor:
     begins = torch.zeros_like(SHOWN)
     begins[:, [0, SECOND]] = 1
     return begins
 
 
-def _places(block_causal: bool) -> dict[str, Any]:
-    return {"position_ids": positions_of(_begins())} if block_causal else {}
+def _position_ids(block_causal: bool) -> dict[str, Any]:
+    return {"position_ids": document_positions(_beginnings())} if block_causal else {}
 
 
-def _relative(result: Tensor, expected: Tensor) -> float:
+def _difference(result: Tensor, expected: Tensor) -> float:
     return ((result - expected).abs().max() / expected.abs().max()).item()

@@ -109,7 +109,7 @@ class _Collected(Collector):
 
 def of_registry(description: Description, history: History, run: RunFile) -> Iterator[Point]:
     state = RunState(description, history.story)
-    samples = run.batches.until(state.committed)
+    samples = run.batches.samples_until(state.committed)
     yield Point("planaria_committed_steps_total", (), state.committed)
     yield Point("planaria_steps", (), run.steps)
     yield Point("planaria_trained_tokens_total", (), samples * run.model.config.context)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from planaria.bootstrap.operator_orders import order_in_words
 from planaria.bootstrap.registry_pb2 import PAUSE, TRAIN, Description
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.report.events import Severity, fields
 from planaria.node.report.history import Curve, History
 from planaria.node.report.run_state import RunState, SeatState
@@ -90,8 +90,8 @@ def _progress(state: RunState, history: History, run: RunFile, moment: Moment) -
         "step": step,
         "loss": _figure(state.loss),
         "validation": _figure(last[1]) if last else None,
-        "learning_rate": of_run(max(1, step), run),
-        "tokens": run.batches.until(step) * run.model.config.context,
+        "learning_rate": rate_of(max(1, step), run),
+        "tokens": run.batches.samples_until(step) * run.model.config.context,
         "tokens_per_second": round(rate, 1) if 0 < rate < math.inf else None,
         "seconds_left": round(left) if left > 0 and moment.ended is None else None,
         "nodes": len(state.description.members),

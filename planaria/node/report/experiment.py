@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from planaria.node.machine.extras import remedy
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.report.events import Sampled, Validated, parse
 from planaria.node.report.history import History
 from planaria.node.report.ledger import Line
@@ -173,7 +173,7 @@ class TrackedRun:
         figures = {
             "loss/training": _or_nan(line["loss"]),
             "gradient_norm": _or_nan(line["gradient_norm"]),
-            "learning_rate": of_run(step, self._run),
+            "learning_rate": rate_of(step, self._run),
             "seconds_a_step": lasted,
             "tokens_per_second": line["tokens"] / lasted if lasted > 0 else math.nan,
         }

@@ -487,11 +487,11 @@ def _audit(
 ) -> Audit:
     chained, broken = _chain(examined)
     batches = _batches_in(header)
-    committed = sum(batches.of(step.step).samples for step in examined)
+    committed = sum(batches.at_step(step.step).samples for step in examined)
     return Audit(
-        expected=batches.until(last),
+        expected=batches.samples_until(last),
         duplicates=sum(step.duplicates for step in examined),
-        missing=sum(step.missing for step in examined) + batches.until(last) - committed,
+        missing=sum(step.missing for step in examined) + batches.samples_until(last) - committed,
         extra=sum(step.extra for step in examined),
         steps=len(examined),
         superseded=superseded,
@@ -564,7 +564,7 @@ def _examining(header: LedgerHeader) -> Callable[[Line], _ExaminedStep]:
 
     def examine(line: Line) -> _ExaminedStep:
         step = line["step"]
-        ids, size = windows.ids(step), windows.batches.of(step).microbatch
+        ids, size = windows.ids(step), windows.batches.at_step(step).microbatch
         parts = [microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))]
         return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
 

@@ -14,17 +14,17 @@ from torch import Tensor
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import UNSCORED
 from planaria.node.data.mixture import Data
-from planaria.node.data.tokenizer import part_of
+from planaria.node.data.tokenizer import read_part
 from planaria.node.model.architecture import Architecture
-from planaria.node.model.checkpoint import Checkpoint, digest, some
+from planaria.node.model.checkpoint import Checkpoint, digest_of, first_few
 from planaria.node.model.layout import Weight, counterparts
-from planaria.node.model.lora import Frozen, copied
+from planaria.node.model.lora import Frozen, copy_with
 from planaria.node.model.modules import (
     BodyStage,
     EmbeddingStage,
     Stage,
     build_stage,
-    with_weights,
+    inference_stage,
 )
 from planaria.node.model.quantized import slots, words_of
 from planaria.node.ports import Learned
@@ -172,7 +172,7 @@ class TorchStage:
     def _check_origin(self, weights: Tensor, giver: str) -> None:
         """Check that these are the run's initial weights. Raises ComplaintError."""
         content = self.run.model.content or ()
-        if self.stage >= len(content) or digest([weights.cpu().numpy()]) != content[self.stage]:
+        if self.stage >= len(content) or digest_of([weights.cpu().numpy()]) != content[self.stage]:
             raise ComplaintError(
                 f"the weights of stage {self.stage} from {giver} are not those of the checkpoint "
                 "that the run begins from",
@@ -215,7 +215,7 @@ class TorchStage:
             raise ValueError(f"stage {self.stage} can't evaluate it: {error}") from error
 
     def part_of(self, name: object, first: object) -> Tensor:
-        part = bytearray(part_of(self._folders, name, first))
+        part = bytearray(read_part(self._folders, name, first))
         return torch.from_numpy(np.frombuffer(part, np.uint8))
 
     def _forms(self, head: bool, count: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -232,9 +232,9 @@ class TorchStage:
         if self._other is None or self._other[0]() is not weights:
             on_device = weights.data.to(self._device)
             if self._base is None:
-                module = with_weights(self.config, self.stage, on_device, self._beginning.own)
+                module = inference_stage(self.config, self.stage, on_device, self._beginning.own)
             else:
-                module = copied(self._module, on_device)
+                module = copy_with(self._module, on_device)
             self._other = weakref.ref(weights, self._drop_other), module
         return self._other[1]
 
@@ -273,7 +273,7 @@ def guess_stage(
         log.warning(
             "stage %d: %d of %d tensors begin anew, since not all stages that it is estimated from "
             "have them in the same shape: %s",
-            *(stage, len(lacking), len(rows), some(list(lacking))),
+            *(stage, len(lacking), len(rows), first_few(list(lacking))),
         )
     return weights, omega
 

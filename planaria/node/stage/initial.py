@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from planaria.node.model.architecture import Architecture
-from planaria.node.model.checkpoint import Checkpoint, digest
-from planaria.node.model.lora import adapt, initial_adapters
+from planaria.node.model.checkpoint import Checkpoint, digest_of
+from planaria.node.model.lora import add_adapters, initial_adapters
 from planaria.node.model.modules import Stage, build_stage, empty_stage
 from planaria.node.model.quantized import put_values, slots, words_of
-from planaria.node.model.shape import ModelConfig
+from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
@@ -40,7 +40,7 @@ class Beginning(NamedTuple):
     def _adapted(self, module: Stage, stage: int) -> Stage:
         if self.config.lora is None:
             return module
-        return adapt(module, self.config, stage, self.adapters(stage))
+        return add_adapters(module, self.config, stage, self.adapters(stage))
 
     def adapters(self, stage: int) -> Tensor:
         """Initial adapters, flat, float32 [n]; they need no checkpoint."""
@@ -56,12 +56,12 @@ class Beginning(NamedTuple):
         folder, expected = self.checkpoint.folder, content[stage]
         try:
             module = empty_stage(self.config, stage, self.own)
-            names = self.checkpoint.of_stage(self.config, stage)
+            names = list(named_shapes(self.config, stage))
             for name, slot in zip(names, slots(module), strict=True):
                 put_values(slot, map(torch.from_numpy, self.checkpoint.pieces(name)))
         except OSError as error:
             raise NotHereError(f"{folder} can't be read: {error}") from error
-        actual = digest(words_of(slot).numpy() for slot in slots(module))
+        actual = digest_of(words_of(slot).numpy() for slot in slots(module))
         if actual != expected:
             raise NotHereError(
                 f"{folder} is not the checkpoint that the run begins from: the digest of "

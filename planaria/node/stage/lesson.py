@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from planaria.node.model.lora import copied
+from planaria.node.model.lora import copy_with
 from planaria.node.model.modules import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import BoundaryPair, Fetched
@@ -35,7 +35,7 @@ class StageLesson:
         self._optimizer, self._fetched = optimizer, fetched
         self._device = optimizer.weights.device
         self._copy = optimizer.weights.clone()
-        learning = copied(stage, self._copy)
+        learning = copy_with(stage, self._copy)
         self._learner = Learner(learning, 0.0, bf16, Muon(learning, pull(lost)))
 
     def start(self, piece: PairSlice, with_start: bool) -> list[torch.Tensor]:

@@ -190,7 +190,7 @@ def _decoder_as_said(config: ModelConfig) -> Architecture:
     """The class of transformers, if it matches the run file and passes the trial here, too. Raises
     OwnCodeError."""
     from planaria.node.model.decoder import Decoder, DecoderError
-    from planaria.node.model.trial import check
+    from planaria.node.model.trial import try_cut
 
     own = config.own
     assert own is not None
@@ -204,7 +204,7 @@ def _decoder_as_said(config: ModelConfig) -> Architecture:
         built = decoder.own()._replace(module=own.module, decoder=own.decoder)
         if built != own:
             raise OwnCodeError(f"{decoder.name} builds another model than in the run file")
-        check(decoder, config.cut, config.block_causal)
+        try_cut(decoder, config.cut, config.block_causal)
     except DecoderError as error:
         raise OwnCodeError(str(error)) from error
     return decoder

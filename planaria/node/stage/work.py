@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
-from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.mixture import (
+    Data,
+    count_scored,
+    document_beginnings,
+    inputs_and_targets,
+    training_windows,
+)
 from planaria.node.data.windows import microbatch_ids, samples_hash
 from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.model.modules import BodyStage, EmbeddingStage
@@ -105,7 +111,7 @@ class TorchWork:
         else:
             (self._blocks,) = passes
         if corpus is not None:
-            self._windows = windows(corpus, run.seed, config.context, run.batches)
+            self._windows = training_windows(corpus, run.seed, config.context, run.batches)
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         self._attempt = _AttemptState(ballot, begin)
@@ -117,10 +123,10 @@ class TorchWork:
         context, training = self.config.context, self.run.training
         if self._evaluating:
             positions = range(training.validation_microbatches * training.microbatch)
-            corpus.expect(VALIDATION, context, corpus.held_out(context, positions))
+            corpus.prefetch(VALIDATION, context, corpus.validation_ids(context, positions))
         else:
             for coming in range(step, step + AHEAD + 1):
-                corpus.expect(TRAIN, context, self._windows.ids(coming))
+                corpus.prefetch(TRAIN, context, self._windows.ids(coming))
 
     def drop(self) -> None:
         self.begin(NEVER, pb.Begin())
@@ -266,7 +272,7 @@ class TorchWork:
         size = self.run.training.microbatch
         if self._evaluating:
             split, positions = VALIDATION, range(microbatch * size, (microbatch + 1) * size)
-            ids = self.corpus.held_out(self.config.context, positions)
+            ids = self.corpus.validation_ids(self.config.context, positions)
         else:
             split = TRAIN
             ids = microbatch_ids(self._windows.ids(self._attempt.begin.step), microbatch, size)
@@ -274,7 +280,7 @@ class TorchWork:
             inputs, targets = inputs_and_targets(self.corpus, split, self.config.context, ids)
             arrays: list[np.ndarray[Any, Any]] = [targets, inputs]
             if self.config.block_causal:
-                arrays.append(beginnings(self.corpus, split, self.config.context, ids))
+                arrays.append(document_beginnings(self.corpus, split, self.config.context, ids))
         y, *x = (torch.from_numpy(array).to(self.device) for array in arrays)
         return ids, y, x
 

@@ -19,17 +19,17 @@ def test_each_step_has_the_batch_that_the_newest_change_gives_it(
     """A change may go back to a step before earlier ones."""
     batches, sizes = Batches(first), [first] * 20
     for step, samples in changes:
-        batches = batches.changed(step, samples, 1)
+        batches = batches.changed_after(step, samples, 1)
         sizes[step:] = [samples] * (20 - step)
-    assert [batches.of(step).samples for step in range(1, 21)] == sizes
-    assert [batches.until(step) for step in range(21)] == [0, *accumulate(sizes)]
+    assert [batches.at_step(step).samples for step in range(1, 21)] == sizes
+    assert [batches.samples_until(step) for step in range(21)] == [0, *accumulate(sizes)]
     lasts = [batch.last for batch in batches.earlier]
     assert lasts == sorted({*lasts})
 
 
 def test_a_change_to_the_same_batch_is_none() -> None:
-    once = Batches(8, 2).changed(40, 12, 3)
+    once = Batches(8, 2).changed_after(40, 12, 3)
     assert once == Batches(12, 3, (Batch(40, 8, 2),))
-    assert once.changed(60, 12, 3) == once
-    assert once.changed(40, 8, 2) == Batches(8, 2)
-    assert once.changed(0, 6, 2) == Batches(6, 2)
+    assert once.changed_after(60, 12, 3) == once
+    assert once.changed_after(40, 8, 2) == Batches(8, 2)
+    assert once.changed_after(0, 6, 2) == Batches(6, 2)

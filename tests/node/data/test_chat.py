@@ -17,12 +17,18 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data import shards
-from planaria.node.data.chat import ChatTemplate, Conversation, template_of
+from planaria.node.data.chat import ChatTemplate, Conversation, Template, template_of
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, CorpusError
-from planaria.node.data.mixture import Mixture, beginnings, count_scored, inputs_and_targets
+from planaria.node.data.mixture import (
+    Mixture,
+    count_scored,
+    document_beginnings,
+    inputs_and_targets,
+    sample_tokens,
+)
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.data.tokenizer import context_of
+from planaria.node.data.tokenizer import context_of_model
 
 CONVERSATIONS = Path(__file__).parents[2] / "conversations.jsonl"
 MARKED = (
@@ -135,7 +141,7 @@ def test_a_template_without_marks_scores_what_a_message_adds(folder: Path, chat:
     write_config(other, chat_template=[{"name": "default", "template": UNMARKED}])
     assert prepare(recipe(other), other / "data")[0].content == chat.content
     (other / "chat_template.jinja").write_text(MARKED.replace("'\n' }}{% if", "' ' }}{% if"))
-    rendered = ChatTemplate(*template_of(other / "tokenizer.json")).render(
+    rendered = ChatTemplate(template_of(other / "tokenizer.json")).render(
         Conversation("", messages()[3])
     )
     assert rendered.text.startswith("<s><|im_start|>user How many legs")
@@ -176,7 +182,7 @@ def test_masks_are_content_and_damage_to_them_is_found(
 def test_a_target_is_scored_or_is_not(chat: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.arange(chat.count(TRAIN, 16))
     inputs, targets = inputs_and_targets(chat, TRAIN, 16, ids)
-    tokens = chat.samples(TRAIN, 16, ids)
+    tokens = sample_tokens(chat, TRAIN, 16, ids)
     np.testing.assert_array_equal(inputs, tokens[:, :-1])
     scored = targets != UNSCORED
     np.testing.assert_array_equal(targets[scored], tokens[:, 1:][scored])
@@ -203,7 +209,7 @@ def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> No
     np.testing.assert_array_equal(begins[1:], tokens[:-2] == plain.index.end_of_document)
     both = Mixture([plain, corpus], [1, 1])
     second = plain.count(TRAIN, 16)
-    rows = beginnings(both, TRAIN, 16, [0, second])
+    rows = document_beginnings(both, TRAIN, 16, [0, second])
     np.testing.assert_array_equal(rows[0], plain.begins(TRAIN, 16, 0))
     np.testing.assert_array_equal(rows[1], corpus.begins(TRAIN, 16, 0))
 
@@ -283,7 +289,7 @@ def test_what_is_missing_is_said(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    template = ChatTemplate("{{ tools | tojson }}{{ messages[0].content }}", "it", {})
+    template = ChatTemplate(Template("{{ tools | tojson }}{{ messages[0].content }}", "it", {}))
     record = Conversation("", [{"role": "user", "content": "<é>"}], [{"name": "weather"}])
     assert template.render(record).text == '[{"name": "weather"}]<é>'
 
@@ -374,12 +380,12 @@ def test_conversations_that_are_too_long_are_counted_and_cut_or_left_out(
 
 
 def test_the_context_is_that_of_the_model(folder: Path, tmp_path: Path) -> None:
-    assert context_of(tmp_path) is None
+    assert context_of_model(tmp_path) is None
     shutil.copy(folder / "tokenizer.json", tmp_path)
     write_config(tmp_path, chat_template=MARKED, model_max_length=10**30)
-    assert context_of(tmp_path) is None
+    assert context_of_model(tmp_path) is None
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 300}')
-    assert context_of(tmp_path) == 300
+    assert context_of_model(tmp_path) == 300
     corpus, _ = prepare(recipe(tmp_path), tmp_path / "data")
     assert corpus.index.source and corpus.index.source.context == 300
 

@@ -12,8 +12,8 @@ import pytest
 from planaria.node.data import elsewhere
 from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import TRAIN, VALIDATION, Corpus, CorpusError
-from planaria.node.data.elsewhere import folder_of, stand_in
-from planaria.node.data.mixture import Mixture, inputs_and_targets
+from planaria.node.data.elsewhere import local_folder_of, make_stand_in
+from planaria.node.data.mixture import Mixture, inputs_and_targets, sample_tokens
 from tests.range_server import Served, range_server
 
 CONTEXT = 32
@@ -30,7 +30,7 @@ def served(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def opened(served: Served, folder: Path) -> Corpus:
-    stand_in(served.url, folder)
+    make_stand_in(served.url, folder)
     return Corpus.open(folder)
 
 
@@ -41,14 +41,16 @@ def test_samples_are_those_that_lie_there_and_no_more_is_read(
     assert there.content == here.content
     last = here.count(TRAIN, CONTEXT) - 1
     for split, ids in ((TRAIN, [0, last, 7, 0, BLOCK // 2 // CONTEXT]), (VALIDATION, [3])):
-        assert np.array_equal(there.samples(split, CONTEXT, ids), here.samples(split, CONTEXT, ids))
+        assert np.array_equal(
+            sample_tokens(there, split, CONTEXT, ids), sample_tokens(here, split, CONTEXT, ids)
+        )
     read, size = served.sent(SHARD), (data / SHARD).stat().st_size
     assert read == 2 * BLOCK + size % BLOCK < size, "the first two blocks, and the last one"
 
 
 def test_all_of_it_can_be_verified(served: Served, tmp_path: Path) -> None:
     (served.folder / "chat_template.jinja").write_text("of one that chats")
-    stand_in(served.url, tmp_path / "here")
+    make_stand_in(served.url, tmp_path / "here")
     assert (tmp_path / "here/chat_template.jinja").read_text() == "of one that chats"
     Corpus.open(tmp_path / "here", verify=True)
     assert served.sent(SHARD) == (served.folder / SHARD).stat().st_size
@@ -58,12 +60,13 @@ def test_what_is_expected_is_there_when_it_is_wanted(
     data: Path, served: Served, tmp_path: Path
 ) -> None:
     there = opened(served, tmp_path / "here")
-    there.expect(TRAIN, CONTEXT, [5, 900])
+    there.prefetch(TRAIN, CONTEXT, [5, 900])
     assert np.array_equal(
-        there.samples(TRAIN, CONTEXT, [5, 900]), Corpus.open(data).samples(TRAIN, CONTEXT, [5, 900])
+        sample_tokens(there, TRAIN, CONTEXT, [5, 900]),
+        sample_tokens(Corpus.open(data), TRAIN, CONTEXT, [5, 900]),
     )
     (served.folder / SHARD).unlink()
-    there.samples(TRAIN, CONTEXT, [5, 900])
+    sample_tokens(there, TRAIN, CONTEXT, [5, 900])
 
 
 def test_several_corpora_some_elsewhere(data: Path, served: Served, tmp_path: Path) -> None:
@@ -71,7 +74,7 @@ def test_several_corpora_some_elsewhere(data: Path, served: Served, tmp_path: Pa
     one, other = Mixture([here, here], [1, 2]), Mixture([here, there], [1, 2])
     ids = [0, here.count(TRAIN, CONTEXT) + 3]
     assert other.elsewhere and not one.elsewhere
-    other.expect(TRAIN, CONTEXT, ids)
+    other.prefetch(TRAIN, CONTEXT, ids)
     for mine, theirs in zip(
         inputs_and_targets(one, TRAIN, CONTEXT, ids),
         inputs_and_targets(other, TRAIN, CONTEXT, ids),
@@ -125,18 +128,18 @@ def test_a_server_that_serves_no_ranges_is_named(served: Served, tmp_path: Path)
 
 
 def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> None:
-    folder = folder_of(f"{served.url}/", tmp_path)
-    assert folder == folder_of(served.url, tmp_path)
-    assert folder_of(str(tmp_path / "x"), tmp_path) == tmp_path / "x"
+    folder = local_folder_of(f"{served.url}/", tmp_path)
+    assert folder == local_folder_of(served.url, tmp_path)
+    assert local_folder_of(str(tmp_path / "x"), tmp_path) == tmp_path / "x"
     (served.folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CorpusError, match=r"http.*/tokenizer\.json is damaged"):
-        folder_of(served.url, tmp_path)
+        local_folder_of(served.url, tmp_path)
     with pytest.raises(CorpusError, match=r"can't read .*/nothing/index\.json: there is no such"):
-        folder_of(f"{served.url}/nothing", tmp_path)
+        local_folder_of(f"{served.url}/nothing", tmp_path)
     with pytest.raises(CorpusError, match=r"can't read http.*: Cannot connect to host"):
-        folder_of("http://127.0.0.1:1/prose", tmp_path)
+        local_folder_of("http://127.0.0.1:1/prose", tmp_path)
     with pytest.raises(CorpusError, match="exists, but isn't a link to data"):
-        stand_in(served.url, served.folder)
+        make_stand_in(served.url, served.folder)
 
 
 def test_blocks_are_kept_in_bounds(
@@ -147,5 +150,5 @@ def test_blocks_are_kept_in_bounds(
     monkeypatch.setattr(elsewhere.Blocks, "_ask", lambda _, shard, number: read.append(number))
     there = opened(served, tmp_path / "here")
     for number in (0, 1, 0, 2, 0, 1):
-        there.expect(TRAIN, CONTEXT, [number * BLOCK // 2 // CONTEXT])
+        there.prefetch(TRAIN, CONTEXT, [number * BLOCK // 2 // CONTEXT])
     assert read == [0, 1, 2, 1], "the one that was wanted least recently goes"

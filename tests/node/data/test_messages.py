@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from planaria.node.data.chat import ChatTemplate, Conversation
+from planaria.node.data.chat import ChatTemplate, Conversation, Template
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.messages import Completion, conversation, form_of
+from planaria.node.data.messages import Completion, conversation_of, form_of
 
 ASKED = {"role": "user", "content": "q"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -17,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def read(*messages: Any, **fields: Any) -> Conversation:
-    found = conversation("line 1", {"messages": list(messages), **fields})
+    found = conversation_of("line 1", {"messages": list(messages), **fields})
     assert isinstance(found, Conversation)
     return found
 
@@ -53,7 +53,8 @@ def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None
     template = "{% for m in messages %}{{ m.thinking }}, {{ m.reasoning_content }}{% endfor %}"
     message = said("a", **{name: "hm"})
     [text], _ = render_jinja_template([[message]], chat_template=template)
-    assert ChatTemplate(template, "it", {}).render(read(message)).text == text == "hm, hm"
+    rendered = ChatTemplate(Template(template, "it", {})).render(read(message))
+    assert rendered.text == text == "hm, hm"
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, {"x": 1, "y": None}])
@@ -127,7 +128,7 @@ def test_each_form_is_told_by_its_fields(
     assert form_of(record, "text") == form
     assert form_of({**record, "text": None}, "text") == form
     assert form_of({**record, "text": "t"}, "text") == "text"
-    found = conversation("line 1", record, form)
+    found = conversation_of("line 1", record, form)
     assert isinstance(found, Conversation)
     assert (found.messages, found.unscored) == (messages, unscored)
 
@@ -141,7 +142,7 @@ def test_completions_that_may_be_bad_examples_are_of_no_form() -> None:
 def test_a_prompt_and_its_completion_may_be_texts() -> None:
     record = {"prompt": "1 + 1 =", "completion": " 2", "messages": None}
     assert form_of(record, "text") == "completion"
-    assert conversation("line 1", record, "completion") == Completion("line 1", "1 + 1 =", " 2")
+    assert conversation_of("line 1", record, "completion") == Completion("line 1", "1 + 1 =", " 2")
     assert form_of({"question": "1 + 1 ="}, "text") is None
 
 
@@ -190,9 +191,9 @@ def test_what_is_no_conversation_is_refused_with_its_place(
     form = form_of(record, "text")
     assert form is not None
     with pytest.raises(CorpusError, match=f"line 1:? ?.*{why}"):
-        conversation("line 1", record, form)
+        conversation_of("line 1", record, form)
 
 
 def test_a_form_that_is_named_needs_its_fields() -> None:
     with pytest.raises(CorpusError, match=r"no field 'output', as records of --format alpaca"):
-        conversation("line 1", {"instruction": "q"}, "alpaca")
+        conversation_of("line 1", {"instruction": "q"}, "alpaca")

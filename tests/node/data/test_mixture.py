@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.data.mixture import Mixture, folders_of, found_by_content, index_of, open_data
+from planaria.node.data.mixture import (
+    Mixture,
+    corpus_folders,
+    find_by_content,
+    index_of,
+    open_data,
+    sample_tokens,
+)
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import resolve
@@ -44,21 +51,24 @@ def test_samples_of_both_have_ids_of_their_own(folders: list[Path]) -> None:
     both = open_data(run_of(folders).data)
     count = fruit.count("train", 16)
     assert [share.samples for share in both.shares(16)] == [count, numbers.count("train", 16)]
-    found = both.samples("train", 16, [0, count - 1, count, count + 3])
-    expected = [*fruit.samples("train", 16, [0, count - 1]), *numbers.samples("train", 16, [0, 3])]
+    found = sample_tokens(both, "train", 16, [0, count - 1, count, count + 3])
+    expected = [
+        *sample_tokens(fruit, "train", 16, [0, count - 1]),
+        *sample_tokens(numbers, "train", 16, [0, 3]),
+    ]
     np.testing.assert_array_equal(found, np.stack(expected))
     total = sum(share.samples for share in both.shares(16))
     for outside in (-1, total):
         with pytest.raises(IndexError, match=f"no sample {outside}"):
-            both.samples("train", 16, [outside])
-    assert both.samples("train", 16, []).shape == (0, 17)
+            sample_tokens(both, "train", 16, [outside])
+    assert sample_tokens(both, "train", 16, []).shape == (0, 17)
 
 
 def test_what_is_held_out_of_both_is_taken_in_turn_again_and_again(folders: list[Path]) -> None:
     fruit, numbers = map(Corpus.open, folders)
     both = open_data(run_of(folders).data)
     of_fruit, of_numbers = (one.count("validation", 16) for one in (fruit, numbers))
-    ids = both.held_out(16, range(8 * (of_fruit + of_numbers)))
+    ids = both.validation_ids(16, range(8 * (of_fruit + of_numbers)))
     own = ids[ids < of_fruit]
     assert len(own) == 6 * (of_fruit + of_numbers)
     np.testing.assert_array_equal(own, np.arange(len(own)) % of_fruit)
@@ -86,26 +96,26 @@ def test_a_resolved_run_says_what_each_corpus_holds(folders: list[Path], tmp_pat
     assert run.model.vocabulary == Corpus.open(folders[0]).vocabulary
     for path, name in zip(folders, ("b", "a"), strict=True):
         shutil.copytree(path, tmp_path / name)
-    assert folders_of(run.data, [tmp_path]) == [tmp_path / "b", tmp_path / "a"]
-    assert folders_of(run.data, folders[::-1]) == folders
+    assert corpus_folders(run.data, [tmp_path]) == [tmp_path / "b", tmp_path / "a"]
+    assert corpus_folders(run.data, folders[::-1]) == folders
     assert isinstance(open_data(run.data, [tmp_path]), Mixture)
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(CorpusError, match=f"a copy of {folders[0]} .* is missing; each corpus"):
-        folders_of(run.data, [tmp_path])
+        corpus_folders(run.data, [tmp_path])
 
 
 def test_data_is_found_by_content_where_the_environment_says(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = resolve(loads(f"data.path = '{folders[1]}'\nmodel.stages = 2")).data
-    assert found_by_content(one) == []
+    assert find_by_content(one) == []
     monkeypatch.setenv("PLANARIA_DATA", f"{tmp_path / 'none'} {folders[0].parent}")
-    assert found_by_content(one) == [str(folders[1])]
-    assert found_by_content(resolve(run_of(folders[::-1])).data) == [*map(str, folders[::-1])]
-    assert folders_of(one, [folders[0].parent]) == [folders[1]]
-    assert found_by_content(one.model_copy(update={"content": "0" * 32})) == []
+    assert find_by_content(one) == [str(folders[1])]
+    assert find_by_content(resolve(run_of(folders[::-1])).data) == [*map(str, folders[::-1])]
+    assert corpus_folders(one, [folders[0].parent]) == [folders[1]]
+    assert find_by_content(one.model_copy(update={"content": "0" * 32})) == []
     monkeypatch.setenv("PLANARIA_DATA", str(folders[0]))
-    assert found_by_content(one) == [], "what is there is other data"
+    assert find_by_content(one) == [], "what is there is other data"
 
 
 def test_corpora_of_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:

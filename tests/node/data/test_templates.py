@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.data.chat import ChatTemplate, Conversation
+from planaria.node.data.chat import ChatTemplate, Conversation, Template
 from planaria.node.data.corpus import CorpusError
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -117,7 +117,8 @@ def assistant(content: str | None, **fields: Any) -> dict[str, Any]:
 
 def scored(name: str, *messages: dict[str, Any], unscored: tuple[int, ...] = ()) -> list[str]:
     source, ends, _ = TEMPLATES[name]
-    template = ChatTemplate(source, name, {"bos_token": "<s>", "eos_token": "</s>"}, ends)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(Template(source, name, special, ends))
     conversation = Conversation("line 1", list(messages), unscored=unscored)
     text, spans, _ = template.render(conversation)
     return [text[begin:end] for begin, end in spans]
@@ -172,18 +173,19 @@ def test_a_document_that_no_token_ends_is_left_to_its_end_token() -> None:
     conversation = Conversation("line 1", [user("q"), assistant("a")])
     for name in ("ChatML", "no end"):
         source, ends, _ = TEMPLATES[name]
-        rendered = ChatTemplate(source, name, {}, ends).render(conversation)
+        rendered = ChatTemplate(Template(source, name, {}, ends)).render(conversation)
         assert rendered.open_end is (name == "no end")
 
 
 def test_no_content_is_no_text_and_none() -> None:
     source = "{% for m in messages %}{{ '<' + m.content + '>' ~ (m.content is none) }}{% endfor %}"
     conversation = Conversation("line 1", [user(""), assistant(None, tool_calls=[CALL])])
-    assert ChatTemplate(source, "it", {}).render(conversation).text == "<>False<>True"
+    template = ChatTemplate(Template(source, "it", {}))
+    assert template.render(conversation).text == "<>False<>True"
 
 
 def test_what_is_written_twice_can_not_be_told() -> None:
-    template = ChatTemplate("{{ messages[0].content * 2 }}", "it", {})
+    template = ChatTemplate(Template("{{ messages[0].content * 2 }}", "it", {}))
     with pytest.raises(
         CorpusError, match=r"line 1: it writes message 0 more than once.*generation"
     ):
@@ -195,4 +197,5 @@ def test_a_marked_message_that_is_not_to_be_learned_is_left_out() -> None:
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}. {% endfor %}"
     )
     conversation = Conversation("", [assistant("a"), assistant("b")], unscored=[0])
-    assert ChatTemplate(source, "it", {}).render(conversation).scored == [(3, 4)]
+    template = ChatTemplate(Template(source, "it", {}))
+    assert template.render(conversation).scored == [(3, 4)]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from planaria.node.data.corpus import BEGINS, SPLITS, Corpus, CorpusError
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.data.tokenizer import Bos, bounds_of, same_tokenizer
+from planaria.node.data.tokenizer import Bos, same_tokenizer, text_bounds
 
 TEXTS = [f"hello wörld, <s> this is text {i}</s> about planarians\n 漢" for i in range(20)]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -119,7 +119,7 @@ def test_what_is_asked_for_instead_is_what_transformers_makes_by_the_prepared_fo
     if "</s>" not in (around or ""):
         own = [[*ids, end] for ids in own]
     assert sorted(documents(corpus)) == sorted(own)
-    assert bounds_of(corpus.tokenizer(), corpus.path) == (tuple(begin), end)
+    assert text_bounds(corpus.tokenizer(), corpus.path) == (tuple(begin), end)
     assert same_tokenizer(tokenizer, corpus.path / "tokenizer.json")
 
 
@@ -152,7 +152,7 @@ def test_the_end_is_what_the_files_name(
         if fields:
             (file.parent / name).write_text(json.dumps(fields))
     tokenizer = Tokenizer.from_file(str(file))
-    assert bounds_of(tokenizer, file.parent).end == end
+    assert text_bounds(tokenizer, file.parent).end == end
     if config:
         assert AutoTokenizer.from_pretrained(file.parent).eos_token_id == end
 

@@ -98,7 +98,7 @@ def test_another_batch_takes_up_the_samples_where_the_one_before_has_ended(
     shares: list[Share],
 ) -> None:
     whole = Windows(5, shares, Batches(80)).ids(1)
-    changed = Windows(5, shares, Batches(4).changed(3, 12, 1).changed(6, 8, 1))
+    changed = Windows(5, shares, Batches(4).changed_after(3, 12, 1).changed_after(6, 8, 1))
     ids = [changed.ids(step) for step in range(1, 10)]
     assert [*map(len, ids)] == 3 * [4] + 3 * [12] + 3 * [8]
     np.testing.assert_array_equal(np.concatenate(ids), whole[: 3 * (4 + 12 + 8)])

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from planaria.node.data.progress import untracked
-from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
-from planaria.node.hugging_face.begin_from_model import name_of, take_in
+from planaria.node.hugging_face.adapters import base_name, export_writer, with_origin
+from planaria.node.hugging_face.begin_from_model import public_name, with_model
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, ModelParts
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.lora import copied, initial_adapters
+from planaria.node.model.lora import copy_with, initial_adapters
 from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, from_fields, override
@@ -34,7 +34,7 @@ TARGETS = ["q_proj", "k_proj", "down_proj"]
 def of_model(folder: Path, config: ModelConfig = GROUPED) -> RunFile:
     exported(folder, config)
     lora = {"rank": 4, "alpha": 6.0, "targets": TARGETS}
-    return take_in(from_fields({"model": {"from": str(folder)}, "training": {"lora": lora}}))
+    return with_model(from_fields({"model": {"from": str(folder)}, "training": {"lora": lora}}))
 
 
 def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
@@ -48,10 +48,10 @@ def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
 
 
 def write(out: Path, run: RunFile, into_weights: bool, base: str = "") -> None:
-    flat, base = trained(run.config), base_of(run, base)
+    flat, base = trained(run.config), base_name(run, base)
     card = model_card(run, run.config, 7, "", {}, into_weights, base)
     model = ModelParts(run.config, lambda of, at, n: flat[of][at : at + n], card=card)
-    way_out(run, run.config, into_weights, base)(out, model, "fp32", untracked)
+    export_writer(run, run.config, into_weights, base)(out, model, "fp32", untracked)
 
 
 def test_they_are_called_as_peft_calls_them(tmp_path) -> None:
@@ -78,7 +78,7 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     flat, x = trained(run.config), some_tokens(run.config, 20)
     checkpoint = Checkpoint.open(tmp_path / "base")
     begun = Beginning(run, run.config, checkpoint)
-    ends, *body = (copied(begun.stage(of), flat[of]) for of in flat)
+    ends, *body = (copy_with(begun.stage(of), flat[of]) for of in flat)
     assert isinstance(ends, EmbeddingStage)
     with torch.inference_mode():
         found = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))
@@ -125,7 +125,7 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
     run = of_model(tmp_path / "base")
     exported(tmp_path / "other", QWEN2)
     with pytest.raises(ExportError, match="holds another model than that; name the folder"):
-        way_out(begun_from(run, tmp_path / "other"), run.config, True, "")
+        export_writer(with_origin(run, tmp_path / "other"), run.config, True, "")
     assert run.model.content is not None
     changed = override(run, model__content=(*run.model.content[:-1], "0" * 32))
     with pytest.raises(ExportError, match="holds another model than that; name the folder"):
@@ -133,8 +133,8 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
     assert not (tmp_path / "merged").exists()
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ExportError, match=r"name the folder of the model .* or leave --merged out"):
-        way_out(run, run.config, True, "")
-    way_out(begun_from(run, tmp_path / "moved"), run.config, True, "")
+        export_writer(run, run.config, True, "")
+    export_writer(with_origin(run, tmp_path / "moved"), run.config, True, "")
     shutil.rmtree(tmp_path / "moved")
     write(tmp_path / "apart", run, False)  # needs none of it
 
@@ -142,9 +142,9 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
 def test_a_run_without_adapters_has_none_to_merge() -> None:
     run = from_fields({})
     with pytest.raises(ExportError, match="this run trains all weights, so leave it out"):
-        way_out(run, run.config, True, "")
+        export_writer(run, run.config, True, "")
     with pytest.raises(ExportError, match="this run began from no checkpoint"):
-        begun_from(run, Path("anywhere"))
+        with_origin(run, Path("anywhere"))
 
 
 @pytest.mark.parametrize("into_weights", [False, True])
@@ -171,6 +171,6 @@ def test_no_path_of_this_machine_is_published(
 
 
 def test_a_model_of_the_hub_is_called_as_there() -> None:
-    assert name_of("org/name@v2") == "org/name"
+    assert public_name("org/name@v2") == "org/name"
     with pytest.raises(ExportError, match="--base a/b: this run began from no checkpoint; leave"):
-        base_of(from_fields({}), "a/b")
+        base_name(from_fields({}), "a/b")

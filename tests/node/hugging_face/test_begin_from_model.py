@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.hugging_face.begin_from_model import find_tokenizer, take_in
+from planaria.node.hugging_face.begin_from_model import find_tokenizer, with_model
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
@@ -52,10 +52,10 @@ def of(run: RunFile) -> ModelConfig:
 @CONFIGS
 def test_a_run_has_the_shape_and_each_stage_the_weights_of_the_checkpoint(tmp_path, config) -> None:
     flat = exported(tmp_path / "out", config, most=100_000)
-    run = take_in(run_from(tmp_path / "out", stages=3, context=24))
+    run = with_model(run_from(tmp_path / "out", stages=3, context=24))
     positions = config.positions or config.context
     assert of(run) == replace(config, positions=positions, learning_rate=FINE_TUNING)
-    assert loads(dumps(run)) == take_in(run) == run
+    assert loads(dumps(run)) == with_model(run) == run
     beginning = Beginning(run, of(run), Checkpoint.open(tmp_path / "out"))
     for stage, wanted in flat.items():
         found = [p.detach().flatten() for p in beginning.stage(stage).parameters()]
@@ -67,12 +67,12 @@ def test_a_config_alone_gives_the_shape_of_a_model_with_new_weights(tmp_path, co
     exported(tmp_path, config)
     for file in tmp_path.glob("*.safetensors*"):
         file.unlink()
-    run = take_in(from_fields({"model": {"config": str(tmp_path), "stages": 3, "context": 24}}))
+    run = with_model(from_fields({"model": {"config": str(tmp_path), "stages": 3, "context": 24}}))
     rate = of(RunFile(model=run.model)).learning_rate
     assert of(run) == replace(config, positions=of(run).positions, learning_rate=rate)
     assert run.model.content is None
     with pytest.raises(RunFileError, match=r"^model\.from = .*safetensors is missing: "):
-        take_in(run_from(tmp_path, stages=3))
+        with_model(run_from(tmp_path, stages=3))
     with pytest.raises(RunFileError, match="and from, module or preset are two models: leave one"):
         run_from(tmp_path, config=str(tmp_path))
 
@@ -91,7 +91,7 @@ def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype) -> None:
 
 def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
     exported(tmp_path, GROUPED)
-    run = take_in(run_from(tmp_path, stages=3, context=24))
+    run = with_model(run_from(tmp_path, stages=3, context=24))
     set_value(tmp_path, "model.layers.2.mlp.up_proj.weight", 1e-3)
     beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
     beginning.stage(1)
@@ -106,7 +106,7 @@ def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
 
 def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None:
     exported(tmp_path, GROUPED)
-    run = take_in(run_from(tmp_path, stages=3, context=24))
+    run = with_model(run_from(tmp_path, stages=3, context=24))
     cpu = torch.device("cpu")
     beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
     giver = TorchStage("a", 0, beginning, cpu)
@@ -130,13 +130,13 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
 
 def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:
     exported(tmp_path, GROUPED)
-    run = take_in(run_from(tmp_path))
+    run = with_model(run_from(tmp_path))
     assert (run.model.stages, run.config.cut, run.model.context) == (4, (1, 1, 2, 2), 24)
-    assert take_in(run_from(tmp_path, stages=[1, 3, 2])).config.cut == (1, 3, 2)
+    assert with_model(run_from(tmp_path, stages=[1, 3, 2])).config.cut == (1, 3, 2)
     with pytest.raises(RunFileError, match=r"stages = \[3, 2\] has 5 layers, and the model layers"):
-        take_in(run_from(tmp_path, stages=[3, 2]))
+        with_model(run_from(tmp_path, stages=[3, 2]))
     with pytest.raises(RunFileError, match="context = 25, and the model looks back over 24"):
-        take_in(run_from(tmp_path, context=25))
+        with_model(run_from(tmp_path, context=25))
 
 
 def test_targets_that_the_model_lacks_are_refused_before_weights_are_read(
@@ -146,7 +146,7 @@ def test_targets_that_the_model_lacks_are_refused_before_weights_are_read(
     monkeypatch.setattr(Checkpoint, "digest", lambda *_: pytest.fail("weights were read"))
     fields = {"model": {"from": str(tmp_path)}, "training": {"lora": {"targets": ["c_attn"]}}}
     with pytest.raises(RunFileError, match="is called c_attn; this model has q_proj, k_proj"):
-        take_in(from_fields(fields))
+        with_model(from_fields(fields))
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_targets_that_the_model_lacks_are_refused_before_weights_are_read(
 def test_a_run_file_does_not_contradict_its_checkpoint(tmp_path, model, why) -> None:
     exported(tmp_path, GROUPED)
     with pytest.raises(RunFileError, match=why):
-        take_in(run_from(tmp_path, **model))
+        with_model(run_from(tmp_path, **model))
 
 
 def test_a_folder_that_is_elsewhere_is_no_error_once_it_is_known_what_it_holds(tmp_path) -> None:
     exported(tmp_path / "out", GROUPED)
-    run = take_in(run_from(tmp_path / "out"))
+    run = with_model(run_from(tmp_path / "out"))
     shutil.rmtree(tmp_path / "out")
-    assert take_in(run) == run
+    assert with_model(run) == run
     with pytest.raises(RunFileError, match="there is no such folder"):
-        take_in(run_from(tmp_path / "out"))
+        with_model(run_from(tmp_path / "out"))
 
 
 def test_a_name_on_the_hub_that_cannot_be_had_says_how_to_download_it(monkeypatch) -> None:
@@ -177,7 +177,7 @@ def test_a_name_on_the_hub_that_cannot_be_had_says_how_to_download_it(monkeypatc
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RunFileError, match="hf download some/model --local-dir FOLDER"):
-        take_in(from_fields({"model": {"from": "some/model"}}))
+        with_model(from_fields({"model": {"from": "some/model"}}))
 
 
 def test_a_tokenizer_is_a_file_or_in_a_folder_or_on_the_hub(tmp_path, monkeypatch) -> None:
@@ -236,7 +236,7 @@ def test_embedding_and_head_are_tied_or_not_as_in_transformers(tmp_path, caplog,
     assert model.config.tied == (form != "other head")
     assert ("both are kept, untied" in caplog.text) != model.config.tied
     torch.testing.assert_close(model.logits(tokens), wanted, rtol=0, atol=1e-4)
-    run = take_in(run_from(tmp_path))
+    run = with_model(run_from(tmp_path))
     assert run.model.tied == model.config.tied
 
 
@@ -323,7 +323,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value) -> Non
     set_value(tmp_path, "model.layers.4.mlp.up_proj.weight", value)
     why = r"model\.layers\.4\.mlp\.up_proj\.weight has values that aren't finite"
     with pytest.raises(RunFileError, match=why):
-        take_in(run_from(tmp_path))
+        with_model(run_from(tmp_path))
 
 
 def test_pickled_weights_are_refused(tmp_path) -> None:

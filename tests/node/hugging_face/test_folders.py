@@ -22,8 +22,8 @@ from planaria.node.hugging_face.export import (
 )
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.layout import Weight, weights
-from planaria.node.model.modules import build_stage, with_weights
+from planaria.node.model.layout import Weight, model_weights
+from planaria.node.model.modules import build_stage, inference_stage
 from planaria.node.model.shape import ModelConfig
 from tests.node.data.test_tokenizer import AROUND, NAMED, TEXTS, documents, prepared, write
 from tests.node.stage.shapes import FAMILIES, GROUPED
@@ -136,7 +136,7 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
 def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
     config = replace(GROUPED, subspace=5)
     flat = exported(tmp_path / "out", config)
-    ends, *bodies = (with_weights(config, stage, weights) for stage, weights in flat.items())
+    ends, *bodies = (inference_stage(config, stage, weights) for stage, weights in flat.items())
     tokens = some_tokens(config, 24)
     x = ends.embed(tokens)
     for body in bodies:
@@ -195,13 +195,13 @@ def test_in_bfloat16_it_is_half_as_large(tmp_path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert loaded.dtype == torch.bfloat16
     norm = loaded.state_dict()["model.norm.weight"]
-    weight = next(w for w in weights(GROUPED) if w.name == "model.norm.weight")
+    weight = next(w for w in model_weights(GROUPED) if w.name == "model.norm.weight")
     kept = flat[0][weight.first : weight.first + weight.size]
     assert torch.equal(norm, kept.bfloat16())
 
 
 def test_each_weight_is_in_one_place() -> None:
-    those = weights(GROUPED)
+    those = model_weights(GROUPED)
     assert len({weight.name for weight in those}) == len(those)
     for stage in range(GROUPED.stages + 1):
         at = 0

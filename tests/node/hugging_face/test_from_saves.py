@@ -10,7 +10,7 @@ import torch
 
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.from_saves import saved_model
-from planaria.node.model.layout import weights
+from planaria.node.model.layout import model_weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import ModelSection, RunFile
 from planaria.node.state.saves import find_saves
@@ -40,7 +40,7 @@ def test_weights_are_found_in_whatever_stages_the_saves_are_of(tmp_path: Path, s
     found = saved_model(run_of(stages), saved(tmp_path, had))
     assert (found.step, found.doubt) == (8, "")
     assert found.config.stages == 2
-    for weight in weights(found.config):
+    for weight in model_weights(found.config):
         wanted = state(had, weight.stage).tensors["weights"]
         read = found.read(weight.stage, weight.first, weight.size)
         torch.testing.assert_close(read, wanted[weight.first :][: weight.size], rtol=0, atol=0)

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.data.tokenizer import bounds_of
-from planaria.node.hugging_face.generate import Sampling, Speaker, choose, generate, texts
+from planaria.node.data.tokenizer import text_bounds
+from planaria.node.hugging_face.generate import (
+    Sampling,
+    Speaker,
+    choose_token,
+    continuation,
+    generate,
+)
 from planaria.node.hugging_face.samples import Occasions
 from tests.node.data.test_tokenizer import AROUND, NAMED, write
 
@@ -19,7 +25,7 @@ LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 def drawn(sampling: Sampling, times: int = 400) -> Counter[int]:
     generator = torch.Generator().manual_seed(sampling.seed)
-    return Counter(choose(LOGITS, sampling, generator) for _ in range(times))
+    return Counter(choose_token(LOGITS, sampling, generator) for _ in range(times))
 
 
 def test_without_temperature_it_is_the_likeliest() -> None:
@@ -86,8 +92,8 @@ def test_a_prompt_becomes_what_transformers_makes_of_it(
         return torch.nn.functional.one_hot(torch.tensor(2), 400).float()
 
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    speaker = Speaker(next_logits, tokenizer, bounds_of(tokenizer, folder).end, 400, 16)
-    assert list(texts(speaker, prompt, 4, Sampling(temperature=0))) == []
+    speaker = Speaker(next_logits, tokenizer, text_bounds(tokenizer, folder).end, 400, 16)
+    assert list(continuation(speaker, prompt, 4, Sampling(temperature=0))) == []
     assert asked == [wanted]
 
 
@@ -100,7 +106,7 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused_by_their_names(
     speaker = Speaker(lambda _: LOGITS, tokenizer, None, size, 16)
     why = rf"2 tokens more than the model, .* the text has <more> \({size + 1}\): .*\({size + 2}\)"
     with pytest.raises(ValueError, match=why):
-        texts(speaker, "hello <more>", 4, Sampling())
+        continuation(speaker, "hello <more>", 4, Sampling())
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from tests.node.stage.shapes import GROUPED
 from tests.node.state.small_saves import saved
 
 FIND = (
-    "import sys; from planaria.node.hugging_face.begin_from_model import find; "
-    "print(find(sys.argv[1]))"
+    "import sys; from planaria.node.hugging_face.begin_from_model import find_checkpoint; "
+    "print(find_checkpoint(sys.argv[1]))"
 )
 
 

@@ -18,8 +18,8 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.node.hugging_face.from_swarm import card_of
-from planaria.node.hugging_face.living_run import TRIED, Access, LivingRun, SeatRoute, ways_to
+from planaria.node.hugging_face.from_swarm import living_card
+from planaria.node.hugging_face.living_run import TRIED, Access, LivingRun, SeatRoute, routes_to
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.observer_client import ObserverConversation
 from tests.swarm.small import small
@@ -32,22 +32,22 @@ def member(node: str, *stages: int, address: str = "10.0.0.1:7401") -> Member:
 
 def test_a_node_that_can_be_dialled_is_asked_directly() -> None:
     view = View(members=[member("a", 0), member("b", 1, 3), member("c", 3, address="")])
-    assert ways_to(1, view) == [SeatRoute("b/1", "b", "10.0.0.1:7401")]
-    assert ways_to(3, view)[0] == SeatRoute("b/3.7", "b", "10.0.0.1:7401")
-    assert ways_to(2, view) == []
+    assert routes_to(1, view) == [SeatRoute("b/1", "b", "10.0.0.1:7401")]
+    assert routes_to(3, view)[0] == SeatRoute("b/3.7", "b", "10.0.0.1:7401")
+    assert routes_to(2, view) == []
 
 
 def test_one_that_only_dials_out_is_asked_through_its_neighbours_first() -> None:
     hidden = member("x", 4, address="")
     view = View(members=[*(member(f"n{stage}", stage) for stage in range(7)), hidden])
     view.members[4].address = ""
-    found = ways_to(4, view)
+    found = routes_to(4, view)
     assert [way.seat for way in found] == ["n4/4", "x/4"] * (TRIED // 2)
     assert [way.node for way in found] == ["n3", "n3", "n5", "n5"]
 
 
 def test_a_standby_leads_nowhere_and_nobody_can_be_asked_without_an_address() -> None:
-    assert ways_to(1, View(members=[member("a"), member("b", 1, address="")])) == []
+    assert routes_to(1, View(members=[member("a"), member("b", 1, address="")])) == []
 
 
 class OneNode:
@@ -81,18 +81,18 @@ def test_a_stage_is_asked_at_its_new_seat_when_the_one_that_was_found_is_given_b
         return View(members=members)
 
     class Healing(LivingRun):
-        async def _agree(self, wait: float) -> None:
+        async def _agree_on_step(self, wait: float) -> None:
             seats.remove("b/1.4")
             seats.add("c/1")
             del views[0]
-            await super()._agree(wait)
+            await super()._agree_on_step(wait)
 
     def converse(node: str, address: str) -> ObserverConversation:
         return OneNode(seats, node, address)
 
     async def ask() -> dict[int, list[str]]:
         run = small(stages=2, model__vocabulary=256)
-        async with Healing(Access(run, view, converse, ways_to), 60.0) as living:
+        async with Healing(Access(run, view, converse, routes_to), 60.0) as living:
             assert living.step == 7
             return living.seats
 
@@ -129,7 +129,7 @@ def test_the_card_has_a_rebuild_that_the_registry_hears_of_last(goes_on: bool) -
         return heard.pop(0) if goes_on else heard[0]
 
     async def card() -> str:
-        return await card_of(AtStepSeven(), describe, False, "")  # type: ignore[arg-type]
+        return await living_card(AtStepSeven(), describe, False, "")  # type: ignore[arg-type]
 
     text = virtual_time.run(card())
     assert ("| 2 | 7 | checkfree | no |" in text) == goes_on

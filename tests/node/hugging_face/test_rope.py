@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
@@ -53,8 +53,8 @@ def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: st
     (model / "config.json").write_text(json.dumps(said))
 
     assert Checkpoint.open(model).config.context == reach
-    run = take_in(from_fields({"model": {"from": str(model), "stages": 3, "context": reach}}))
-    assert loads(dumps(run)) == take_in(run) == run
+    run = with_model(from_fields({"model": {"from": str(model), "stages": 3, "context": reach}}))
+    assert loads(dumps(run)) == with_model(run) == run
     beginning = Beginning(run, run.config, Checkpoint.open(model))
     ends, *body = (beginning.stage(stage) for stage in range(4))
     flat = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in (ends, *body)]

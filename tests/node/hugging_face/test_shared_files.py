@@ -14,10 +14,10 @@ import virtual_time
 
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.tokenizer import PART, SHARED, part_of
+from planaria.node.data.tokenizer import PART, SHARED, read_part
 from planaria.node.hugging_face import through_swarm
 from planaria.node.hugging_face.export import ExportError, Vocabulary
-from planaria.node.hugging_face.living_run import Access, ways_to
+from planaria.node.hugging_face.living_run import Access, routes_to
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
@@ -47,7 +47,7 @@ class Giver:
         return True
 
     def given(self, asked: Frame) -> pb.Message:
-        part = part_of([self.folder], asked.fields["file"], asked.fields["first"])
+        part = read_part([self.folder], asked.fields["file"], asked.fields["first"])
         fields = {"transfer": asked.fields["transfer"]}
         return Frame(
             "state", NEVER, fields, *encode([torch.tensor([*part], dtype=torch.uint8)], "none")
@@ -65,7 +65,7 @@ def fetched(given: Path, kept: Path, content: str, model: Path | None = None) ->
 
     async def ask() -> Vocabulary:
         run = small(stages=1, model__vocabulary=512, data__content=content)
-        async with LivingStages(Access(run, view, converse, ways_to)) as stages:
+        async with LivingStages(Access(run, view, converse, routes_to)) as stages:
             return await stages.vocabulary(None, model, kept)
 
     kept.mkdir(exist_ok=True)

@@ -12,10 +12,10 @@ from planaria.bootstrap.client import RegistryUnreachable
 from planaria.node import serve
 from planaria.node.launch.advertised import (
     Advertised,
-    forwarded,
+    forwarded_address,
     is_known_otherwise,
-    own,
-    unforwarded,
+    own_address,
+    unforwarded_port,
 )
 from planaria.node.launch.notices import ADDRESS_VARIABLE
 from tests.metadata_service import metadata_service
@@ -37,11 +37,11 @@ RUNPOD = {
 
 
 def test_rented_containers_are_dialled_by_the_port_that_is_forwarded_to_them() -> None:
-    assert forwarded(EVERYWHERE, {"HOME": "/root", **VAST}) == Advertised(
+    assert forwarded_address(EVERYWHERE, {"HOME": "/root", **VAST}) == Advertised(
         Address("65.130.162.74", 33526),
         "vast.ai says so in PUBLIC_IPADDR and VAST_TCP_PORT_7401",
     )
-    assert forwarded(EVERYWHERE, RUNPOD) == Advertised(
+    assert forwarded_address(EVERYWHERE, RUNPOD) == Advertised(
         Address("194.68.245.12", 22078),
         "RunPod says so in RUNPOD_PUBLIC_IP and RUNPOD_TCP_PORT_7401",
     )
@@ -50,14 +50,14 @@ def test_rented_containers_are_dialled_by_the_port_that_is_forwarded_to_them() -
 @pytest.mark.parametrize("environment", [VAST, RUNPOD], ids=["vast.ai", "RunPod"])
 def test_a_rented_container_that_nothing_is_forwarded_to_says_what_to_ask_for(environment) -> None:
     elsewhere, anywhere = Address.parse("0.0.0.0:7402"), Address.parse("0.0.0.0:0")
-    assert forwarded(elsewhere, environment) is None
-    said = unforwarded(elsewhere, environment)
+    assert forwarded_address(elsewhere, environment) is None
+    said = unforwarded_port(elsewhere, environment)
     assert "forwards nothing to port 7402 of this container" in said
     assert "7402" in said.partition("ask for")[2]
     assert "--listen 0.0.0.0:7402" in said
     assert "--advertise none" in said
-    assert "--listen 0.0.0.0:7401" in unforwarded(anywhere, environment)
-    assert unforwarded(elsewhere, {"HOME": "/root"}) == ""
+    assert "--listen 0.0.0.0:7401" in unforwarded_port(anywhere, environment)
+    assert unforwarded_port(elsewhere, {"HOME": "/root"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_rented_container_that_nothing_is_forwarded_to_says_what_to_ask_for(en
     ],
 )
 def test_what_is_no_address_is_not_told(wrong) -> None:
-    assert forwarded(EVERYWHERE, wrong) is None
+    assert forwarded_address(EVERYWHERE, wrong) is None
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_only_who_is_known_by_another_address_looks_for_it(listen, way, otherwis
 
 
 def test_else_peers_are_told_what_the_machine_calls_itself() -> None:
-    assert own(EVERYWHERE, BEHIND) == Advertised(
+    assert own_address(EVERYWHERE, BEHIND) == Advertised(
         Address("172.17.0.2", 7401), "connections to the registry at 1.2.3.4 come from it"
     )
     one = Address.parse("10.0.0.5:7401")
-    assert own(one, BEHIND).address == one
+    assert own_address(one, BEHIND).address == one
 
 
 async def tell(monkeypatch: pytest.MonkeyPatch, cloud: str, listen: str = "0.0.0.0:7401") -> str:

@@ -20,9 +20,9 @@ from planaria.node.launch.diagnosis import (
     LinkFacts,
     UnknownFact,
     bytes_a_step,
+    finding_lines,
     findings,
-    lines,
-    worst,
+    worst_grade,
 )
 from planaria.node.model.shape import COMPUTED
 from planaria.node.run_file import loads, override
@@ -72,7 +72,7 @@ def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Grad
 def test_a_machine_that_is_well_has_ten_good_findings() -> None:
     all_found = findings(WELL)
     assert [one.verdict for one in all_found] == [Grade.OK] * 10
-    assert worst(all_found) is Grade.OK
+    assert worst_grade(all_found) is Grade.OK
     assert not [one for one in all_found if one.remedy]
 
 
@@ -95,9 +95,9 @@ def test_the_requested_stage_is_what_needs_memory() -> None:
 
 def test_the_exit_status_is_by_the_worst() -> None:
     plain = findings(replace(WELL, tls=False))
-    assert worst(plain) == 1
+    assert worst_grade(plain) == 1
     full = findings(replace(WELL, tls=False, saves=DiskFacts("out", 0, "")))
-    assert worst(full) == 2
+    assert worst_grade(full) == 2
 
 
 P, W, OK = Grade.PROBLEM, Grade.WARNING, Grade.OK
@@ -180,5 +180,7 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
 
 
 def test_a_finding_is_one_line() -> None:
-    [(about, verdict, said)] = lines([Finding("disk", Grade.PROBLEM, "it is full", "free space")])
+    [(about, verdict, said)] = finding_lines(
+        [Finding(Grade.PROBLEM, "it is full", "free space", "disk")]
+    )
     assert (about, verdict, said) == ("disk", "problem", "it is full. Free space")

@@ -22,9 +22,9 @@ from planaria.node.launch.diagnosis import (
     LinkFacts,
     UnknownFact,
     findings,
-    worst,
+    worst_grade,
 )
-from planaria.node.launch.doctor import Examined, examine
+from planaria.node.launch.doctor import Examined, gather_facts
 from planaria.node.launch.node_options import Addresses, DoctorOptions
 from tests.bootstrap.conftest import serving
 from tests.harness.ports import free_port
@@ -56,7 +56,7 @@ def asked(join: str, saves: Path, credentials: Credentials = PLAIN, **options: A
 
 async def test_a_machine_that_could_join(tmp_path: Path) -> None:
     async with serving() as place:
-        facts = await examine(asked(place.address, tmp_path), "1")
+        facts = await gather_facts(asked(place.address, tmp_path), "1")
     assert isinstance(facts.back, DialledBack)
     assert (facts.back.host, facts.back.reached) == ("127.0.0.1", True)
     assert isinstance(facts.link, LinkFacts) and facts.link.up > 0 and facts.link.down > 0
@@ -74,23 +74,23 @@ async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = Address("127.0.0.1", server.getsockname()[1])
         async with serving() as place:
-            facts = await examine(asked(place.address, tmp_path, listen=str(taken)), "1")
+            facts = await gather_facts(asked(place.address, tmp_path, listen=str(taken)), "1")
     assert isinstance(facts.port, UnknownFact) and "the address is in use" in facts.port.why
     assert isinstance(facts.back, UnknownFact)
-    assert worst(findings(facts)) is Grade.PROBLEM
+    assert worst_grade(findings(facts)) is Grade.PROBLEM
 
 
 async def test_an_advertised_port_that_leads_elsewhere_is_a_problem(tmp_path: Path) -> None:
     nobody = free_port()
     async with serving() as place:
         elsewhere = asked(place.address, tmp_path, advertise=f"127.0.0.1:{nobody}")
-        facts = await examine(elsewhere, "1")
+        facts = await gather_facts(elsewhere, "1")
     assert facts.back == DialledBack("127.0.0.1", nobody, False)
 
 
 async def test_who_only_dials_out_listens_nowhere(tmp_path: Path) -> None:
     async with serving() as place:
-        facts = await examine(asked(place.address, tmp_path, advertise="none"), "1")
+        facts = await gather_facts(asked(place.address, tmp_path, advertise="none"), "1")
     assert facts.port == ""
     assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Grade.OK}
 
@@ -98,7 +98,7 @@ async def test_who_only_dials_out_listens_nowhere(tmp_path: Path) -> None:
 async def test_a_wrong_token_is_said(tmp_path: Path) -> None:
     async with serving(credentials=Credentials(token="right")) as place:
         wrong = asked(place.address, tmp_path, credentials=Credentials(token="wrong"))
-        facts = await examine(wrong, "1")
+        facts = await gather_facts(wrong, "1")
     assert isinstance(facts.registry_protocol, UnknownFact)
     assert "the join token is not this run's" in facts.registry_protocol.why
 
@@ -107,7 +107,7 @@ async def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(doctor, "SEE_DEVICE", "import time; time.sleep(1e6)")
     monkeypatch.setattr(doctor, "IN_ALL", 0.05)
     async with serving() as place:
-        facts = await asyncio.wait_for(examine(asked(place.address, tmp_path), "1"), DEADLINE)
+        facts = await asyncio.wait_for(gather_facts(asked(place.address, tmp_path), "1"), DEADLINE)
     assert facts.device == UnknownFact("PyTorch has not answered in 0.05 s")
 
 

@@ -11,7 +11,7 @@ from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import InviteError
 from planaria.node.commands.machines import exit_status_by_error
-from planaria.node.launch.enrolled import check_role, folder_of, invitation_of
+from planaria.node.launch.enrolled import check_role, enrolment_folder, invitation_of
 from planaria.node.launch.supervisor import TRY_AGAIN
 
 
@@ -52,10 +52,10 @@ def test_who_has_no_home_keeps_no_certificate_and_is_told_so(
 
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    assert folder_of(Invitation(role="reader")) is None
+    assert enrolment_folder(Invitation(role="reader")) is None
     assert "set HOME or XDG_STATE_HOME" in caplog.text
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert folder_of(Invitation(role="reader")).parts[:3] == ("/", "state", "planaria")
+    assert enrolment_folder(Invitation(role="reader")).parts[:3] == ("/", "state", "planaria")
 
 
 def test_an_invite_for_another_role_is_not_used_up() -> None:

@@ -4,26 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from planaria.node.launch.instance import find_instance, release
+from planaria.node.launch.instance import find_instance, release_key
 
 
 def test_a_node_that_is_started_again_is_the_same_instance(tmp_path: Path) -> None:
     first = find_instance(tmp_path / "state")
-    release(first)
+    release_key(first)
     again = find_instance(tmp_path / "state")
     assert again.identity.public == first.identity.public
     assert (tmp_path / "state" / "instance-0").stat().st_mode & 0o777 == 0o600
-    release(again)
+    release_key(again)
 
 
 def test_nodes_that_share_a_folder_are_instances_of_their_own(tmp_path: Path) -> None:
     one, two = find_instance(tmp_path), find_instance(tmp_path)
     assert one.identity.instance != two.identity.instance
-    release(one)
+    release_key(one)
     third = find_instance(tmp_path)
     assert third.identity.instance == one.identity.instance
-    release(two)
-    release(third)
+    release_key(two)
+    release_key(third)
 
 
 @pytest.mark.parametrize("content", ["", "0" * 32, "x" * 8000, "\N{SNOWMAN}"])
@@ -31,7 +31,7 @@ def test_a_file_with_something_else_gets_a_key(tmp_path: Path, content: str) -> 
     (tmp_path / "instance-0").write_text(content, encoding="utf-8")
     found = find_instance(tmp_path)
     assert (tmp_path / "instance-0").read_bytes() == found.identity.to_pem()
-    release(found)
+    release_key(found)
 
 
 def test_without_a_folder_an_instance_is_a_process(tmp_path: Path) -> None:

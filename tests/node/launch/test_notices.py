@@ -23,8 +23,8 @@ from planaria.node.launch.notices import (
     Gcp,
     MetadataAnswer,
     Notice,
-    ask,
-    find,
+    ask_metadata,
+    find_cloud,
     watch_notices,
 )
 from tests.metadata_service import NAME, MetadataService, metadata_service
@@ -49,7 +49,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def found(name: str) -> Aws | Gcp | Azure:
-    cloud = find(name, ask)
+    cloud = find_cloud(name, ask_metadata)
     assert isinstance(cloud, Aws | Gcp | Azure)
     return cloud
 
@@ -60,7 +60,7 @@ def test_each_cloud_is_found_and_says_nothing_at_first(start: Start, cloud: str)
     for name in ("auto", cloud):
         it = found(name)
         assert isinstance(it, CLOUDS[cloud])
-        assert it.look(NOW) is None
+        assert it.find_notice(NOW) is None
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
@@ -69,26 +69,26 @@ def test_aws_says_what_and_when_and_a_machine_that_it_has_not_taken_after_all_is
 ) -> None:
     start("aws").action = {"action": action, "time": "2026-09-18T08:22:00Z"}
     aws = found("auto")
-    assert aws.look(NOW) == Notice(f"AWS: {action} at 2026-09-18T08:22:00Z", 120.0)
-    assert aws.look(NOW + 120 + 299) is not None
-    assert aws.look(NOW + 120 + 301) is None
+    assert aws.find_notice(NOW) == Notice(f"AWS: {action} at 2026-09-18T08:22:00Z", 120.0)
+    assert aws.find_notice(NOW + 120 + 299) is not None
+    assert aws.find_notice(NOW + 120 + 301) is None
 
 
 def test_a_token_is_renewed_when_it_has_run_out(start: Start) -> None:
     service = start("aws")
     aws = found("aws")
     for _ in range(3):
-        assert aws.look(NOW) is None
+        assert aws.find_notice(NOW) is None
     assert sum(line.startswith("PUT") for line in service.asked) == 1
     service.tokens.clear()
     service.action = {"action": "stop", "time": "2026-09-18T08:22:00Z"}
-    assert aws.look(NOW) is not None
+    assert aws.find_notice(NOW) is not None
     assert sum(line.startswith("PUT") for line in service.asked) == 2
 
 
 def test_gcp_says_that_but_not_when(start: Start) -> None:
     start("gcp").preempted = True
-    assert found("auto").look(NOW) == Notice("GCP: preempted", None)
+    assert found("auto").find_notice(NOW) == Notice("GCP: preempted", None)
 
 
 def event(kind: str, seconds: float | None, *machines: str) -> dict[str, object]:
@@ -122,7 +122,7 @@ def test_azure_tells_of_this_machine_and_of_others(
     start: Start, events: list[dict[str, object]], left: float | None
 ) -> None:
     start("azure").events = events
-    notice = found("auto").look(NOW)
+    notice = found("auto").find_notice(NOW)
     assert (notice.left if notice else None) == left
 
 
@@ -135,8 +135,8 @@ def test_azure_has_time_for_its_first_answer_about_events() -> None:
 
     azure = Azure(slow)
     assert azure.is_here()
-    azure.look(NOW)
-    azure.look(NOW)
+    azure.find_notice(NOW)
+    azure.find_notice(NOW)
     assert timeouts == [2.0, 130.0, 2.0]
 
 
@@ -168,7 +168,7 @@ def test_an_answer_that_is_none_is_no_notice(
     cloud: Callable[..., Aws | Gcp | Azure], status: int, body: str
 ) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        cloud(answering(status, body)).look(NOW)
+        cloud(answering(status, body)).find_notice(NOW)
 
 
 def test_at_home_nobody_or_another_web_server_answers_and_nothing_is_said(
@@ -184,12 +184,12 @@ def test_at_home_nobody_or_another_web_server_answers_and_nothing_is_said(
         tried.append(path)
         raise TimeoutError("timed out")
 
-    assert find("auto", unreachable) is None
+    assert find_cloud("auto", unreachable) is None
     assert len(tried) == 1
     monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1:1")  # where nobody listens
-    assert find("auto", ask) is None
+    assert find_cloud("auto", ask_metadata) is None
     start("nobody")
-    assert find("auto", ask) is None
+    assert find_cloud("auto", ask_metadata) is None
     assert caplog.records == []
 
 
@@ -201,7 +201,7 @@ def test_a_container_to_which_no_token_gets_is_told(caplog: pytest.LogCaptureFix
             raise TimeoutError("timed out")
         return MetadataAnswer(401, {}, "")
 
-    assert find("auto", beyond_one_hop) is None
+    assert find_cloud("auto", beyond_one_hop) is None
     assert "hop limit to 2" in caplog.text
 
 
@@ -239,7 +239,7 @@ async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
 
 def test_the_examples_of_the_documentation_are_understood() -> None:
     stop = '{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
-    assert Aws(answering(200, stop)).look(1505722800.0) == Notice(
+    assert Aws(answering(200, stop)).find_notice(1505722800.0) == Notice(
         "AWS: stop at 2017-09-18T08:22:00Z", 120.0
     )
     one = {"EventType": "Preempt", "Resources": ["A"], "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT"}
@@ -247,6 +247,6 @@ def test_the_examples_of_the_documentation_are_understood() -> None:
         lambda m, path, *_, **__: MetadataAnswer(200, {}, "A" if "name" in path else body)
     )
     body = json.dumps({"DocumentIncarnation": 1, "Events": [one]})
-    assert azure.look(1474309757.0) == Notice(
+    assert azure.find_notice(1474309757.0) == Notice(
         "Azure: Preempt not before Mon, 19 Sep 2016 18:29:47 GMT", 30.0
     )

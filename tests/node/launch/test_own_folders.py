@@ -12,9 +12,9 @@ from planaria.node.data.corpus import Corpus, CorpusError, read_index
 from planaria.node.launch.begin import find_corpus
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.own_folders import (
-    below,
     checkpoint_dir,
     data_below,
+    folder_below,
     folder_options,
     own_folder,
 )
@@ -37,7 +37,7 @@ def own(tmp_path: Path) -> Path:
 def test_a_name_that_leads_out_of_the_nodes_own_folder_is_refused(own: Path, name: str) -> None:
     why = r"recovery\.checkpoint\.dir = .* is not below .*own.*: --checkpoint-dir DIR says"
     with pytest.raises(NodeError, match=why):
-        below(own, "recovery.checkpoint.dir", name, "--checkpoint-dir")
+        folder_below(own, "recovery.checkpoint.dir", name, "--checkpoint-dir")
 
 
 def test_a_symbolic_link_leads_out_of_it_too(own: Path, tmp_path: Path) -> None:
@@ -46,16 +46,16 @@ def test_a_symbolic_link_leads_out_of_it_too(own: Path, tmp_path: Path) -> None:
     (own / "inside").symlink_to(own / "there")
     for name in ("link", "link/deeper", "inside/../../elsewhere"):
         with pytest.raises(NodeError, match="a registry may not name it: --data DIR"):
-            below(own, "data.path", name, "--data")
-    assert below(own, "data.path", "inside/x", "--data") == own / "there" / "x"
+            folder_below(own, "data.path", name, "--data")
+    assert folder_below(own, "data.path", "inside/x", "--data") == own / "there" / "x"
     (own / "ring").symlink_to(own / "ring")
-    assert below(own, "data.path", "ring", "--data") == own / "ring"
+    assert folder_below(own, "data.path", "ring", "--data") == own / "ring"
 
 
 def test_a_name_is_one_below_the_folder(own: Path) -> None:
-    assert below(own, "data.path", "data/prose", "--data") == own / "data" / "prose"
-    assert below(own, "data.path", "~/x", "--data") == own / "~" / "x"
-    assert below(own, "data.path", str(own / "x"), "--data") == own / "x"
+    assert folder_below(own, "data.path", "data/prose", "--data") == own / "data" / "prose"
+    assert folder_below(own, "data.path", "~/x", "--data") == own / "~" / "x"
+    assert folder_below(own, "data.path", str(own / "x"), "--data") == own / "x"
 
 
 def test_data_is_looked_for_below_it(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):

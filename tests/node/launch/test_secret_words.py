@@ -17,7 +17,7 @@ from planaria.bootstrap.authority import Authority, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import MARK, encode
 from planaria.node.launch.options import parse_token
-from planaria.node.launch.secret_words import INVITE, taken_out, warnings
+from planaria.node.launch.secret_words import INVITE, secret_warnings, without_secrets
 
 DEADLINE = 120.0  # seconds
 TOKEN = "the-token-of-this-run"
@@ -26,18 +26,18 @@ TOKEN = "the-token-of-this-run"
 def test_what_may_be_secret_goes_from_the_command_line_into_the_environment() -> None:
     words = ["node", "--join", "planaria1.x", "--stage", "1", "--token=y", "--insecure"]
     secrets = {"PLANARIA_JOIN": "planaria1.x", "PLANARIA_TOKEN": "y"}
-    assert taken_out(words) == (["node", "--stage", "1", "--insecure"], secrets)
-    assert taken_out(["status", "--watch"]) == (["status", "--watch"], {})
-    assert taken_out(["node", "--join"]) == (["node"], {"PLANARIA_JOIN": ""})
+    assert without_secrets(words) == (["node", "--stage", "1", "--insecure"], secrets)
+    assert without_secrets(["status", "--watch"]) == (["status", "--watch"], {})
+    assert without_secrets(["node", "--join"]) == (["node"], {"PLANARIA_JOIN": ""})
 
 
 def test_who_types_a_secret_is_told_how_nobody_sees_it() -> None:
     assert INVITE == MARK
-    invite, token = warnings(["node", "--join=planaria1.x", "--token", "y"])
+    invite, token = secret_warnings(["node", "--join=planaria1.x", "--token", "y"])
     assert "--join @FILE, or set PLANARIA_JOIN" in invite and "planaria1.x" not in invite
     assert "--token @FILE, or set PLANARIA_TOKEN" in token
     for hidden in ("--join @f --token @g", "--join 127.0.0.1:1", "--token=", ""):
-        assert warnings(hidden.split()) == []
+        assert secret_warnings(hidden.split()) == []
 
 
 def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_run_file_gets_the_changes_that_it_lacks_and_that_hold() -> None:
     assert twice == with_changes(RUN, [first, later])
     assert (twice.steps, twice.changed_at) == (70, 30)
     assert twice.changes[1] == ChangeSection(step=30, was=["steps=50"])
-    assert [twice.batches.of(step).samples for step in (4, 5, 31)] == [8, 6, 6]
+    assert [twice.batches.at_step(step).samples for step in (4, 5, 31)] == [8, 6, 6]
     assert twice.original == RUN
 
 

@@ -22,8 +22,8 @@ from planaria.node.launch.supervisor import (
     FINAL,
     TRY_AGAIN,
     Pauses,
-    one_each,
-    same_again,
+    device_commands,
+    own_command,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -227,20 +227,20 @@ def test_nodes_on_several_devices_share_no_port_and_no_folder(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["planaria", "node", "--join", "a:1"])
     listen, told = Address.parse("[::]:7401"), Address.parse("my.host:9001")
-    assert one_each(["cuda:1"], listen, told, Path("saves")) == {"the node": same_again()}
+    assert device_commands(["cuda:1"], listen, told, Path("saves")) == {"the node": own_command()}
 
-    found = one_each(["cuda:0", "cuda:1"], listen, told, Path("saves"))
+    found = device_commands(["cuda:0", "cuda:1"], listen, told, Path("saves"))
     for place, (name, words) in enumerate(found.items()):
         assert name == f"the node on cuda:{place}"
-        assert words[: len(same_again())] == same_again()
-        assert " ".join(words[len(same_again()) :]) == (
+        assert words[: len(own_command())] == own_command()
+        assert " ".join(words[len(own_command()) :]) == (
             f"--device cuda:{place} --listen [::]:{7401 + place} "
             f"--advertise my.host:{9001 + place} --save-dir saves/cuda-{place}"
         )
-    anywhere = one_each(["cpu", "cuda:0"], Address.parse("127.0.0.1:0"), None, None)
-    assert anywhere["the node on cuda:0"] == [*same_again(), "--device", "cuda:0"]
+    anywhere = device_commands(["cpu", "cuda:0"], Address.parse("127.0.0.1:0"), None, None)
+    assert anywhere["the node on cuda:0"] == [*own_command(), "--device", "cuda:0"]
     with pytest.raises(AddressError, match="has port 65536"):
-        one_each(["cpu", "cuda:0"], Address.parse("0.0.0.0:65535"), None, None)
+        device_commands(["cpu", "cuda:0"], Address.parse("0.0.0.0:65535"), None, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import planaria
-from planaria.node.local.from_python import follow
+from planaria.node.local.from_python import print_output
 from planaria.node.local.resume import SwarmError
 from planaria.node.local.swarm import Ending, wrap_up
 from planaria.node.run_file import RunFileError, loads
@@ -60,7 +60,7 @@ def test_an_interrupt_ends_the_swarm_which_is_heard_to_its_end(monkeypatch):
     ) as between:
         assert between.stderr is not None
         monkeypatch.setattr(builtins, "print", interrupted)
-        assert follow(between, between.stderr)
+        assert print_output(between, between.stderr)
         monkeypatch.undo()
     assert heard == ["training\n", "saving\n"]
     assert between.returncode == 0

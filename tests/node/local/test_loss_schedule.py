@@ -33,7 +33,7 @@ def test_places_are_taken_stage_by_stage() -> None:
 def drawn(hourly: float, speedup: float = 1.0, seed: int = 0, replicas: int = 300) -> DrawnLosses:
     losses = DrawnLosses(places(3, replicas), hourly, speedup, seed)
     assert losses.first() == places(3, replicas)
-    assert losses.due(1e9) == []  # training has not begun
+    assert losses.due_changes(1e9) == []  # training has not begun
     losses.begin(1000.0)
     return losses
 
@@ -43,28 +43,28 @@ def lost(changes: list[Change]) -> list[str]:
 
 
 def test_a_rate_is_a_probability_in_an_hour_and_faster_the_more_it_is_sped_up() -> None:
-    share = len(lost(drawn(0.25).due(1000.0 + HOUR))) / 1200
+    share = len(lost(drawn(0.25).due_changes(1000.0 + HOUR))) / 1200
     assert share == pytest.approx(0.25, abs=0.06)  # five standard deviations
     fast = drawn(0.25, speedup=100.0)
-    assert len(lost(fast.due(1000.0 + HOUR / 100))) == round(share * 1200)
-    assert drawn(0.0).due(1e12) == []
+    assert len(lost(fast.due_changes(1000.0 + HOUR / 100))) == round(share * 1200)
+    assert drawn(0.0).due_changes(1e12) == []
 
 
 def test_who_is_drawn_follows_from_the_seed_and_each_is_replaced() -> None:
-    changes = drawn(0.5).due(1000.0 + HOUR)
-    assert changes == drawn(0.5).due(1000.0 + HOUR)
-    assert changes != drawn(0.5, seed=1).due(1000.0 + HOUR)
+    changes = drawn(0.5).due_changes(1000.0 + HOUR)
+    assert changes == drawn(0.5).due_changes(1000.0 + HOUR)
+    assert changes != drawn(0.5, seed=1).due_changes(1000.0 + HOUR)
     assert [c.place for c in changes if c.taken] == lost(changes)
 
 
 def test_whoever_takes_a_place_has_a_life_of_its_own() -> None:
     losses = drawn(0.5, replicas=1)
-    first = lost(losses.due(1000.0 + 100 * HOUR))
+    first = lost(losses.due_changes(1000.0 + 100 * HOUR))
     assert sorted(first) == places(3, 1)
-    assert losses.due(1e12) == []
+    assert losses.due_changes(1e12) == []
     for place in first:
-        losses.took(place, 5000.0)
-    ends = [n for n in range(2000) if lost(losses.due(5000.0 + n * HOUR / 100))]
+        losses.started(place, 5000.0)
+    ends = [n for n in range(2000) if lost(losses.due_changes(5000.0 + n * HOUR / 100))]
     assert ends
     assert ends[0] > 0
 
@@ -78,13 +78,13 @@ def rows(text: str) -> list[TraceRow]:
 def test_a_trace_begins_where_each_stage_has_a_node() -> None:
     losses = TracedLosses(places(1, 2), rows("5+a 6-a 7+b 8+c 8+d 9+e 18-c"), speedup=1.0)
     assert losses.first() == ["0.0", "1.0", "0.1"]  # b, c, d
-    assert losses.due(1e6) == []
+    assert losses.due_changes(1e6) == []
     losses.begin(100.0)
-    assert losses.due(100.0) == []
-    assert losses.due(101.0) == [("1.1", True)]  # e
+    assert losses.due_changes(100.0) == []
+    assert losses.due_changes(101.0) == [("1.1", True)]  # e
     assert losses.more_to_come() is False
-    assert losses.due(109.9) == []
-    assert losses.due(110.0) == [("1.0", False)]  # c
+    assert losses.due_changes(109.9) == []
+    assert losses.due_changes(110.0) == [("1.0", False)]  # c
 
 
 def test_a_node_of_a_trace_takes_a_place_where_the_fewest_are_if_there_is_one() -> None:
@@ -92,11 +92,11 @@ def test_a_node_of_a_trace_takes_a_place_where_the_fewest_are_if_there_is_one() 
     losses = TracedLosses(places(1, 2), rows(text), speedup=10.0)
     assert losses.first() == ["0.0", "1.0", "0.1", "1.1"]
     losses.begin(0.0)
-    assert losses.due(0.29) == []  # e finds no place, and leaves none
-    assert losses.due(0.3) == [("1.0", False), ("0.0", False)]
+    assert losses.due_changes(0.29) == []  # e finds no place, and leaves none
+    assert losses.due_changes(0.3) == [("1.0", False), ("0.0", False)]
     assert losses.more_to_come()
-    assert losses.due(0.5) == [("0.0", True), ("1.0", True)]
-    assert losses.due(9.9) == []  # h finds none; nobody knows x
+    assert losses.due_changes(0.5) == [("0.0", True), ("1.0", True)]
+    assert losses.due_changes(9.9) == []  # h finds none; nobody knows x
 
 
 def test_a_trace_without_a_node_for_each_stage_is_refused() -> None:
@@ -118,7 +118,7 @@ def test_at_each_time_a_place_is_for_one_and_who_comes_goes_where_the_fewest_are
     assert {stage_of(place) for place in present} == {0, 1}
     losses.begin(0.0)
     for n in range(1, len(steps) + 1):
-        for place, taken in losses.due((n + 0.5) / speedup):
+        for place, taken in losses.due_changes((n + 0.5) / speedup):
             assert (place in present) != taken
             (present.add if taken else present.remove)(place)
             free = set(places(1, replicas)) - present

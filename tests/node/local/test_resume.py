@@ -15,9 +15,9 @@ from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
 from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.corpus import read_index
-from planaria.node.hugging_face.begin_from_model import contents
+from planaria.node.hugging_face.begin_from_model import stage_digests
 from planaria.node.launch.resolve import resolve
-from planaria.node.launch.settings import changed, describe_change, differences
+from planaria.node.launch.settings import changed_run, describe_change, differences
 from planaria.node.local import resume as module
 from planaria.node.local.loss_schedule import places
 from planaria.node.local.resume import (
@@ -25,12 +25,12 @@ from planaria.node.local.resume import (
     RUN_FILE,
     KeptRun,
     SwarmError,
-    goes_on_as,
-    put_in_place,
-    take_over,
+    continued_run,
+    place_saves,
+    replace_run,
     with_settings_of,
 )
-from planaria.node.local.swarm import SwarmPlan, copied, read_plan, resume_from, write_plan
+from planaria.node.local.swarm import SwarmPlan, copy_run, read_plan, resume_from, write_plan
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.run_file import (
     ChangeSection,
@@ -102,7 +102,7 @@ def slots_of(kept: KeptRun) -> list[str]:
 
 
 def taken_over(kept: KeptRun, new: KeptRun, **how: int) -> KeptRun:
-    return take_over(kept, new, slots_of(new), **how)
+    return replace_run(kept, new, slots_of(new), **how)
 
 
 # In the same numbers
@@ -115,7 +115,7 @@ def test_what_nodes_have_had_that_are_no_more_is_found(tmp_path: Path) -> None:
     save(kept, "1.0", 1, 4)
     save(kept, "1.3", 1, 4, 8)
     save(kept, "0.0", 2, 4, 8)
-    copies = put_in_place(kept, slots_of(kept))
+    copies = place_saves(kept, slots_of(kept))
     assert [at(kept, f"{stage}.0", stage) for stage in (0, 1, 2)] == [
         [Age(1, 8), Age(1, 4)],
         [Age(1, 8), Age(1, 4)],
@@ -125,7 +125,7 @@ def test_what_nodes_have_had_that_are_no_more_is_found(tmp_path: Path) -> None:
         str(tmp_path / "saves" / "1.0"),
         str(tmp_path / "saves" / "2.0"),
     ]
-    assert put_in_place(kept, slots_of(kept)) == []
+    assert place_saves(kept, slots_of(kept)) == []
 
 
 def test_what_is_put_in_a_folder_takes_nothing_away(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_is_put_in_a_folder_takes_nothing_away(tmp_path: Path) -> None:
     save(kept, "1.0", 1, 12, 16, 20, 24, 28)
     save(kept, "1.9", 1, 4)
     save(kept, "2.0", 2, 4)
-    assert len(put_in_place(kept, slots_of(kept))) == 1
+    assert len(place_saves(kept, slots_of(kept))) == 1
     assert Age(1, 4) in at(kept, "1.0", 1)
     assert len(at(kept, "1.0", 1)) == 6
 
@@ -155,13 +155,13 @@ def with_checkpoints(tmp_path: Path) -> KeptRun:
 
 def test_a_shared_folder_is_everybodys(tmp_path: Path) -> None:
     kept = with_checkpoints(tmp_path)._replace(save_dir=None)
-    assert put_in_place(kept, slots_of(kept)) == []
+    assert place_saves(kept, slots_of(kept)) == []
 
 
 def test_before_anything_was_saved_it_begins_anew_and_says_so(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     save(kept, "0.0", 0)
-    (message,) = put_in_place(kept, slots_of(kept))
+    (message,) = place_saves(kept, slots_of(kept))
     assert "starts from the beginning" in message
 
 
@@ -174,7 +174,7 @@ def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
     assert kept.find() == []
     ledger.write_text('{"ledger": 1}\n{"step": 1}\n')
     with pytest.raises(SwarmError, match=r"no saves under .*/saves, .* mount the disk"):
-        put_in_place(kept, slots_of(kept))
+        place_saves(kept, slots_of(kept))
 
 
 def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
@@ -182,14 +182,14 @@ def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
     save(kept, "0.0", 0, 4)
     other = kept._replace(run=override(RUN, model__stages=4))
     with pytest.raises(SwarmError, match=f"to the run {kept.id}, .* restore .* --stages"):
-        put_in_place(other, slots_of(other))
+        place_saves(other, slots_of(other))
 
 
 # With other settings
 
 
 def differently(kept: KeptRun, **changes: Any) -> KeptRun:
-    return kept._replace(run=goes_on_as(kept, override(kept.run, **changes)))
+    return kept._replace(run=continued_run(kept, override(kept.run, **changes)))
 
 
 def test_without_another_value_it_is_the_same_run(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_run_goes_on_in_other_numbers(
         assert journal.view is not None
         assert (journal.view.number, journal.view.committed) == (8, 9)
         assert not journal.view.members
-    assert put_in_place(new, slots_of(new)) == []
+    assert place_saves(new, slots_of(new)) == []
 
 
 @pytest.mark.parametrize("stages", [2, [1, 2, 3]])
@@ -275,7 +275,7 @@ def test_the_checkpoints_digests_are_those_of_the_new_stages(
     kept = begun(tmp_path, 8, run=run)
     new = differently(kept, model__stages=stages)
     new = taken_over(kept, new)
-    digests = contents(Checkpoint.open(tmp_path / "model"), new.run.config)
+    digests = stage_digests(Checkpoint.open(tmp_path / "model"), new.run.config)
     assert new.run.model.content == new.run.original.model.content == digests
     assert len(digests) == new.run.config.stages + 1
     assert new.run.changes[0].was == ("model.stages=3",)
@@ -298,8 +298,8 @@ def test_any_setting_goes_through_the_list_of_changes_unchanged(tmp_path: Path) 
     texts = ("", "two\nlines", 'a "quote" = # and\\n')
     other = {"prompts": texts, "betas": (0.5, 0.25), "schedule": "wsd", "rewarm": 7, "lr": 1e-7}
     new = differently(begun(tmp_path), training=RUN.training.model_dump() | other).run
-    assert loads(dumps(changed(RUN, new, 3))).original == RUN
-    assert loads(dumps(changed(new, RUN, 3))).original == new
+    assert loads(dumps(changed_run(RUN, new, 3))).original == RUN
+    assert loads(dumps(changed_run(new, RUN, 3))).original == new
 
 
 def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
@@ -317,14 +317,14 @@ def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
 
 def test_another_rate_is_said(tmp_path: Path) -> None:
     run = override(RUN, training__lr=1e-3, steps=100, training__schedule="constant")
-    new = changed(run, override(run, training__lr=2e-3), 50)
+    new = changed_run(run, override(run, training__lr=2e-3), 50)
     rate = "the learning rate at step 51 goes from 0.001 to "
     assert describe_change(run, new)[1:] == [
         "  training.lr = 0.002 (was 0.001)",
         f"{rate}0.002; training.rewarm=50 makes that 50 steps long",
     ]
     assert describe_change(run, override(new, training__rewarm=10))[-1] == f"{rate}0.0002"
-    back = changed(new, override(new, training__lr=1e-3), 50)
+    back = changed_run(new, override(new, training__lr=1e-3), 50)
     assert describe_change(new, back)[-1].endswith("from 0.002 to 0.001")
 
 
@@ -336,11 +336,11 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
     with pytest.raises(SwarmError, match=r"not each stage has saved step 16; .* 4, 8, 12$"):
         new.find_at(16)
     for step in (8, 12):
-        again = new._replace(run=goes_on_as(new, new.run, goes_back=True))
+        again = new._replace(run=continued_run(new, new.run, goes_back=True))
         again = taken_over(new, again, at=step)
         assert again.run.changed_at == step
-        assert again.run.batches.of(step).samples == 16
-        assert again.run.batches.of(13).samples == 24
+        assert again.run.batches.at_step(step).samples == 16
+        assert again.run.batches.at_step(13).samples == 24
         assert again.id != new.id
         assert at(again, "1.0", 1) == [Age(2, step)]
 
@@ -380,12 +380,12 @@ def test_a_copy_that_would_not_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (kept.out / "logs/new", kept.save_dir, tmp_path / "file", tmp_path):
         with pytest.raises(SwarmError, match=r"can't have a copy of the run: name a new or empty"):
-            copied(plan, out)
+            copy_run(plan, out)
     with kept.open_journal(), pytest.raises(SwarmError, match="in use by another registry"):
-        copied(plan, tmp_path / "new")
+        copy_run(plan, tmp_path / "new")
     plan = plan._replace(run=override(RUN, recovery=shared_at(tmp_path)))
     with pytest.raises(SwarmError, match=r"shared for checkpoints, so the copy would write there"):
-        copied(plan, tmp_path / "new")
+        copy_run(plan, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -428,7 +428,7 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
         with pytest.raises(SwarmError, match="somewhere: No space left on device; free space"):
             taken_over(kept, new)
     assert load(kept.out / RUN_FILE) == kept.run
-    assert put_in_place(kept, slots_of(kept)) == []
+    assert place_saves(kept, slots_of(kept)) == []
     assert at(kept, "1.0", 1) == [Age(1, 8)]
     assert taken_over(kept, new).run.changed_at == 8
 
@@ -443,7 +443,7 @@ def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match=r"there is no save of the run under .*/saves"):
         bare = begun(tmp_path / "bare")
         save(bare, "0.0", 0)
-        take_over(bare, bare._replace(run=new.run), slots_of(new))
+        replace_run(bare, bare._replace(run=new.run), slots_of(new))
 
 
 def test_a_run_that_still_trains_is_left_alone(tmp_path: Path) -> None:

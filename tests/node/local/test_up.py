@@ -28,8 +28,8 @@ from planaria.node.local.swarm import (
     SwarmPlan,
     check_gpu,
     check_processes,
-    claim,
-    outlook,
+    create_folder,
+    forecast,
     parse_kill,
     read_events,
     read_plan,
@@ -46,7 +46,7 @@ RUN = loads("steps = 40\ntraining.optimizer = 'adamw'\n[model]\nstages = 4\n[swa
 
 
 def begin(plan: SwarmPlan) -> None:
-    claim(plan)
+    create_folder(plan)
     write_plan(plan)
 
 
@@ -85,7 +85,7 @@ def test_a_bad_kill_is_refused_with_what_is_valid(text, says):
 def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(SwarmError, match=f"already holds a run.*{name}.*--out"):
-        claim(SwarmPlan(RUN, tmp_path, None, "cpu"))
+        create_folder(SwarmPlan(RUN, tmp_path, None, "cpu"))
 
 
 def test_a_model_larger_than_this_machine_is_refused(tmp_path):
@@ -100,14 +100,14 @@ def test_a_model_larger_than_this_machine_is_refused(tmp_path):
 def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     run = loads("steps = 9\n[model]\npreset = 'large'\nvocabulary = 2048")
     plan = SwarmPlan(run, tmp_path, None, "cpu")
-    size, warning, time = outlook(plan, MachineSize(24 * 2**30, 2), lambda: 1e11)
+    size, warning, time = forecast(plan, MachineSize(24 * 2**30, 2), lambda: 1e11)
     parameters = 1_619_101_696
     assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 28.0 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
     minutes = 6 * parameters * 65536 / 2e11 / 60
     assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
-    assert len(list(outlook(plan, MachineSize(30 * 2**30, 2), lambda: 1e11))) == 2
-    on_gpu = list(outlook(plan._replace(device="cuda:0"), MachineSize(2**33, 2), lambda: 1 / 0))
+    assert len(list(forecast(plan, MachineSize(30 * 2**30, 2), lambda: 1e11))) == 2
+    on_gpu = list(forecast(plan._replace(device="cuda:0"), MachineSize(2**33, 2), lambda: 1 / 0))
     assert on_gpu == [
         f"{parameters:,} parameters at 7 nodes, which take about 0.8 GiB of this "
         "machine's 8.0 GiB of memory"
@@ -138,7 +138,7 @@ def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
     (tmp_path / "saves/1.0/stage-1").mkdir(parents=True)
     (tmp_path / "saves/1.0/stage-1/step-00000010-0.safetensors").touch()
     with pytest.raises(SwarmError, match="--resume"):
-        claim(SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu"))
+        create_folder(SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu"))
     assert not (tmp_path / "out").exists()
 
 

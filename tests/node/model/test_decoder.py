@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.begin_from_model import take_in, take_in_here
+from planaria.node.hugging_face.begin_from_model import with_model, with_model_here
 from planaria.node.model import trial
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.decoder import Decoder, DecoderError, decoder_of, positions_of, shape_of
-from planaria.node.model.lora import adapt, initial_adapters
-from planaria.node.model.modules import build_stage, empty_stage, with_weights
+from planaria.node.model.decoder import (
+    Decoder,
+    DecoderError,
+    config_of,
+    decoder_of,
+    document_positions,
+)
+from planaria.node.model.lora import add_adapters, initial_adapters
+from planaria.node.model.modules import build_stage, empty_stage, inference_stage
 from planaria.node.model.quantized import QuantizedLinear, slots
 from planaria.node.model.shape import Base, Lora
 from planaria.node.run_file import RunFile, RunFileError, from_fields
@@ -62,14 +68,14 @@ def of(kind: str, **others: Any) -> Decoder:
 
 def saved(folder: Path, kind: str, **others: Any) -> Any:
     """A model of transformers in this folder, with weights that aren't initial ones."""
-    model = trial.small(of(kind, **others), {})
+    model = trial.small_model(of(kind, **others), {})
     model.save_pretrained(folder)
     return model
 
 
 def run_of(folder: Path, key: str = "from", **model: Any) -> RunFile:
     fields = {key: str(folder), "stages": 2, "context": 24, **model}
-    return take_in_here(from_fields({"model": fields}))
+    return with_model_here(from_fields({"model": fields}))
 
 
 @pytest.mark.parametrize(
@@ -79,8 +85,8 @@ def run_of(folder: Path, key: str = "from", **model: Any) -> RunFile:
 def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> None:
     decoder = of(kind)
     half = decoder.layers // 2
-    assert trial.compare(decoder, [half, half], packed)[:2] == (0.0, 0.0)
-    trial.check(decoder, [1, decoder.layers - 1], packed)
+    assert trial.whole_and_cut(decoder, [half, half], packed)[:2] == (0.0, 0.0)
+    trial.try_cut(decoder, [1, decoder.layers - 1], packed)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +102,18 @@ def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, valu
 
     def other(decoder: Decoder, layers: range, base: Base | None = None) -> Any:
         changed = Decoder(json.dumps(decoder.config.to_dict() | {key: value}))
-        return empty(changed, layers, base)
+        return build(changed, layers, base)
 
-    empty = Decoder.empty
-    monkeypatch.setattr(Decoder, "empty", other)
+    build = Decoder.build
+    monkeypatch.setattr(Decoder, "build", other)
     with pytest.raises(DecoderError, match=r"stages, computes logits that differ by .* at most"):
-        trial.check(of(kind), [2, 2], block_causal=False)
+        trial.try_cut(of(kind), [2, 2], block_causal=False)
 
 
 def test_documents_that_a_class_does_not_keep_apart_are_refused() -> None:
-    trial.check(of("opt"), [2, 2], block_causal=False)
+    trial.try_cut(of("opt"), [2, 2], block_causal=False)
     with pytest.raises(DecoderError, match="kept apart, computes logits of a token that depend on"):
-        trial.check(of("opt"), [2, 2], block_causal=True)
+        trial.try_cut(of("opt"), [2, 2], block_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,7 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
         x = body(x)
     assert torch.equal(ends.logits(x), model(tokens).logits)
     flat = torch.cat([part.detach().flatten() for part in bodies[0].parameters()])
-    again = with_weights(run.config, 1, flat, own)
+    again = inference_stage(run.config, 1, flat, own)
     assert torch.equal(again(ends.embed(tokens)), bodies[0](ends.embed(tokens)))
 
 
@@ -181,10 +187,11 @@ def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
 def test_another_process_takes_it_in_and_says_what_is_wrong(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content("opt")))
     model = {"config": str(tmp_path), "stages": 2, "context": 24}
-    assert take_in(from_fields({"model": model})) == take_in_here(from_fields({"model": model}))
+    run = from_fields({"model": model})
+    assert with_model(run) == with_model_here(run)
     refusal = r"model\.config = .*: OPTForCausalLM of .* with documents kept apart, computes logits"
     with pytest.raises(RunFileError, match=refusal):
-        take_in(from_fields({"model": model | {"attn_mask_type": "block_causal"}}))
+        with_model(from_fields({"model": model | {"attn_mask_type": "block_causal"}}))
 
 
 def test_another_version_of_transformers_is_refused(tmp_path) -> None:
@@ -201,13 +208,13 @@ def test_adapters_need_linear_modules(tmp_path) -> None:
     fields = {"model": {"from": str(tmp_path / "gpt2"), "stages": 2, "context": 24}}
     lora = {"training": {"lora": {"targets": ["c_attn"]}}}
     with pytest.raises(RunFileError, match="is called c_attn; this model has none"):
-        take_in_here(from_fields(fields | lora))
+        with_model_here(from_fields(fields | lora))
     saved(tmp_path / "granite", "granite")
     fields["model"]["from"] = str(tmp_path / "granite")
-    run = take_in_here(from_fields(fields | {"training": {"lora": {"rank": 2}}}))
+    run = with_model_here(from_fields(fields | {"training": {"lora": {"rank": 2}}}))
     own = load_as_said(run, run.config)
     adapters = initial_adapters(run.config, 1, 0)
-    stage = adapt(build_stage(run.config, 1, 0, own), run.config, 1, adapters)
+    stage = add_adapters(build_stage(run.config, 1, 0, own), run.config, 1, adapters)
     trained = [name for name, part in stage.named_parameters() if part.requires_grad]
     assert len(trained) == 2 * 7 * 2
     x = torch.ones(1, 5, 32)
@@ -216,7 +223,7 @@ def test_adapters_need_linear_modules(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral", "qwen3_moe"])
 def test_what_a_base_packs_is_what_is_a_linear_module(kind) -> None:
-    config = replace(shape_of(of(kind)), lora=Lora(2, 4.0, (), "nf4"))
+    config = replace(config_of(of(kind)), lora=Lora(2, 4.0, (), "nf4"))
     stage = of(kind).stage(config.layers_of(1), False, "nf4")
     packed = [part for part in slots(stage) if isinstance(part, QuantizedLinear)]
     assert config.packed_in(1) == sum(part.shape.numel() for part in packed)
@@ -225,4 +232,4 @@ def test_what_a_base_packs_is_what_is_a_linear_module(kind) -> None:
 
 def test_positions_begin_anew_with_each_document() -> None:
     begins = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 1, 1, 0]])
-    assert positions_of(begins).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]]
+    assert document_positions(begins).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]]

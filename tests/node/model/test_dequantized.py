@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from planaria.node.hugging_face.begin_from_model import take_in
+from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.model import checkpoint as module
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
@@ -154,13 +154,16 @@ def test_a_run_from_quantized_weights_loads_the_same_bits_and_exports_a_plain_mo
 ) -> None:
     quantized(tmp_path / "base", torch.bfloat16, load_in_4bit=True, bnb_4bit_use_double_quant=True)
     fields = {"model": {"from": str(tmp_path / "base"), "stages": 2, "context": 24}}
-    run = take_in(from_fields(fields | {"training": {"lora": {"rank": 4, "base": "nf4"}}}))
+    run = with_model(from_fields(fields | {"training": {"lora": {"rank": 4, "base": "nf4"}}}))
     checkpoint = Checkpoint.open(tmp_path / "base")
     for stage in range(3):  # whose digest is that of the run
         Beginning(run, run.config, checkpoint).stage(stage)
     write(tmp_path / "out", run, True)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    merged, (_, kept) = Checkpoint.open(tmp_path / "out"), checkpoint.as_kept(run.config, 2, NORM)
+    merged, (_, kept) = (
+        Checkpoint.open(tmp_path / "out"),
+        checkpoint.base_words(run.config, 2, NORM),
+    )
     assert (merged.read(NORM) == kept).all()
     assert merged.places[Q].kind == "F32"
 

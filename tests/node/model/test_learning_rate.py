@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from planaria.node.model.learning_rate import (
     Schedule,
     boost,
-    describe,
-    of_run,
-    scheduled,
-    too_long,
+    describe_rate,
+    rate_of,
+    scheduled_rate,
     warmup_of,
+    warmup_too_long,
 )
 from planaria.node.run_file import loads, override
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
-    rates = [scheduled(step, 100, 2.0, 20, 0.1) for step in range(1, 121)]
+    rates = [scheduled_rate(step, 100, 2.0, 20, 0.1) for step in range(1, 121)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == pytest.approx(1.0)
     assert rates[19] == 2.0
@@ -31,7 +31,7 @@ def test_rate_warms_up_and_follows_a_cosine() -> None:
 
 def test_other_schedules_fall_in_a_line_late_or_not_at_all() -> None:
     def rates(schedule: Schedule) -> list[float]:
-        return [scheduled(step, 100, 2.0, 20, 0.1, schedule, 0.2) for step in range(1, 121)]
+        return [scheduled_rate(step, 100, 2.0, 20, 0.1, schedule, 0.2) for step in range(1, 121)]
 
     linear, constant, wsd = rates("linear"), rates("constant"), rates("wsd")
     assert linear[:20] == constant[:20] == wsd[:20] == rates("cosine")[:20]
@@ -64,14 +64,14 @@ def test_warm_up_is_at_most_a_tenth_of_a_run_that_says_nothing_of_it(steps, warm
 )
 def test_a_run_says_its_rate(text, sentence) -> None:
     run = loads(f"steps = 40\n{text}")
-    assert re.search(sentence, describe(run))
-    assert too_long(run) is None
+    assert re.search(sentence, describe_rate(run))
+    assert warmup_too_long(run) is None
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of_with_the_highest_rate() -> None:
     run = loads("steps = 3\n[training]\nwarmup = 500")
-    assert max(of_run(step, run) for step in (1, 2, 3)) == pytest.approx(1.2e-5)
-    warning = too_long(run)
+    assert max(rate_of(step, run) for step in (1, 2, 3)) == pytest.approx(1.2e-5)
+    warning = warmup_too_long(run)
     assert warning is not None
     assert "no higher than 1.2e-05, 0.6% of training.lr = 0.002" in warning
 
@@ -86,7 +86,7 @@ def test_rate_stays_between_nothing_and_its_peak(
     at: tuple[int, int], warmup: int, rates: tuple[float, float], how: tuple[Schedule, float]
 ) -> None:
     (step, steps), (floor, peak) = at, rates
-    rate = scheduled(step, steps, peak, warmup, floor, *how)
+    rate = scheduled_rate(step, steps, peak, warmup, floor, *how)
     assert 0 <= rate <= peak * (1 + 1e-12)
     if step > warmup:
         assert rate >= floor * peak * (1 - 1e-12)
@@ -94,15 +94,15 @@ def test_rate_stays_between_nothing_and_its_peak(
 
 def test_behind_a_change_of_settings_the_rate_rises_to_the_schedules() -> None:
     run = loads("steps = 100\n[training]\nlr = 0.01\nwarmup = 0\nschedule = 'constant'\nrewarm = 4")
-    assert [of_run(step, run) for step in (1, 2)] == [0.01, 0.01]
+    assert [rate_of(step, run) for step in (1, 2)] == [0.01, 0.01]
     changed = override(run, changes=[{"step": 40}])
-    rates = [of_run(step, changed) for step in range(40, 46)]
+    rates = [rate_of(step, changed) for step in range(40, 46)]
     assert rates == pytest.approx([0.01, 0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
 def test_there_is_no_step_before_the_first() -> None:
     with pytest.raises(ValueError, match="no step 0"):
-        scheduled(0, 10, 1.0, 0, 0.1)
+        scheduled_rate(0, 10, 1.0, 0, 0.1)
 
 
 def test_boost_decays_in_a_line() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planaria.node.model.lora import Frozen, adapt, copied, initial_adapters
+from planaria.node.model.lora import Frozen, add_adapters, copy_with, initial_adapters
 from planaria.node.model.modules import BodyStage, build_stage
 from planaria.node.model.shape import (
     ADAM_BYTES,
@@ -27,7 +27,9 @@ ADAPTED = replace(GROUPED, lora=LORA)
 
 
 def stage_of(config: ModelConfig, stage: int = 2) -> BodyStage:
-    module = adapt(build_stage(config, stage, 5), config, stage, initial_adapters(config, stage, 5))
+    module = add_adapters(
+        build_stage(config, stage, 5), config, stage, initial_adapters(config, stage, 5)
+    )
     assert isinstance(module, BodyStage)
     return module
 
@@ -90,7 +92,7 @@ def test_a_stage_is_looked_at_with_other_adapters_and_nothing_is_copied() -> Non
     base = Frozen(module, bf16=False)
     assert base.size == ADAPTED.parameters[1]
     weights = torch.randn(ADAPTED.trained[1], generator=torch.Generator().manual_seed(2))
-    other = copied(module, weights)
+    other = copy_with(module, weights)
     own = {p.data_ptr() for p in module.parameters() if not p.requires_grad}
     assert own == {p.data_ptr() for p in other.parameters() if not p.requires_grad}
     StageOptimizer(module, CPU).weights.copy_(weights)
@@ -131,7 +133,7 @@ def test_a_base_that_is_bf16_anyway_lies_so_and_nothing_changes(config, stage) -
     made = []
     for small in (False, True):
         module = rounded(build_stage(config, stage, 5))
-        base = Frozen(adapt(module, config, stage, initial + 0.1 * noise), bf16=small)
+        base = Frozen(add_adapters(module, config, stage, initial + 0.1 * noise), bf16=small)
         kinds = {p.dtype for p in module.parameters() if p.dim() > 1 and not p.requires_grad}
         assert kinds == {torch.bfloat16 if small else torch.float32}
         made.append([base.words(), *passed(module, config, True), *passed(module, config, False)])

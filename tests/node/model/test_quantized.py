@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from planaria.node.model import quantized
-from planaria.node.model.lora import Frozen, adapt, initial_adapters
+from planaria.node.model.lora import Frozen, add_adapters, initial_adapters
 from planaria.node.model.modules import build_stage, empty_stage
 from planaria.node.model.quantized import (
     NF4,
     SMALLEST,
     QuantizedLinear,
     pack,
+    pack_and_unpack,
     put_values,
-    rounded,
     size_of,
     slots,
     unpack,
@@ -42,7 +42,7 @@ def matrix(shape: tuple[int, int] = (96, 64)) -> torch.Tensor:
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "_library", lambda: None)
+    monkeypatch.setattr(quantized, "_bitsandbytes", lambda: None)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -67,7 +67,7 @@ def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None) -> None
 def test_the_library_unpacks_what_plain_torch_does(shape, kind, monkeypatch) -> None:
     packed, size = pack([matrix(shape)], shape, "nf4"), torch.Size(shape)
     by_library = unpack(packed, size, "nf4", kind)
-    monkeypatch.setattr(quantized, "_library", lambda: None)
+    monkeypatch.setattr(quantized, "_bitsandbytes", lambda: None)
     assert torch.equal(by_library, unpack(packed, size, "nf4", kind))
 
 
@@ -75,10 +75,10 @@ def test_the_library_unpacks_what_plain_torch_does(shape, kind, monkeypatch) -> 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_matrix_is_close_and_packs_to_itself(base, shape) -> None:
     weight = matrix(shape)
-    words, values = rounded(weight, base)
+    words, values = pack_and_unpack(weight, base)
     error = {"bf16": 2**-8, "int8": 0.5 / 127, "nf4": 0.16}[base] * weight.abs().max()
     assert (values - weight).abs().max() <= error
-    again, same = rounded(values, base)
+    again, same = pack_and_unpack(values, base)
     assert torch.equal(values, same)
     assert torch.equal(words.view(torch.int32), again.view(torch.int32))
 
@@ -115,7 +115,7 @@ def adapted_stage(base: Base) -> nn.Module:
         put_values(slot, [parameter.detach()])
     weights = initial_adapters(config, 2, 5)
     weights += 0.1 * torch.rand(weights.shape, generator=torch.Generator().manual_seed(2))
-    return adapt(module, config, 2, weights)
+    return add_adapters(module, config, 2, weights)
 
 
 @BASES
@@ -175,7 +175,7 @@ def test_no_code_is_loaded_from_a_hub() -> None:
         "import sys, types; kernels = sys.modules['kernels'] = types.ModuleType('kernels');"
         "asked = []; kernels.get_kernel = lambda *a, **k: asked.append(a);"
         "from planaria.node.model import quantized;"
-        "assert quantized._library() is not None and not asked;"
+        "assert quantized._bitsandbytes() is not None and not asked;"
         "assert sys.modules['kernels'] is kernels"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

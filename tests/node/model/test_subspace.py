@@ -65,16 +65,16 @@ def test_what_crosses_says_which_tokens_in_every_codec(codec: Codec) -> None:
     subspace = subspace_of(config)
     assert subspace is not None
     tokens = torch.tensor([[0, 255, 256, 65_535, 65_536, 69_999]])
-    crossed = subspace.of(tokens, torch.randn(1, 6, RANK))
+    crossed = subspace.with_digits(tokens, torch.randn(1, 6, RANK))
     sent = encode(taken_apart(crossed, config, "activation"), codec)
     assert [one.form for one in sent[0]] == forms(
         replace(config, context=6), 1, codec, "activation"
     )
     assert sum(one.size for one in sent[0]) == bytes_of(config, codec)
-    _, fixed, _ = subspace.taken_apart(put_together(decode(*sent), config))
+    _, fixed, _ = subspace.split(put_together(decode(*sent), config))
     assert torch.equal(fixed, subspace.embedding[tokens])
     for nonsense in (-1.0, 1e30, float("nan")):
-        subspace.taken_apart(torch.full_like(crossed, nonsense))
+        subspace.split(torch.full_like(crossed, nonsense))
 
 
 def test_backwards_only_figures_matter() -> None:
@@ -95,7 +95,7 @@ def test_recomputing_and_looking_give_the_same() -> None:
     assert torch.equal(bodies[0](x.requires_grad_()), wanted)
     for stage, module in enumerate((ends, bodies[0])):
         flat = torch.cat([one.detach().reshape(-1) for one in module.parameters()])
-        looked = model.with_weights(NARROW, stage, flat)
+        looked = model.inference_stage(NARROW, stage, flat)
         if isinstance(looked, EmbeddingStage):
             assert torch.equal(looked.embed(tokens), x)
         else:

@@ -22,7 +22,7 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.node.model.learning_rate import of_run
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.page.app import as_json, joined
 from planaria.node.page.state import NODES_SHOWN, Moment, page_state
 from planaria.node.report.history import History
@@ -83,7 +83,7 @@ def test_stages_have_their_nodes_and_what_these_say() -> None:
     progress = shown["progress"]
     assert (progress["step"], progress["loss"], progress["tokens_per_second"]) == (7, 6.5, 800.0)
     assert progress["tokens"] == 7 * RUN.training.batch * RUN.model.config.context
-    assert progress["learning_rate"] == of_run(7, RUN)
+    assert progress["learning_rate"] == rate_of(7, RUN)
     assert progress["spent"] is None
 
 

@@ -41,7 +41,7 @@ WINDOWS = Windows(3, [Share(50, 1)], Batches(12, 4))
 def commit(
     step: int, view: int = 1, attempt: int = 1, windows: Windows = WINDOWS
 ) -> stage_pb2.Commit:
-    ids, size = windows.ids(step), windows.batches.of(step).microbatch
+    ids, size = windows.ids(step), windows.batches.at_step(step).microbatch
     parts = [(i, microbatch_ids(ids, i, size)) for i in (2, 0, 1)]  # they come home in any order
     return stage_pb2.Commit(
         step=step,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.model.layout import weights
+from planaria.node.model.layout import model_weights
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import Beginning
@@ -55,4 +55,4 @@ def test_of_equal_stages_it_is_the_average_to_the_last_bit(
     assert torch.equal(found[0], expected)
     assert found[1] == omega
     in_words = replace(config, sizes=(size,) * 3)
-    assert weights(in_words) == weights(config)
+    assert model_weights(in_words) == model_weights(config)

@@ -18,8 +18,8 @@ from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.layout import weights
-from planaria.node.model.modules import build_stage, with_weights
+from planaria.node.model.layout import model_weights
+from planaria.node.model.modules import build_stage, inference_stage
 from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.run_file import RunFile, RunFileError, dumps, loads, override
 from planaria.node.serve import find_own_code
@@ -65,7 +65,7 @@ def test_the_run_file_says_what_the_code_builds():
         module = build_stage(config, stage, 0, load_as_said(run, config))
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
         assert shapes == [*named_shapes(config, stage).values()]
-    names = [weight.name for weight in weights(config)]
+    names = [weight.name for weight in model_weights(config)]
     assert names[0] == "wte.weight"
     assert names[-1] == "ln_f.bias"
     assert len(set(names)) == len(names) == 4 + 4 * 12
@@ -107,7 +107,7 @@ def test_blocks_see_no_later_tokens_and_the_head_is_the_embedding():
     loss = ends.loss(ends.embed(tokens[:, :-1]), tokens[:, 1:])
     loss.backward()
     flat = StageOptimizer(ends, torch.device("cpu")).weights
-    looked = with_weights(config, 0, 2 * flat, own)
+    looked = inference_stage(config, 0, 2 * flat, own)
     assert torch.equal(looked.ends.wte.weight, 2 * ends.ends.wte.weight)
     assert not looked.ends.wte.weight.requires_grad
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.mixture import beginnings, windows
+from planaria.node.data.mixture import document_beginnings, sample_tokens, training_windows
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.model.modules import build_stage
@@ -130,8 +130,8 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
     swarm.ends()
     homes = [home for node in swarm.nodes.values() for home in node.homes.values()]
     assert 0 in {home.tokens for home in homes}
-    ids = windows(chat, RUN.seed, SECTION.context, RUN.batches).ids(1)
-    tokens = torch.from_numpy(chat.samples("train", SECTION.context, ids))
+    ids = training_windows(chat, RUN.seed, SECTION.context, RUN.batches).ids(1)
+    tokens = torch.from_numpy(sample_tokens(chat, "train", SECTION.context, ids))
     scored = np.stack([chat.scored("train", SECTION.context, int(index)) for index in ids])
     config = model_config(SECTION, chat.vocabulary)
     ends, *body = modules = [build_stage(config, stage, 0) for stage in range(STAGES + 1)]
@@ -159,8 +159,8 @@ def test_where_documents_begin_is_said_and_checked(conversations):
     run = RUN.model_copy(update={"wire": WireSection(activations="int4", gradients="int4")})
     chat = Corpus.open(conversations)
     config = model_config(section, chat.vocabulary)
-    planned = windows(chat, RUN.seed, 4, RUN.batches)
-    begin = {step: beginnings(chat, "train", 4, planned.ids(step)) for step in range(1, 9)}
+    planned = training_windows(chat, RUN.seed, 4, RUN.batches)
+    begin = {step: document_beginnings(chat, "train", 4, planned.ids(step)) for step in range(1, 9)}
     step = next(step for step, begins in begin.items() if begins.any())
     works = []
     for stage in (0, 1):
@@ -306,18 +306,18 @@ def test_a_pass_of_an_older_attempt_is_not_done(corpus):
 
 async def test_a_disk_that_is_slow_to_give_samples_is_no_hanging_device(corpus, monkeypatch):
     compute = ComputeThread("test", asyncio.get_running_loop())
-    waits, read = [], Corpus.samples
+    waits, read = [], Corpus.sample
 
     def slowly(*arguments: Any) -> Any:
         waits.append(compute.watch.waits)
         return read(*arguments)
 
-    monkeypatch.setattr(Corpus, "samples", slowly)
+    monkeypatch.setattr(Corpus, "sample", slowly)
     work = make_work(corpus, "0.0", 0)
     work.begin(BEGAN, pb.Begin(step=1))
     visit = Visit(0, 0, ROUTE)
     assert await compute.run(partial(work.embed, BEGAN, visit)) is not None
-    assert waits == [True]
+    assert {*waits} == {True}
     assert not compute.watch.waits
     assert compute.stop(60.0)
 
