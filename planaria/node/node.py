@@ -144,7 +144,6 @@ class WatchedCompute(Compute, Protocol):
 
     def look(self) -> Hang | None:
         """Reports a hanging task. To be called on the event loop, at each of its ticks."""
-        ...
 
 
 class Machine(Protocol):
@@ -156,53 +155,41 @@ class Machine(Protocol):
     @property
     def memory(self) -> int:
         """Bytes of the device."""
-        ...
 
     @property
     def ledgers(self) -> Mapping[str, LineFile]:
         """The ledgers that are written here, by seat."""
-        ...
 
     async def build(self, name: str, stage: int, exchanges: Exchanges) -> Agent:
         """Builds a seat, and opens its ledger at stage 0. Raises what crashes the node."""
-        ...
 
     async def close(self, name: str, seat: Agent, seconds: float) -> None:
         """A seat is given back: closes its files, and waits for its saves for so long."""
-        ...
 
     async def rehearse(self) -> None:
         """Runs once, on a standby, what takes longer the first time."""
-        ...
 
     async def finish(self, hang: str, seconds: float) -> str:
         """The node is over: ends the compute, waits for saves, closes files. Returns why the
         compute was abandoned; empty: it has ended."""
-        ...
 
     def tick(self, now: float) -> None:
         """Looks after the files, and reports events about them; `now`: by the loop's clock."""
-        ...
 
     def time(self) -> float:
         """Seconds since the epoch."""
-        ...
 
     def write(self, event: Event, by: str, time: float) -> None:
         """Adds an event to the log. `by`: the event's seat; empty: the node."""
-        ...
 
     def keep(self, record: Mapping[str, Any]) -> None:
         """Adds a line of the event log to the external record, if any."""
-        ...
 
     def committed(self, name: str, commit: pb.Commit) -> None:
         """Adds a commit to the seat's ledger, if it has one."""
-        ...
 
     def troubles(self) -> list[str]:
         """What is wrong with its files, a sentence each."""
-        ...
 
 
 M = TypeVar("M", bound=Machine)

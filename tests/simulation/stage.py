@@ -171,7 +171,7 @@ class Stage:
         self.weightless, self.origin = not has, has and self.cluster.from_checkpoint
         if self.weightless:
             self.optimizer.weights.zero_()
-        self.tensors = dict(self.optimizer.state(optimizer=True))
+        self.tensors = dict(self.optimizer.state())
         self.gradient = self.optimizer.gradient
         self.lineage = self.step = 0
         self.void = False  # overwritten by what isn't fit to train yet
@@ -232,7 +232,7 @@ class Stage:
         if not self.cluster.hosts[self.host].origin:
             raise ComplaintError("the checkpoint that the run begins from is not on this machine")
         made = StateId(stage, lineage, step=0, made=NEVER)
-        tensors = dict(row(stage).state(optimizer=True))
+        tensors = dict(row(stage).state())
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
     def of_checkpoint(self, stage: int) -> StageState:

@@ -197,7 +197,7 @@ class Rounds:
             source = stages[self.present[0]].optimizer
             for pipeline, stage in enumerate(stages):
                 if pipeline not in self.present:
-                    stage.optimizer.load(source.state(optimizer=True), source.steps)
+                    stage.optimizer.load(source.state(), source.steps)
                 stage.optimizer.weights.copy_(self.start[number])
         self.present = list(range(len(self._pipelines)))
         self.samples = [[0] * len(self.start) for _ in self._pipelines]

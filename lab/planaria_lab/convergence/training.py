@@ -178,7 +178,7 @@ class State(NamedTuple):
     @classmethod
     def of(cls, stage: Stage) -> State:
         optimizer = stage.optimizer
-        tensors = {name: flat.clone() for name, flat in optimizer.state(optimizer=True)}
+        tensors = {name: flat.clone() for name, flat in optimizer.state()}
         return cls(tensors, optimizer.steps, stage.omega, stage.boosted_at)
 
     def put(self, stage: Stage) -> None:
@@ -598,7 +598,7 @@ class TrainingSwarm:
 
     def _send(self, number: int, running: Running) -> None:
         stage = self.stages[number]
-        tensors = [flat for _, flat in stage.optimizer.state(optimizer=True)]
+        tensors = [flat for _, flat in stage.optimizer.state()]
         update = running.sent.take((self.lineage, self.committed), tensors)
         payload = (update.payload, update.blocks, update.tensors, update.codec)
         running.held.overlay(self.committed, *decode_update(running.layout, *payload))
@@ -745,7 +745,7 @@ class TrainingSwarm:
             if (taken_at[lost] < 0).any():
                 raise LostError(f"the snapshot of stage {number} is not whole yet")
             before = optimizer.weights.clone()
-            tensors = [flat for _, flat in optimizer.state(optimizer=True)]
+            tensors = [flat for _, flat in optimizer.state()]
             for flat, held_tensor in zip(tensors, running.held.tensors, strict=False):
                 rows = layout.gather(held_tensor, lost)
                 layout.scatter(flat, lost, [of_width.to(flat.device) for of_width in rows])

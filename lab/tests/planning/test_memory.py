@@ -255,7 +255,7 @@ def test_the_head_takes_what_torch_allocates(
 def test_a_stages_state_is_weights_gradient_and_moments(stage: int) -> None:
     run, config = made()
     optimizer = StageOptimizer.of_run(build_stage(config, stage, 0), torch.device("cpu"), run)
-    tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state(optimizer=True)))
+    tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state()))
     expected = needed(run, config, stage, [1] * 5)["model"]
     assert expected == Bytes(sum(tensor.nbytes for tensor in tensors))
 
@@ -285,7 +285,7 @@ def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
 def test_who_is_copied_keeps_its_state_and_gradients() -> None:
     run, config = made()
     optimizer = StageOptimizer.of_run(build_stage(config, 2, 0), torch.device("cpu"), run)
-    state = dict(optimizer.state(optimizer=True))
+    state = dict(optimizer.state())
     frame = gradient_frame(NEVER, torch.randn_like(optimizer.gradient), tensors)
     kept = sum(tensor.nbytes for tensor in state.values()) + FOLLOWED * frame.size
     expected = at_a_loss(run, config, 2)["a newcomer"]

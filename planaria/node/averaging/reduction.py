@@ -340,20 +340,17 @@ class Reduction:
         self, phase: Phase, number: int, piece: GradientPiece, values: Tensor
     ) -> tuple[Frame, Tensor]:
         """Encodes values; returns what receivers will have, too. The rest is for error feedback."""
-        frame = self._frame(phase, number, piece, values)
+        fields: dict[str, Any] = {"phase": phase, "piece": number, "last": self.round.last}
+        coded = self.coding.encode(values, piece.start)
+        if self.evidence is not None:
+            fields["signed"] = self.evidence.sign(phase, piece, coded[1])
+        frame = Frame("average", self.ballot, fields, *coded)
         if self.coding.codec == "none" or not (self.owing is not None or phase == "sum"):
             return frame, values
         sent = self.coding.decode(frame, values, piece.start)
         if self.owing is not None:
             piece.of(self.owing).copy_(values).sub_(sent)
         return frame, sent
-
-    def _frame(self, phase: Phase, number: int, piece: GradientPiece, values: Tensor) -> Frame:
-        fields: dict[str, Any] = {"phase": phase, "piece": number, "last": self.round.last}
-        coded = self.coding.encode(values, piece.start)
-        if self.evidence is not None:
-            fields["signed"] = self.evidence.sign(phase, piece, coded[1])
-        return Frame("average", self.ballot, fields, *coded)
 
     def _values(self, peer: str, frame: Frame, piece: GradientPiece) -> Tensor:
         try:

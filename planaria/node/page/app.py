@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from starlette.applications import Starlette
@@ -38,24 +38,25 @@ LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 State = Mapping[str, Any]
 
 
-class Shown(Protocol):
-    """Source of the page's state."""
+class PageSource:
+    """What the page shows: a live run or, with a `span`, a replay."""
+
+    span: tuple[float, float] | None = None
+    """Unix seconds of the first and the last moment to replay; None: the run is live."""
 
     def now(self) -> State:
-        """The present state, or the final one of a run that is over."""
-
-    @property
-    def span(self) -> tuple[float, float] | None:
-        """Unix seconds of the first and the last moment to replay; None: the run is live."""
+        """The page's present state, or the final one of a run that is over."""
+        raise NotImplementedError
 
     def at(self, moment: float) -> State:
-        """The state at that moment."""
+        """The page's state at a moment of the span."""
+        raise NotImplementedError
 
 
 class Parts:
     """A state as JSON text, by part, cached for `REFRESH` seconds for all clients."""
 
-    def __init__(self, shown: Shown, clock: Callable[[], float]) -> None:
+    def __init__(self, shown: PageSource, clock: Callable[[], float]) -> None:
         self._shown, self._clock = shown, clock
         self._made = -REFRESH
         self._parts: dict[str, str] = {}
@@ -85,7 +86,7 @@ Figures = Callable[[], Awaitable[bytes]]
 
 
 def make_app(
-    shown: Shown,
+    shown: PageSource,
     over: asyncio.Event,
     token: str = "",
     local: bool = True,

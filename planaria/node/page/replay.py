@@ -8,6 +8,7 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.errors import UserError
+from planaria.node.page.app import PageSource
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report import events
 from planaria.node.report.event_log import Tail
@@ -23,8 +24,10 @@ _AT_THE_END = (events.Committed, events.Validated, events.Finished)
 """Events that still count while a swarm is being ended; exits of its processes are no losses."""
 
 
-class Replay:
+class Replay(PageSource):
     """Source of the page of a run's folder, at any moment of its `span` in Unix seconds."""
+
+    span: tuple[float, float]
 
     def __init__(
         self,

@@ -17,7 +17,16 @@ from starlette.applications import Starlette
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.app import REFRESH, Figures, Parts, as_json, joined, make_app, metrics_app
+from planaria.node.page.app import (
+    REFRESH,
+    Figures,
+    PageSource,
+    Parts,
+    as_json,
+    joined,
+    make_app,
+    metrics_app,
+)
 from planaria.node.page.http_address import PageAddress
 from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
@@ -34,10 +43,8 @@ ANSWER: Final = 5.0
 """Seconds for a remote registry to answer."""
 
 
-class Living:
+class Living(PageSource):
     """Source of the page of a local registry's run; `price` of a node hour."""
-
-    span = None
 
     def __init__(self, registry: RegistryServer, run: RunFile, price: float | None = None) -> None:
         self.registry, self._known, self._price = registry, run, price
@@ -74,9 +81,6 @@ class Living:
         moment = Moment(time.time(), self._began, price=self._price)
         return page_state(self.registry.describe(), self._history, self._run, moment)
 
-    def at(self, moment: float) -> dict[str, Any]:
-        return self.now()
-
     async def figures(self) -> bytes:
         """The exposition for Prometheus."""
         return self._exposed()
@@ -91,10 +95,8 @@ class Living:
         return exposition(self.registry.machine.rules.run, samples)
 
 
-class RemoteRun:
+class RemoteRun(PageSource):
     """Source of the page of a remote registry's run."""
-
-    span = None
 
     def __init__(self, client: RegistryClient, state: dict[str, Any]) -> None:
         self._client, self._state = client, state
@@ -106,9 +108,6 @@ class RemoteRun:
         return cls(client, read(await client.show()))
 
     def now(self) -> dict[str, Any]:
-        return self._state
-
-    def at(self, moment: float) -> dict[str, Any]:
         return self._state
 
     async def keep_looking(self) -> None:

@@ -742,7 +742,8 @@ class Started(Event, kind="started", severity=Severity.INFO):
     pid: Count
 
     def sentence(self, node: str | None) -> str:
-        return f"{_process(self.slot)} started as process {self.pid}"
+        name = "the registry" if self.slot == "registry" else f"node-{self.slot}"
+        return f"{name} started as process {self.pid}"
 
 
 class Killed(Event, kind="killed", severity=Severity.WARNING):
@@ -818,10 +819,6 @@ def _rest(stage: int, left: int) -> str:
     if not left:
         return f"stage {stage} is lost"
     return f"{left} node{'s' if left != 1 else ''} of stage {stage} left"
-
-
-def _process(slot: str) -> str:
-    return f"the {slot}" if slot == "registry" else f"node-{slot}"
 
 
 def is_for_all(event: Event) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planaria.node.report import events
 from planaria.node.report.ledger import Line
@@ -100,11 +100,10 @@ class History:
     def hear_from(self, node: str, text: str, stages: int, now: float, driver: str) -> None:
         """Handle a line of a member's event log; `now` in Unix seconds. The content is untrusted:
         an invalid entry is dropped."""
-        line = _object(text)
-        if line is None:
-            return
         try:
-            entry = events.parse(line)
+            line = json.loads(text)
+            json.dumps(line, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
+            entry = events.parse(line) if isinstance(line, dict) else None
         except (ValueError, RecursionError):
             return
         if entry is None or not events.is_for_all(entry.event):
@@ -199,12 +198,3 @@ def _mark(entry: events.Entry) -> str:
         case events.Exited(stage=stage):
             return "" if stage is None else "lost"
     return ""
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

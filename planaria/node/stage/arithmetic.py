@@ -80,7 +80,7 @@ class TorchStage:
         bf16 = run.training.precision == "bf16"
         self._base = None if config.lora is None else Frozen(self._module, bf16)
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
-        self.tensors = dict(self.optimizer.state(optimizer=True))
+        self.tensors = dict(self.optimizer.state())
         self.gradient = self.optimizer.gradient
         self.work = TorchWork(node, self._module, self.optimizer, run, config, corpus, room)
         self._reduced_norm = self._omega = 0.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import count
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError
@@ -27,7 +27,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, SnapshotSection
 from planaria.node.state.stage_state import TENSORS, Age, StageState, StateId
-from planaria.node.state.transfer import shorten
+from planaria.node.state.transfer import shorten, views_of
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -171,7 +171,8 @@ class UpdateHeader:
     omega: float
     boosted_at: int
     optimizer_step: int
-    perturbation: float = field(compare=False)  # may be NaN
+    # ||x - held|| of the weights when it was taken, int8's rounding included; NaN: not known
+    perturbation: float = field(compare=False)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> UpdateHeader:
@@ -425,7 +426,7 @@ class Sender:
         header_fields = vars(header)
         for offset in range(0, header.size, self._frame):
             end = min(offset + self._frame, header.size)
-            parts = _slice(payload, offset, end)
+            parts = views_of(payload, offset, end)
             frame = Frame("copy", NEVER, header_fields | {"offset": offset}, *encode(parts, "none"))
             size = frame.size + len(frame.head())
             await self._wait(
@@ -460,17 +461,6 @@ class Sender:
             raise ComplaintError(update.lost, [update.holder])
 
 
-def _slice(payload: list[torch.Tensor], start: int, end: int) -> list[torch.Tensor]:
-    """Bytes [start, end) of the payload, as views."""
-    parts = []
-    for part in payload:
-        piece = part[max(start, 0) : max(end, 0)]
-        if len(piece):
-            parts.append(piece)
-        start, end = start - len(part), end - len(part)
-    return parts
-
-
 # The holder's side
 
 
@@ -495,14 +485,6 @@ class _Held:
     def id(self) -> StateId:
         header = self.header
         return StateId.after(self.last, header.stage, header.lineage, header.step)
-
-
-class Fidelity(NamedTuple):
-    """How close a held state is to the sender's."""
-
-    staleness: snapshot.Staleness
-    perturbation: float  # ||x - held|| of the weights when the newest update was taken, int8's
-    # rounding included; NaN: not known
 
 
 class Holder:
@@ -540,12 +522,19 @@ class Holder:
         )
 
     def holdings(self) -> list[pb.Holding]:
-        """Holdings to rebuild a stage from; none has a part newer than this node's own step."""
-        return [
-            held.id.holding(kind)
-            for (kind, _), held in sorted(self._held.items())
-            if not held.state.missing
-        ]
+        """The whole copies held here, none newer than this node's own step; of snapshots with
+        their rows' steps, and their distance from the sender's weights at the newest update."""
+        holdings = []
+        for (kind, _), held in sorted(self._held.items()):
+            if held.state.missing:
+                continue
+            holding = held.id.holding(kind)
+            if kind == "snapshot":
+                staleness = held.state.staleness()
+                holding.mean_step, holding.oldest_step = staleness.mean, staleness.oldest
+                holding.perturbation = held.header.perturbation
+            holdings.append(holding)
+        return holdings
 
     def state(self, kind: str, stage: int) -> StageState | None:
         """A held state, for StateServer; None: nothing is held, or blocks are missing."""
@@ -560,13 +549,6 @@ class Holder:
             last=held.last,
             optimizer_step=held.header.optimizer_step,
         )
-
-    def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
-        """How close the result of `state` is to the sender's state."""
-        held = self._held.get((kind, stage))
-        if held is None or held.state.missing:
-            return None
-        return Fidelity(held.state.staleness(), held.header.perturbation)
 
     # --- events
 

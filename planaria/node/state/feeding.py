@@ -33,16 +33,6 @@ FEWEST: Final = 4
 """Number of gradients that may wait, however large they are."""
 
 
-def backlog(gradient: Tensor) -> int:
-    """Bytes of such gradients that may wait to be applied."""
-    return max(BACKLOG, FEWEST * gradient.nbytes)
-
-
-def unsent(gradient: Tensor) -> int:
-    """Bytes of such gradients that may wait for one joiner."""
-    return max(UNSENT, FEWEST * gradient.nbytes)
-
-
 class StatePins:
     """Copies of this stage's past states, by step, for nodes that still fetch them."""
 
@@ -100,8 +90,9 @@ class ReducedGradients:
     @contextmanager
     def parsing(self, frame: Frame) -> Iterator[bool]:
         """Reserve memory for a frame while it is parsed. False: too many wait already."""
-        waiting = len(self._waiting) * self._like.nbytes + self._parsing
-        fits = waiting + frame.size <= backlog(self._like)
+        size = self._like.nbytes
+        waiting = len(self._waiting) * size + self._parsing
+        fits = waiting + frame.size <= max(BACKLOG, FEWEST * size)
         self._parsing += frame.size * fits
         try:
             yield fits
@@ -114,13 +105,9 @@ class ReducedGradients:
         (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
         return gradient
 
-    def put(self, ballot: Ballot, gradient: Tensor) -> bool:
-        """Add a gradient. False: too many wait already."""
-        waiting = (len(self._waiting) + 1) * gradient.nbytes
-        if waiting > backlog(gradient):
-            return False
+    def put(self, ballot: Ballot, gradient: Tensor) -> None:
+        """Adds a gradient whose frame has just been parsed, in the memory reserved for it."""
         self._waiting[ballot] = gradient
-        return True
 
     def get(self, ballot: Ballot) -> Tensor:
         return self._waiting[ballot]
@@ -148,7 +135,8 @@ class GradientFeed:
             partial(gradient_frame, ballot, gradient, seat.tensors)
         )
         for joiner in joiners:
-            fits = seat.net.unacknowledged_by(joiner) + frame.size <= unsent(gradient)
+            unsent = seat.net.unacknowledged_by(joiner) + frame.size
+            fits = unsent <= max(UNSENT, FEWEST * gradient.nbytes)
             seat.send(joiner, frame if fits else no_gradient(ballot))
 
     def on_frame(self, peer: str, frame: Frame) -> None:
@@ -169,10 +157,8 @@ class GradientFeed:
                 reason = f"{peer} sent an invalid gradient for a joiner: {error}"
                 seat.carry_out(member.gradient_refused(reason, peer, error.cause))
                 return
-        if self.gradients.put(ballot, gradient):
-            seat.carry_out(member.gradient_came(ballot, peer))
-        else:
-            seat.carry_out(member.gradient_missed(ballot))
+        self.gradients.put(ballot, gradient)
+        seat.carry_out(member.gradient_came(ballot, peer))
 
     async def adopt(self, ballot: Ballot) -> None:
         """Adopts a replica's reduced gradient as this node's own."""

@@ -251,15 +251,6 @@ class Holdings:
     def listed(self) -> list[pb.Holding]:
         """All holdings, for the driver."""
         holdings = self.holder.holdings() if self.holder is not None else []
-        for holding in holdings:
-            if holding.kind == "snapshot" and self.holder is not None:
-                fidelity = self.holder.fidelity("snapshot", holding.stage)
-                assert fidelity is not None
-                holding.mean_step, holding.oldest_step = (
-                    fidelity.staleness.mean,
-                    fidelity.staleness.oldest,
-                )
-                holding.perturbation = fidelity.perturbation
         if self.twin is not None:
             twin = self.twin.state.id.holding("redundant")
             state_id, digest = self._twin_digest

@@ -370,25 +370,26 @@ def find_saves(*folders: Path) -> list[SaveFile]:
 
 @dataclass(frozen=True, eq=False)
 class PendingSave:
-    """A state given to a Writer that is not on disk."""
+    """A state that is to be saved, and not yet on disk."""
 
     state: StageState
     buffers: dict[str, Tensor]  # of its tensors, by name
     since: float  # seconds, of `time.perf_counter`
 
 
-class Writer:
-    """Writes saves for training, which neither an error nor a delay of the disk may stop.
+class SavesOnDisk:
+    """The port `Disk`: writes a stage's saves for training, which no error or delay of the disk may
+    stop, and reads them.
 
-    `save` belongs to the compute thread, right after a commit was applied. It copies the state to
+    `write` belongs to the compute thread, right after a commit was applied. It copies the state to
     host memory, in one of `in_flight` reused buffers (fresh memory costs many times the copy), and
-    a thread writes it. `save` never waits for the disk. When no buffer is free, the state replaces
-    the newest one whose write has not begun; the replaced state is left out, or this one if there
-    is none. `save` skips a state given before: the end of a run is reported more than once.
+    a thread writes it. When no buffer is free, the state replaces the newest one whose write has
+    not begun; the replaced state is left out, or this one if there is none. `write` skips a state
+    given before: the end of a run is reported more than once.
 
-    `on_saved(save)` and `on_error(sentence)` are called from the writing thread, `on_error` also
-    from `close`, and from the compute thread when a save is left out because the disk has held the
-    oldest one up for STALLED seconds.
+    `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
+    there. A save that is left out has failed if the disk has held the oldest one up for STALLED
+    seconds.
 
     Raises ValueError when `saves` keeps too few for stages to share a step (see `Saves`).
     """
@@ -397,8 +398,9 @@ class Writer:
         self,
         saves: Saves,
         in_flight: int,
-        on_error: Callable[[str], object],
-        on_saved: Callable[[Age], object],
+        on_loop: Callable[..., object],
+        saved: Callable[[Age], None],
+        failed: Callable[[str], None],
     ) -> None:
         if in_flight < 1:
             raise ValueError(f"{in_flight} writes in flight; at least 1")
@@ -407,10 +409,11 @@ class Writer:
                 f"{saves.keep} saves are kept, but {2 + in_flight} are needed ({in_flight} in "
                 "flight) for the stages to have one of the same step"
             )
-        self.critical_seconds = 0.0  # of the compute thread, spent in `save`
+        self.critical_seconds = 0.0  # of the compute thread, spent in `write`
         self.bytes_written = 0
         self.left_out = 0
-        self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
+        self._saves, self._on_loop = saves, on_loop
+        self._on_error, self._on_saved = partial(on_loop, failed), partial(on_loop, saved)
         self._changed = Condition()  # guards the rest; not held while the disk is used
         self._free: list[dict[str, Tensor]] = [{} for _ in range(in_flight)]  # buffers
         self._waiting: list[PendingSave] = []  # for the disk, the oldest first
@@ -421,8 +424,7 @@ class Writer:
         # A daemon: a hung disk must not keep the process from exiting.
         Thread(target=self._write_all, name="saves", daemon=True).start()
 
-    def save(self, state: StageState) -> None:
-        """Hand a state over. Raises only ValueError, as `Saves.check` does."""
+    def write(self, state: StageState) -> None:
         started = time.perf_counter()
         self._saves.check(state)
         with self._changed:
@@ -431,9 +433,9 @@ class Writer:
             self._on_error(error)
         self.critical_seconds += time.perf_counter() - started
 
-    def close(self, seconds: float) -> list[Age]:
-        """Wait, blocking, for states on their way to the disk; returns those not on disk in time,
-        and the last one if it was left out. A later save is an error."""
+    def finish(self, seconds: float) -> None:
+        """Waits, blocking, for states on their way to the disk. Those not on disk in time have
+        failed, and so has the last one if it was left out. A later `write` is an error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -445,7 +447,6 @@ class Writer:
                 f"{self._action(pending.state.id.age)} failed: not on disk after "
                 f"{seconds_since:.1f} s"
             )
-        return [pending.state.id.age for pending in missing]
 
     def _take(self, state: StageState, now: float) -> str:
         """Copy the state for the writing thread. Returns an error to report; "": none."""
@@ -518,24 +519,7 @@ class Writer:
     def _action(self, save: Age) -> str:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
 
-
-class SavesOnDisk(Writer):
-    """The port `Disk`: saves, written by one thread of their own and read by another.
-
-    `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
-    there. Raises ValueError as `Writer` does.
-    """
-
-    def __init__(
-        self,
-        saves: Saves,
-        in_flight: int,
-        on_loop: Callable[..., object],
-        saved: Callable[[Age], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        super().__init__(saves, in_flight, partial(on_loop, failed), partial(on_loop, saved))
-        self._on_loop = on_loop
+    # --- reading
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         try:
@@ -561,9 +545,6 @@ class SavesOnDisk(Writer):
             with suppress(OSError):
                 (self._saves.folder / name_of(save)).unlink()
 
-    def write(self, state: StageState) -> None:
-        self.save(state)
-
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
         def read() -> None:
             try:
@@ -574,9 +555,6 @@ class SavesOnDisk(Writer):
 
         # A daemon: a hung disk must not keep the process from exiting.
         Thread(target=read, name="load", daemon=True).start()
-
-    def finish(self, seconds: float) -> None:
-        self.close(seconds)
 
 
 def saves_on_disk(

@@ -273,8 +273,12 @@ def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
         )
     if shard.offset % VALUE or shard.size % VALUE:
         raise ValueError(f"offset {shard.offset} or size {shard.size} is not a multiple of {VALUE}")
+    return views_of(tensors, shard.offset // VALUE, (shard.offset + shard.size) // VALUE)
+
+
+def views_of(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Elements [start, stop) of the concatenated flat tensors, as views of these."""
     parts = []
-    start, stop = shard.offset // VALUE, (shard.offset + shard.size) // VALUE
     for tensor in tensors:
         part = tensor.detach()[max(start, 0) : max(stop, 0)]
         if part.numel():

@@ -93,7 +93,7 @@ class Twin(Hearing):
         self._tensors, self._send = tensors, send
         # Stale: not of the node's committed step.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
-        state = dict(optimizer.state(optimizer=True))
+        state = dict(optimizer.state())
         self.state = StageState(initial, state, 0.0, 0, pb.Commit(), 0)
         self._reduced = (NEVER, 0.0)  # ballot of the optimizer's gradient; its squared norm
         # Costs
@@ -103,7 +103,7 @@ class Twin(Hearing):
     @property
     def memory_bytes(self) -> int:
         """Weights, gradient and moments."""
-        state = self.optimizer.state(optimizer=True)
+        state = self.optimizer.state()
         return sum(tensor.nbytes for _, tensor in state) + self.optimizer.gradient.nbytes
 
     @property

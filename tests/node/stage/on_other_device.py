@@ -37,7 +37,7 @@ from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.state.boundary import BoundaryPair, Fetched
 from planaria.node.state.copies import layout_of
 from planaria.node.state.relearn import PairSlice
-from planaria.node.state.saves import Contents, Saves, Writer
+from planaria.node.state.saves import Contents, Saves, SavesOnDisk
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.wire import stage_pb2 as pb
@@ -194,10 +194,10 @@ def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: An
             found[f"payload {step}"] = update.payload
             found[f"perturbation {step}"] = update.perturbation
         saves = Saves(tmp_path / device.type, "run", 1, 4, Contents.of(config, 1))
-        writer = Writer(saves, 1, pytest.fail, lambda age: None)
+        writer = SavesOnDisk(saves, 1, lambda call, of: call(of), lambda age: None, pytest.fail)
         state = StageState(StateId.after(commit, 1, 1, 3), stage.tensors, 0.5, 0, commit, 6)
-        writer.save(state)
-        assert not writer.close(60.0)
+        writer.write(state)
+        writer.finish(60.0)
         (save,) = saves.listed()
         return found | dict(saves.load(save).tensors)
 

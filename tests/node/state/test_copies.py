@@ -283,7 +283,8 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 1)
     assert state.last == own.last
     assert state.optimizer_step == 1
-    assert world.holder.fidelity("snapshot", 2) == ((1, 1.0, 1), 0.0)
+    (held,) = world.holder.holdings()
+    assert (held.oldest_step, held.mean_step, held.perturbation) == (1, 1.0, 0.0)
     size = 4 * LAYOUT.values
     assert world.sender.bytes_sent > size
     assert world.sender.memory_bytes >= size
@@ -374,14 +375,13 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
         assert world.step_held() == step - (step + 1) % 2
         world.assert_true(exact=codec == "none")
         world.assert_agreed(world.sender)
-    fidelity = world.holder.fidelity("snapshot", 2)
-    assert fidelity is not None
-    assert fidelity.staleness.oldest in (1, 3)  # those that changed most went first
-    assert fidelity.staleness.newest == 7
+    (held,) = world.holder.holdings()
+    assert held.oldest_step in (1, 3)  # those that changed most went first
+    assert held.oldest_step < held.mean_step < held.step == 7
     state = world.state
     assert (state.optimizer_step, state.last) == (7, commit_of(7))
     distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
-    assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
+    assert held.perturbation == pytest.approx(distance, rel=1e-6)
 
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
@@ -434,9 +434,8 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
     assert world.step_held() == 5
     world.assert_true()
     world.assert_agreed(second.sender)
-    fidelity = world.holder.fidelity("snapshot", 2)
-    assert fidelity is not None
-    assert fidelity.staleness == (5, 5.0, 5)
+    (held,) = world.holder.holdings()
+    assert (held.oldest_step, held.mean_step) == (5, 5.0)
 
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:

@@ -48,7 +48,7 @@ def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> No
     _, optimizer = trained(config, stage)
     layout = layout_of(config, stage)
     assert layout.values == len(optimizer.weights) == config.parameters[bool(stage)]
-    flats = [tensor for _, tensor in optimizer.state(optimizer=True)]
+    flats = [tensor for _, tensor in optimizer.state()]
     sent, held = SentSnapshot(layout, 0.25, "none", True), HeldSnapshot(layout, 3)
     for step in range(1, 5):
         update = sent.take((0, step), flats)

@@ -101,13 +101,19 @@ def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame, complaint:
     ("backlog", "most"), [(0, FEWEST), (2 * FEWEST * GRADIENT.nbytes, 2 * FEWEST)]
 )
 def test_gradients_wait_in_bounds_until_they_are_applied(backlog: int, most: int) -> None:
-    waiting = ReducedGradients(GRADIENT, tensors)
+    waiting, frame = ReducedGradients(GRADIENT, tensors), gradient_frame(BALLOT, GRADIENT, tensors)
+
+    def take(number: int) -> bool:
+        with waiting.parsing(frame) as fits:
+            if fits:
+                waiting.put(Ballot(1, number), GRADIENT + number)
+            return fits
+
     with patch.object(feeding, "BACKLOG", backlog):
-        took = [waiting.put(Ballot(1, n), GRADIENT + n) for n in range(most + 1)]
-        assert took == [True] * most + [False]
+        assert [take(number) for number in range(most + 1)] == [True] * most + [False]
         assert torch.equal(waiting.get(Ballot(1, 2)), GRADIENT + 2)
         waiting.forget(Ballot(1, 1))
-        assert waiting.put(Ballot(1, 99), GRADIENT)
+        assert take(99)
     with pytest.raises(KeyError):
         waiting.get(Ballot(1, 1))
 

@@ -101,7 +101,7 @@ def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
     old, new = model(6, 2), cut(1, 3, 2)
     modules = [build_stage(old, stage, seed=5) for stage in range(3)]
     for stage, built in enumerate(modules):
-        tensors = dict(StageOptimizer(built, CPU).state(optimizer=True))
+        tensors = dict(StageOptimizer(built, CPU).state())
         one = state(old, stage, tensors=tensors, optimizer_step=0)
         opened(tmp_path / "old", "old", old, stage).write(one)
     found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")

@@ -28,7 +28,7 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
-from planaria.node.state.saves import Contents, Saves, Writer, find_saves, name_of, saved_run
+from planaria.node.state.saves import Contents, Saves, SavesOnDisk, find_saves, name_of, saved_run
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -113,7 +113,7 @@ def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, fa
     for stage, built in modules.items():
         optimizer = StageOptimizer(built, torch.device("cpu"))
         optimizer.first_moment.normal_()
-        given = state(4, stage=stage, tensors=dict(optimizer.state(optimizer=True)))
+        given = state(4, stage=stage, tensors=dict(optimizer.state()))
         saves = Saves(tmp_path, RUN, stage, 4, Contents.of(config, stage))
         saves.write(given)
         assert same(saves.load(given.id.age), given)
@@ -481,8 +481,14 @@ class Reports:
         self.errors: list[str] = []
         self.saved: list[Age] = []
 
-    def writer(self, saves: Saves, in_flight: int = 2) -> Writer:
-        return Writer(saves, in_flight, self.errors.append, self.saved.append)
+    def writer(self, saves: Saves, in_flight: int = 2) -> SavesOnDisk:
+        return SavesOnDisk(
+            saves,
+            in_flight,
+            on_loop=lambda call, argument: call(argument),
+            saved=self.saved.append,
+            failed=self.errors.append,
+        )
 
 
 def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path) -> None:
@@ -490,8 +496,8 @@ def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path
     for limit, step in ((1 << 20, 4), (500, 8), (1 << 20, 12)):
         writer = reports.writer(saves)
         with file_size_limit(limit):
-            writer.save(state(step))
-            assert writer.close(60) == []
+            writer.write(state(step))
+            writer.finish(60)
     assert reports.saved == [Age(0, 4), Age(0, 12)]
     assert saves.sound() == [Age(0, 12), Age(0, 4)]
     assert reports.errors == [
@@ -518,12 +524,12 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:
     for each in given:
         for name, values in training.items():
             values.copy_(each.tensors[name])
-        writer.save(replace(each, tensors=training))
+        writer.write(replace(each, tensors=training))
         for values in training.values():
             values.fill_(float("nan"))
         with writer._changed:
             assert writer._changed.wait_for(lambda: not writer._waiting, 60)
-    assert writer.close(60) == []
+    writer.finish(60)
     assert all(same(saves.load(each.id.age), each) for each in given)
     assert reports.saved == [each.id.age for each in given]
     assert reports.errors == []
@@ -560,7 +566,7 @@ def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
     writer = reports.writer(gated)
     for step, seconds in ((4, 0.0), (8, 1.0), (12, 1.0), (16, 1.0), (20, 2.5)):
         now[0] += seconds
-        writer.save(state(step))
+        writer.write(state(step))
         assert gated.begun.wait(60)  # the write of step 4
     assert writer.left_out == 3
     assert reports.errors == [
@@ -569,18 +575,18 @@ def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
         for step, count, seconds in ((12, 2, 3.0), (16, 3, 5.5))
     ]
     gated.gate.set()
-    assert writer.close(60) == []
+    writer.finish(60)
     assert gated.sound() == [Age(0, 20), Age(0, 4)]  # the newest is not left out
 
 
 def test_closing_names_a_last_step_that_was_left_out(gated: GatedSaves) -> None:
     reports = Reports()
     writer = reports.writer(gated, in_flight=1)
-    writer.save(state(4))
+    writer.write(state(4))
     assert gated.begun.wait(60)
-    writer.save(state(8))
+    writer.write(state(8))
     assert reports.errors == []
-    assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
+    writer.finish(0.0)
     assert ["step 4" in reports.errors[0], "step 8" in reports.errors[1]] == [True, True]
 
 
@@ -588,10 +594,10 @@ def test_a_state_that_is_saved_or_being_saved_is_not_written_again(gated: GatedS
     reports = Reports()
     writer = reports.writer(gated, in_flight=1)
     for _ in range(3):
-        writer.save(state(4))
+        writer.write(state(4))
     gated.gate.set()
-    assert writer.close(60) == []
-    writer.save(state(4))
+    writer.finish(60)
+    writer.write(state(4))
     assert reports.saved == [Age(0, 4)]
     assert reports.errors == []
 
@@ -608,11 +614,11 @@ def test_a_full_disk_is_reported_and_the_state_saved_again(tmp_path: Path) -> No
 
     reports, saves = Reports(), FullOnce(tmp_path, RUN, STAGE, 9, flat(5))
     writer = reports.writer(saves, in_flight=1)
-    writer.save(state(4))
+    writer.write(state(4))
     with writer._changed:
         assert writer._changed.wait_for(lambda: not writer._waiting, 60)
-    writer.save(state(4))
-    assert writer.close(60) == []
+    writer.write(state(4))
+    writer.finish(60)
     assert reports.saved == [Age(0, 4)]
     assert reports.errors == [
         f"saving step 4 of stage 3 in {saves.folder} failed: No space left on device; "
@@ -624,8 +630,8 @@ def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
     gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Reports().writer(gated)
-    writer.save(state(4))
-    writer.save(state(8))
+    writer.write(state(4))
+    writer.write(state(8))
     wait_for = writer._changed.wait_for
 
     def opening(*arguments: Any) -> bool:
@@ -633,7 +639,7 @@ def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
         return wait_for(*arguments)
 
     monkeypatch.setattr(writer._changed, "wait_for", opening)
-    assert writer.close(60) == []
+    writer.finish(60)
     assert gated.sound() == [Age(0, 8), Age(0, 4)]
 
 
@@ -644,14 +650,14 @@ def test_closing_names_what_was_not_written_and_how_long_it_had(
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     reports = Reports()
     writer = reports.writer(gated)
-    writer.save(state(4))
+    writer.write(state(4))
     now[0] = 110.0
-    writer.save(state(8))
+    writer.write(state(8))
     now[0] = 123.0
-    assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
+    writer.finish(0.0)
     where = f"of stage 3 in {gated.folder} failed: not on disk after"
     assert reports.errors == [f"saving step 4 {where} 23.0 s", f"saving step 8 {where} 13.0 s"]
-    writer.save(state(12))
+    writer.write(state(12))
     assert "step 12" in reports.errors[-1]
     assert "closed" in reports.errors[-1]
 
@@ -666,7 +672,7 @@ def test_a_writer_wants_saves_that_stages_can_meet_in(tmp_path: Path) -> None:
 def test_a_state_of_another_stage_is_a_mistake(tmp_path: Path) -> None:
     writer = Reports().writer(opened(tmp_path))
     with pytest.raises(ValueError, match="stage 4 is not saved in"):
-        writer.save(state(4, stage=4))
+        writer.write(state(4, stage=4))
 
 
 # Processes that share a folder, and die

@@ -67,7 +67,7 @@ def twin_of(
 
 
 def state_of(optimizer: StageOptimizer) -> tuple[int, list[torch.Tensor]]:
-    return optimizer.steps, [tensor.clone() for _, tensor in optimizer.state(optimizer=True)]
+    return optimizer.steps, [tensor.clone() for _, tensor in optimizer.state()]
 
 
 def same(a: StageOptimizer, b: StageOptimizer) -> bool:
@@ -461,7 +461,7 @@ def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> Non
     swarm.commit()
     assert late.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
-    values, last = dict(swarm.own["2.1"].state(optimizer=True)), swarm.record()
+    values, last = dict(swarm.own["2.1"].state()), swarm.record()
     boosted = StageState(StateId.after(last, 2, 1, swarm.committed), values, 7.5, 1, last, 2)
     exchanges = swarm.start()  # it comes while the next attempt runs
     late.load(fetched(boosted))
