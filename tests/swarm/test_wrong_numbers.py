@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planaria.node.averaging.reduction import Outgoing, Reduction
+from planaria.node.averaging.reduction import OutgoingFrames, Reduction
 from planaria.node.transaction.attempt import Attempt
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
@@ -172,10 +172,10 @@ def adds_up(node: OneSeat, factor: float) -> None:
     """It multiplies the sums that it makes, and claims a contribution that makes them fit."""
     tell = Reduction._tell
 
-    def wrong(self: Reduction, number: int, total: torch.Tensor) -> Outgoing:
+    def wrong(self: Reduction, number: int, total: torch.Tensor) -> OutgoingFrames:
         if self.node == node.seat.node and self.evidence is not None:
             piece = self.own[number]
-            self.evidence.keep_own(piece, self._given(piece) + (factor - 1) * total)
+            self.evidence.keep_contribution(piece, self._own_values(piece) + (factor - 1) * total)
             total = factor * total
         return tell(self, number, total)
 

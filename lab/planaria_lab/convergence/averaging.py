@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
+from planaria.node.averaging.coding import Coding, ReductionRound, has_error_feedback
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.reduction import Reduction
 from planaria.node.run_file import WireSection
@@ -125,7 +125,7 @@ class Replicas:
                 row,
                 range(number, microbatches, count),
                 coding,
-                feedback if feeds_back(coding.codec) else None,
+                feedback if has_error_feedback(coding.codec) else None,
             )
             for number, (name, row, feedback) in enumerate(zip(names, rows, held_back, strict=True))
         }

@@ -246,7 +246,7 @@ def _change(
 async def _until_it_holds(client: RegistryClient, before: int) -> None:
     """Waits until a change holds that was ordered when there were `before` others."""
     from planaria.node.report.run_state import RunState
-    from planaria.node.report.unsaved import named, unsaved
+    from planaria.node.report.unsaved import stage_names, unsaved_stages
 
     for look in itertools.count(1):
         await asyncio.sleep(LOOK)
@@ -260,8 +260,8 @@ async def _until_it_holds(client: RegistryClient, before: int) -> None:
         if look * LOOK == PATIENCE:
             state = RunState(described)
             stages = {seat.stage for seat in state.reports}
-            if lacking := unsaved(described, stages, state.committed):
-                which = named(lacking)
+            if lacking := unsaved_stages(described, stages, state.committed):
+                which = stage_names(lacking)
                 say(f"waiting for a save of {which}: have its nodes a --save-dir?", "yellow")
 
 

@@ -53,8 +53,8 @@ class PageSource:
         raise NotImplementedError
 
 
-class Parts:
-    """A state as JSON text, by part, cached for `REFRESH` seconds for all clients."""
+class CachedState:
+    """The page's state as JSON text, by part, cached for `REFRESH` seconds for all clients."""
 
     def __init__(self, shown: PageSource, clock: Callable[[], float]) -> None:
         self._shown, self._clock = shown, clock
@@ -69,15 +69,15 @@ class Parts:
 
 
 def as_json(state: State) -> dict[str, str]:
-    """The state's parts as JSON. Raises ValueError for a number that JSON lacks: the page couldn't
-    read it."""
+    """The page's state as JSON text, by part. Raises ValueError for a number that JSON lacks: the
+    page couldn't read it."""
     return {
         key: json.dumps(value, allow_nan=False, separators=(",", ":"))
         for key, value in state.items()
     }
 
 
-def joined(parts: Mapping[str, str]) -> str:
+def join_parts(parts: Mapping[str, str]) -> str:
     return "{" + ",".join(f'"{key}":{text}' for key, text in parts.items()) + "}"
 
 
@@ -94,19 +94,19 @@ def make_app(
 ) -> Starlette:
     """The page's application, until `over` is set. Requests need the `token`, if there is one;
     `local`: for this machine only. `figures`: of a live run."""
-    parts = Parts(shown, lambda: asyncio.get_running_loop().time())
+    parts = CachedState(shown, lambda: asyncio.get_running_loop().time())
 
     async def state(request: Request) -> Response:
         at, span = request.query_params.get("at"), shown.span
         if at is None or span is None:
-            return _json(joined(parts.now()))
+            return _json(join_parts(parts.now()))
         try:
             moment = float(at)
         except ValueError:
             return PlainTextResponse(f"at={at[:40]!r} is not a number of seconds", 400)
         if not span[0] <= moment <= span[1]:
             return PlainTextResponse(f"at={moment:g} is not between {span[0]} and {span[1]}", 400)
-        return _json(joined(as_json(shown.at(moment))))
+        return _json(join_parts(as_json(shown.at(moment))))
 
     async def stream(request: Request) -> Response:
         return StreamingResponse(_changes(parts, over), media_type="text/event-stream")
@@ -114,19 +114,19 @@ def make_app(
     async def span(request: Request) -> Response:
         return _json(json.dumps(shown.span))
 
-    routes = [Route(path, _file(*file)) for path, file in FILES.items()]
+    routes = [Route(path, _file_route(*file)) for path, file in FILES.items()]
     routes += [Route("/state", state), Route("/events", stream), Route("/span", span)]
     if figures is not None:
-        routes.append(_metrics(figures))
+        routes.append(_metrics_route(figures))
     return _guarded(routes, token, local)
 
 
 def metrics_app(figures: Figures, token: str = "", local: bool = True) -> Starlette:
-    """An application with the metrics only."""
-    return _guarded([_metrics(figures)], token, local)
+    """An HTTP application with the metrics only."""
+    return _guarded([_metrics_route(figures)], token, local)
 
 
-def _metrics(figures: Figures) -> Route:
+def _metrics_route(figures: Figures) -> Route:
     async def metrics(request: Request) -> Response:
         try:
             return Response(await figures(), headers={"Content-Type": CONTENT_TYPE})
@@ -143,7 +143,7 @@ def _guarded(routes: list[Route], token: str, local: bool) -> Starlette:
     return Starlette(routes=routes, middleware=guards)
 
 
-def _file(name: str, kind: str) -> Callable[[Request], Any]:
+def _file_route(name: str, kind: str) -> Callable[[Request], Any]:
     content = (STATIC / name).read_bytes()
 
     async def answer(request: Request) -> Response:
@@ -156,7 +156,7 @@ def _json(text: str) -> Response:
     return Response(text, media_type="application/json")
 
 
-async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
+async def _changes(parts: CachedState, over: asyncio.Event) -> AsyncIterator[str]:
     """Server-sent events: first the whole state, then changed parts. A slow reader gets fewer
     events: nothing is queued."""
     sent: dict[str, str] = {}
@@ -167,7 +167,7 @@ async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
         changed = {key: text for key, text in now.items() if sent.get(key) != text}
         sent = now
         if changed:
-            yield f"data: {joined(changed)}\n\n"
+            yield f"data: {join_parts(changed)}\n\n"
             last_sent = clock()
         elif clock() - last_sent > QUIET:
             yield ": nothing new\n\n"

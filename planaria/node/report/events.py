@@ -1,7 +1,7 @@
 """Events of a run, as in event logs: one class for each kind, with its severity and its sentence.
 
-A log has one JSON object a line (`line`): `time`, `node`, `kind` and the event's fields. A float
-that isn't finite is null, and an optional field without a value is omitted. `parse` makes an
+A log has one JSON object a line (`event_line`): `time`, `node`, `kind` and the event's fields. A
+float that isn't finite is null, and an optional field without a value is omitted. `parse` makes an
 `Entry` of a line again.
 """
 
@@ -227,12 +227,7 @@ class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
     @staticmethod
     def of(parts: Mapping[str, HoldingCost]) -> CostSoFar:
         whole = sum(parts.values(), HoldingCost())
-        return CostSoFar(
-            extra_bytes=whole.extra_bytes,
-            memory_bytes=whole.memory_bytes,
-            critical_seconds=whole.critical_seconds,
-            parts=parts,
-        )
+        return CostSoFar(**vars(whole), parts=parts)
 
     def sentence(self, node: str | None) -> str:
         return f"{node} keeps {decimal(self.memory_bytes)} of redundant state"
@@ -559,18 +554,9 @@ class RelearningResult:
 
     @classmethod
     def of(cls, relearned: pb.Relearned) -> RelearningResult:
-        return cls(
-            residual_before=relearned.residual_before,
-            residual_after=relearned.residual_after,
-            passes=relearned.passes,
-            seconds=relearned.seconds,
-            bytes=relearned.fetched_bytes,
-            pairs=relearned.pairs,
-            updates=relearned.updates,
-            left=relearned.left,
-            left_out=relearned.left_out,
-            undone=relearned.undone,
-        )
+        names = {figure.name for figure in dataclasses.fields(cls)} - {"bytes"}
+        figures = {name: getattr(relearned, name) for name in names}
+        return cls(**figures, bytes=relearned.fetched_bytes)
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):
@@ -842,7 +828,7 @@ class Entry:
         return self.event.sentence(self.node)
 
 
-def line(event: Event, node: str, time: float) -> dict[str, Any]:
+def event_line(event: Event, node: str, time: float) -> dict[str, Any]:
     """The event's line in the log of `node`; `time` in Unix seconds."""
     return {"time": time, "node": node, "kind": event.kind, **fields(event)}
 

@@ -41,7 +41,7 @@ TURNS = 8
 double the cost of checks."""
 
 
-def digest(*flats: Tensor, steps: int = 0) -> bytes:
+def digest_of(*flats: Tensor, steps: int = 0) -> bytes:
     """Device-independent digest, 16 bytes, of the bits of each float32 [n], and of `steps`.
 
     The bits of each block of 8 KiB are added on the device as integers of 64 bits, in one pass over
@@ -186,7 +186,7 @@ class StageOptimizer:
         """Digest, 16 bytes, of the weights, `steps`, and the slice `in_turn` of the moments."""
         covered = self.in_turn()
         moments = [moment[covered] for _, moment in self.state()[1:]]
-        return digest(self.weights, *moments, steps=self.steps)
+        return digest_of(self.weights, *moments, steps=self.steps)
 
     def in_turn(self) -> slice:
         """Slice of the moments that the digest covers until the next update."""
@@ -195,7 +195,7 @@ class StageOptimizer:
         return slice(first + first % 2, end + end % 2)  # integers of 64 bits
 
     def state(self) -> list[tuple[str, Tensor]]:
-        """The weights and moments themselves, by name."""
+        """The stage's weights and moments themselves, by name."""
         tensors = [("weights", self.weights), ("first_moment", self.first_moment)]
         if not self._muon:
             tensors.append(("second_moment", self.second_moment))

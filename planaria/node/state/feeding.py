@@ -60,7 +60,7 @@ class StatePins:
         return copy
 
     def forget_others(self, steps: Collection[int]) -> None:
-        """Forget the pins of all steps but these."""
+        """Forget the pinned states of all steps but these."""
         self._states = {step: pin for step, pin in self._states.items() if step in steps}
 
 
@@ -71,7 +71,7 @@ def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:
     return Frame("follow", ballot, {}, *tensors.encode([copy], "none"))
 
 
-def no_gradient(ballot: Ballot) -> Frame:
+def missed_gradient_frame(ballot: Ballot) -> Frame:
     """The frame sent instead of a gradient when too many wait."""
     return Frame("follow", ballot, {}, [], b"")
 
@@ -89,7 +89,8 @@ class ReducedGradients:
 
     @contextmanager
     def parsing(self, frame: Frame) -> Iterator[bool]:
-        """Reserve memory for a frame while it is parsed. False: too many wait already."""
+        """Reserve memory for a gradient's frame while it is parsed. False: too many wait
+        already."""
         size = self._like.nbytes
         waiting = len(self._waiting) * size + self._parsing
         fits = waiting + frame.size <= max(BACKLOG, FEWEST * size)
@@ -100,7 +101,7 @@ class ReducedGradients:
             self._parsing -= frame.size * fits
 
     def parse(self, frame: Frame) -> Tensor:
-        """The gradient, float32 [n] on the CPU. Raises WireError."""
+        """The reduced gradient of a frame, float32 [n] on the CPU. Raises WireError."""
         check_forms(frame.descriptors, [Form("float32", tuple(self._like.shape))])
         (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
         return gradient
@@ -113,7 +114,7 @@ class ReducedGradients:
         return self._waiting[ballot]
 
     def forget(self, through: Ballot) -> None:
-        """Forget gradients of that ballot, and of older ones."""
+        """Forget the reduced gradients of that ballot, and of older ones."""
         self._waiting = {b: g for b, g in self._waiting.items() if b > through}
 
 
@@ -137,7 +138,7 @@ class GradientFeed:
         for joiner in joiners:
             unsent = seat.net.unacknowledged_by(joiner) + frame.size
             fits = unsent <= max(UNSENT, FEWEST * gradient.nbytes)
-            seat.send(joiner, frame if fits else no_gradient(ballot))
+            seat.send(joiner, frame if fits else missed_gradient_frame(ballot))
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         self._seat.exchanges.start(self._take(peer, frame))

@@ -10,8 +10,8 @@ from torch import nn
 
 from planaria.node.run_file import loads
 from planaria.node.stage import optimizer
-from planaria.node.stage.initial import Beginning
-from planaria.node.stage.optimizer import StageOptimizer, digest
+from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.optimizer import StageOptimizer, digest_of
 
 CPU = torch.device("cpu")
 
@@ -139,12 +139,14 @@ def test_one_bad_element_makes_the_gradient_not_finite(value: float) -> None:
 @settings(max_examples=50)
 def test_digest_tells_any_bit_of_any_weight(size: int, where: float, bit: int) -> None:
     weights = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    before = digest(weights)
-    assert digest(weights.clone()) == before
+    before = digest_of(weights)
+    assert digest_of(weights.clone()) == before
     bits = weights.view(torch.int32).numpy().view("uint32")
     bits[int(where * size)] ^= 1 << bit
-    assert digest(weights) != before
-    assert digest(torch.cat([weights, torch.zeros(1)])) != digest(weights), "a zero more is another"
+    assert digest_of(weights) != before
+    assert digest_of(torch.cat([weights, torch.zeros(1)])) != digest_of(weights), (
+        "a zero more is another"
+    )
 
 
 @given(size=st.integers(1, 100), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 31))
@@ -291,7 +293,7 @@ def test_muon_has_one_moment_that_digest_and_state_cover() -> None:
 def test_only_blocks_are_for_muon() -> None:
     run = loads('[training]\noptimizer = "muon"\nlr = 1e-3\nmuon_lr = 0.05')
     config = run.config_for(11)
-    ends, body = (Beginning(run, config).stage(stage) for stage in (0, 1))
+    ends, body = (InitialStages(run, config).stage(stage) for stage in (0, 1))
     before = [p.detach().clone() for p in body.parameters()]
     optimizers = [StageOptimizer.of_run(stage, CPU, run) for stage in (ends, body)]
     sizes = [optimizer.state() for optimizer in optimizers]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
-from planaria.node.state.copies import Allowance, Holder, Outgoing, Sender
+from planaria.node.state.copies import Allowance, CopyHolder, CopySender, OutgoingCopies
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -56,12 +56,12 @@ def having(step: int, attempt: int = 0, lineage: int = 0) -> StateId:
 class Training:
     """A node that sends: its state, a commit at a time."""
 
-    def __init__(self, world: World, outgoing: Outgoing, name: str, silence: float) -> None:
+    def __init__(self, world: World, outgoing: OutgoingCopies, name: str, silence: float) -> None:
         self.name, self.world = name, world
         self.exchanges = world.new(Thread(world))
         self.step, self.last = 0, pb.Commit()
         self.flats = [torch.zeros(LAYOUT.values) for _ in NAMES]
-        self.sender = Sender(
+        self.sender = CopySender(
             self.exchanges,
             outgoing,
             self.state,
@@ -109,7 +109,7 @@ class World(Network):
     ) -> None:
         super().__init__(latency=0.0, ordered=True)
         section = SnapshotSection(**{"mbps": 1e6, "codec": "none", **snapshot})
-        self.outgoing = Outgoing.snapshots(STAGE, LAYOUT, section, RECENT if paced else None)
+        self.outgoing = OutgoingCopies.snapshots(STAGE, LAYOUT, section, RECENT if paced else None)
         self.silence = silence
         self.accused: list[tuple[str, Cause]] = []
         self.paces: list[tuple[str, bool, int]] = []  # holder, kept, step
@@ -120,7 +120,7 @@ class World(Network):
         self.computes = {name: Thread(self) for name in ("h", "i")}
         self.exchanges = {name: self.new(self.computes[name]) for name in ("h", "i")}
         self.holders = {
-            name: Holder(
+            name: CopyHolder(
                 self.exchanges[name],
                 {("snapshot", STAGE): LAYOUT},
                 partial(self.send, name),
@@ -225,7 +225,7 @@ class World(Network):
                 ):
                     assert torch.equal(x, y)
 
-    def assert_agreed(self, sender: Sender, holder: str = "h") -> None:
+    def assert_agreed(self, sender: CopySender, holder: str = "h") -> None:
         """The holder has, bit for bit, what the sender thinks it has."""
         held = self.holders[holder]._held["snapshot", STAGE].state
         sent: Any = sender._recipients[holder].sent

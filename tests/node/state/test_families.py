@@ -8,7 +8,7 @@ import torch
 from planaria.node.model.modules import Stage, build_stage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import loads
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.copies import layout_of
 from planaria.recovery import checkfree
@@ -61,7 +61,7 @@ def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> No
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_twin_is_updated_as_the_stage_is(config: ModelConfig, stage: int) -> None:
     _, optimizer = trained(config, stage)
-    twin = StageOptimizer.of_run(Beginning(RUN, config).stage(stage), CPU, RUN)
+    twin = StageOptimizer.of_run(InitialStages(RUN, config).stage(stage), CPU, RUN)
     twin.gradient.copy_(optimizer.gradient)
     twin.step(0.1)
     assert twin.digest() == optimizer.digest()

@@ -15,7 +15,7 @@ from planaria.node.state.feeding import (
     ReducedGradients,
     StatePins,
     gradient_frame,
-    no_gradient,
+    missed_gradient_frame,
 )
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -77,7 +77,7 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
 @pytest.mark.parametrize(
     ("frame", "complaint"),
     [
-        (no_gradient(BALLOT), "no tensor, where"),
+        (missed_gradient_frame(BALLOT), "no tensor, where"),
         (gradient_frame(BALLOT, torch.ones(5), tensors), r"float32 \[5\]"),
         (
             Frame("follow", BALLOT, {}, *tensors.encode([torch.ones(4).to(torch.int64)], "none")),

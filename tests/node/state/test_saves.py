@@ -28,7 +28,14 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
-from planaria.node.state.saves import Contents, Saves, SavesOnDisk, find_saves, name_of, saved_run
+from planaria.node.state.saves import (
+    Contents,
+    Saves,
+    SavesOnDisk,
+    file_name,
+    find_saves,
+    saved_run,
+)
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -117,7 +124,7 @@ def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, fa
         saves = Saves(tmp_path, RUN, stage, 4, Contents.of(config, stage))
         saves.write(given)
         assert same(saves.load(given.id.age), given)
-        path = saves.folder / name_of(given.id.age)
+        path = saves.folder / file_name(given.id.age)
         read = load_file(path)
         weights = {name: read[name] for name in Contents.of(config, stage).parameters}
         assert len(read) == 3 * len(weights)
@@ -192,7 +199,7 @@ def test_whatever_is_saved_comes_back_and_is_safetensors(
     saves = opened(folder, run=run, values=size)
     saves.write(given)
     assert same(saves.load(Age(0, step)), given)
-    read = load_file(saves.folder / name_of(given.id.age))
+    read = load_file(saves.folder / file_name(given.id.age))
     assert len(read) == len(tensors)
     assert all(torch.equal(read[f"{name}.flat"], values) for name, values in tensors.items())
 
@@ -276,7 +283,7 @@ def test_the_newest_of_what_led_to_the_present_state_are_kept(
 def check_refused(saves: Saves, save: Age, what: str = "step-") -> None:
     with pytest.raises(SaveError, match=what) as caught:
         saves.load(save)
-    assert name_of(save) in str(caught.value)
+    assert file_name(save) in str(caught.value)
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -284,7 +291,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     saves = Saves(tmp_path, RUN, STAGE, 4, Contents({"a": [2], "b.c": [1, 3]}, {"layers": 2}))
     saves.write(good)
     saves.write(bad)
-    path = saves.folder / name_of(bad.id.age)
+    path = saves.folder / file_name(bad.id.age)
     whole = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for offset, byte in enumerate(whole):
@@ -301,7 +308,7 @@ def test_a_save_with_a_number_that_cannot_be_is_refused(tmp_path: Path, number: 
     (path,) = (file.path for file in find_saves(tmp_path))
     length = int.from_bytes(path.read_bytes()[:8], "little")
     fields = module._read_header(path, path.open("rb", buffering=0)) | {"omega": number}
-    path.write_bytes(bytes(module._encode(fields)) + path.read_bytes()[8 + length :])
+    path.write_bytes(bytes(module._encode_header(fields)) + path.read_bytes()[8 + length :])
     check_refused(saves, Age(0, 4), f"its header has invalid values .*omega {number}")
 
 
@@ -370,7 +377,7 @@ def test_a_save_in_the_wrong_place_is_refused(
     other = replace(state(8), id=replace(state(8).id, **elsewhere))
     there = opened(tmp_path / "there", run=run, stage=other.id.stage)
     there.write(other)
-    (there.folder / name_of(other.id.age)).rename(saves.folder / "step-00000008-0.safetensors")
+    (there.folder / file_name(other.id.age)).rename(saves.folder / "step-00000008-0.safetensors")
     assert saves.sound() == [Age(0, 4)]
     check_refused(saves, Age(0, 8), what)
 
@@ -386,9 +393,9 @@ def test_a_folder_is_of_the_run_of_its_newest_save_that_can_be_read(tmp_path: Pa
     assert saved_run(tmp_path) == ""
     saves = written(tmp_path, state(4), state(8))
     assert saved_run(tmp_path) == RUN
-    (saves.folder / name_of(Age(0, 8))).write_bytes(b"damaged")
+    (saves.folder / file_name(Age(0, 8))).write_bytes(b"damaged")
     assert saved_run(tmp_path) == RUN
-    (saves.folder / name_of(Age(0, 4))).unlink()
+    (saves.folder / file_name(Age(0, 4))).unlink()
     assert saved_run(tmp_path) == ""
 
 
