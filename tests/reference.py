@@ -30,10 +30,10 @@ from planaria.node.model.learning_rate import rate_of
 from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.own_code import load_as_said
-from planaria.node.stage.work import put_together, taken_apart
+from planaria.node.stage.own_code import load_checked
+from planaria.node.stage.work import join_features, split_features
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import order, window_orders
@@ -54,8 +54,8 @@ class Boundary(torch.autograd.Function):
 
 
 def _received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
-    figures, *beside = taken_apart(x, config, kind)
-    return put_together([*decode(*encode([figures], codec)), *beside], config)
+    figures, *beside = split_features(x, config, kind)
+    return join_features([*decode(*encode([figures], codec)), *beside], config)
 
 
 class Reference:
@@ -66,8 +66,8 @@ class Reference:
         self.config = run.config_for(data.vocabulary)
         origin = run.model.origin
         checkpoint = None if origin is None else Checkpoint.open(Path(origin))
-        own = None if self.config.own is None else load_as_said(run, self.config)
-        beginning = Beginning(run, self.config, checkpoint, own)
+        own = None if self.config.own is None else load_checked(run, self.config)
+        beginning = InitialStages(run, self.config, checkpoint, own)
         self.stages = [beginning.stage(stage) for stage in range(self.config.stages + 1)]
         cpu = torch.device("cpu")
         self.optimizers = [StageOptimizer.of_run(stage, cpu, run) for stage in self.stages]

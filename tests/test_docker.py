@@ -17,7 +17,7 @@ import pytest
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.node.data.corpus import FORMAT, SPLITS, Index, Split
-from planaria.node.page.status_page import as_text
+from planaria.node.page.status_page import description_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -181,7 +181,7 @@ def test_what_the_check_asks_of_the_status_is_in_it() -> None:
         description.view.members.append(member)
         seats = [pb.SeatReport(stage=place, committed=40 + place)] if place else []
         description.members.add(member=member, report=pb.Report(seats=seats))
-    run = json.loads(as_text(description))
+    run = json.loads(description_json(description))
     committed, nodes, victim = asked_by_the_check("ask")
     assert eval(committed, {"run": run}) == 44
     assert eval(f"[{nodes}]", {"run": run}) == ["n1", "n2", "n3", "n4"]

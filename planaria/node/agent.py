@@ -30,7 +30,7 @@ from planaria.node.state.feeding import FEWEST, UNSENT, GradientFeed
 from planaria.node.state.observing import ObserverService
 from planaria.node.state.own_saves import OwnSaves
 from planaria.node.state.rebuild import Rebuilding
-from planaria.node.state.reducing import Reducing, averaging_of
+from planaria.node.state.reducing import Reducing, make_averaging
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.serving import StateService
 from planaria.node.state.stage_state import StageState, StateId
@@ -133,23 +133,23 @@ class Agent:
             boundary=self.holdings.boundary,
             redundant=self.holdings.twin is not None,
         )
-        self._converse()
-        self._route()
+        self._make_exchanges()
+        self._make_handlers()
 
     def _new_driver(self) -> Driver:
-        return Driver(self.node, rules(self.run, self.config), self.chance)
+        return Driver(self.node, transaction_rules(self.run, self.config), self.chance)
 
     def _new_member(self) -> MemberSide:
         return MemberSide(self.node, self.stage)
 
-    def _converse(self) -> None:
+    def _make_exchanges(self) -> None:
         """Makes the exchanges with peers: of gradients, states and boundary tensors."""
 
         def relearned(round: int, residual: float) -> None:
             self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
 
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
-        self.averaging, self.auditor = averaging_of(self, SLACK)
+        self.averaging, self.auditor = make_averaging(self, SLACK)
         self.feed = GradientFeed(self)
         self.serving = StateService(self)
         self.member.holdings = self.serving.listed
@@ -159,7 +159,7 @@ class Agent:
         self.relearning = Relearning(exchanges, tensors, send, relearned, crossing)
         self.rebuilding = Rebuilding(self)
 
-    def _route(self) -> None:
+    def _make_handlers(self) -> None:
         """Makes the tables of handlers, by a message's body and by a frame's kind."""
 
         def to_driver(peer: str, message: pb.Message) -> None:
@@ -171,7 +171,7 @@ class Agent:
         self.on_body: dict[str | None, Callable[[str, pb.Message], None]] = {
             **dict.fromkeys(TO_DRIVER, to_driver),
             **dict.fromkeys(TO_MEMBER, to_member),
-            "inquiry": self._inquired,
+            "inquiry": self._answer_inquiry,
             "check": self._check,
             "state_request": self.serving.on_message,
             "shard_request": self.serving.on_message,
@@ -244,7 +244,7 @@ class Agent:
         self.carry_out(self.driver.link_lost(peer, reason, now))
 
     def compute_hangs(self, why: str, now: float) -> None:
-        """The compute thread takes too long with a task; empty: no longer."""
+        """The node's compute thread hangs, for the reason `why`; empty: it goes on."""
         self.member.hang, self.damaged = why, False
         if why and self.is_readable():  # nothing changes the weights now: their digest must match
             self.damaged = self.arithmetic.digest() != self.member.digest
@@ -263,19 +263,19 @@ class Agent:
         )
         self.tell_driver(self.member.promised, account=account)
 
-    def _inquired(self, peer: str, message: pb.Message) -> None:
+    def _answer_inquiry(self, peer: str, message: pb.Message) -> None:
         ballot = Ballot.of(message.ballot)
         if not self.member.obeys(peer, ballot) or ballot != self.member.promised:
             return
         if why := message.inquiry.replace:
-            leave = self.record.replace if self.is_readable() else self.leave_unread
+            leave = self.record.request_heir if self.is_readable() else self.leave_unread
             leave(why)
         if message.inquiry.relieve and self.attempt is not None:
             self.attempt.give_up(self.account)
         self.account()
 
     def _check(self, peer: str, message: pb.Message) -> None:
-        """Another node computes a visit of which two nodes' results differ."""
+        """Computes, as a third node, a visit of which two nodes' results differ."""
         ballot = Ballot.of(message.ballot)
         if self.member.obeys(peer, ballot) and self.attempt and self.attempt.ballot == ballot:
             self.attempt.check(message.check)
@@ -290,7 +290,7 @@ class Agent:
     # --- sending
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        """Sends an item, and waits for a member's link to come up. False: there will be none."""
+        """Sends an item to a peer's seat once its link is up. False: there will be none."""
         return self.outbox.send(peer, item, peer in self.peers, self.exchanges.now)
 
     def _undelivered(self, peer: str, item: pb.Message | Frame, reason: str) -> None:
@@ -332,13 +332,13 @@ class Agent:
             case StartAttempt(ballot, begin):
                 self.based_on = self.member.committed, self.member.last
                 self._forget(ballot)
-                self.holdings.attempted(ballot, begin)
-                self.gaps.attempted(begin)
+                self.holdings.attempt_begins(ballot, begin)
+                self.gaps.attempt_begins(begin)
                 self._follow_plan(self._begin_attempt, ballot, begin)
             case GoOn(ballot, begin) if self.attempt is not None:
                 self._forget(ballot)
-                self.holdings.follow(begin)
-                self.gaps.attempted(begin)
+                self.holdings.choose_holders(begin)
+                self.gaps.attempt_begins(begin)
                 self._follow_plan(self.attempt.go_on, ballot, begin)
             case DropAttempt(ballot):
                 self._forget(ballot.next())
@@ -352,7 +352,7 @@ class Agent:
             case Apply(commit):
                 # Posts at once: later work must find it ahead of itself in the thread.
                 self.exchanges.start(self._apply(commit))
-                self.exchanges.start(self.reducing.answer(commit))
+                self.exchanges.start(self.reducing.answer_audit(commit))
             case AuditSum():
                 self.exchanges.start(self.reducing.audit(effect))
             case Note(commit):
@@ -368,7 +368,7 @@ class Agent:
             case Suspect(node, why, cause):
                 self.record.suspect(node, why, cause)
             case Rejoin(reason):
-                self.record.over(reason)
+                self.record.rejoin(reason)
             case Halted(halt):
                 if halt.finished:
                     self.own_saves.save_last()
@@ -379,7 +379,7 @@ class Agent:
                 self.record.tell(effect)
 
     def _begin_attempt(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Raises ValueError."""
+        """Replaces the attempt by the one of `begin`. Raises ValueError for an invalid plan."""
         if self.attempt is not None:
             self.attempt.end()
         self.attempt = None
@@ -400,7 +400,7 @@ class Agent:
             self._take(peer, frame)
 
     def _take(self, peer: str, frame: Frame) -> None:
-        """Handles a microbatch's frame."""
+        """Gives a microbatch's frame to the attempt, or keeps it for a coming one."""
         match self.member.frames(Ballot(*frame.ballot)):
             case FrameUse.TAKE if frame.size > self.passing:
                 why = f"{peer} sent a microbatch of {frame.size} bytes, not {self.passing} at most"
@@ -412,14 +412,14 @@ class Agent:
                     self._refuse(node, why)
 
     def _refuse(self, peer: str, why: str) -> None:
-        """Has a peer removed that floods this node."""
+        """Has a peer removed that floods this node with frames."""
         if self.member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
             self.cut_off(self.member.attempt, peer, why, NUMBERS)
         else:
             self.record.suspect(peer, why, NUMBERS)
 
     def _forget(self, before: Ballot) -> None:
-        """Ballots older than that are void."""
+        """Drops sums and twins' gradients of attempts older than `before`."""
         self.reducing.forget(before)
         self.holdings.forget(before)
 
@@ -435,8 +435,8 @@ class Agent:
         lineage, boosted_at = member.lineage, member.boosted_at
         before = self._state(lineage, *self.based_on, boosted_at)
         after = self._state(lineage, commit.step, commit, boosted_at)
-        self.holdings.committing(commit.step, lineage)
-        keep = self.serving.committing(fetched, before)
+        self.holdings.before_commit(commit.step, lineage)
+        keep = self.serving.before_commit(fetched, before)
         take = self.observers.pins.keep(before, commit.step, self.exchanges.now)
         self.feed.gradients.forget(Ballot.of(commit.ballot))
         task, fixed = self.gaps.task, entering(commit, stage)
@@ -444,7 +444,7 @@ class Agent:
         def apply() -> Learned:
             keep()
             take()
-            beside = task.enters(fixed) if task is not None else None
+            beside = task.take_change(fixed) if task is not None else None
             learned = self.arithmetic.apply(commit, lr, beside)
             if not commit.skipped:
                 self.averaging.feedback.commit(Ballot.of(commit.ballot))
@@ -466,7 +466,7 @@ class Agent:
         self.record.tell(Applied(lineage=lineage, step=commit.step, digest=digest.hex()))
         self.carry_out(member.applied(digest))
         self.holdings.in_place(after.id)
-        self.record.changed()
+        self.record.report_changed()
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
         member = self.member
@@ -501,9 +501,9 @@ class Agent:
         syncing = member.phase is MemberPhase.SYNCING and member.sync.method != "twin"
         if syncing or (member.following is not None and member.following.state is None):
             return None
-        return self.in_place()
+        return self.committed_state()
 
-    def in_place(self) -> StageState:
+    def committed_state(self) -> StageState:
         """The state of this seat's stage, as of the newest commit."""
         member = self.member
         return self._state(member.lineage, member.committed, member.last, member.boosted_at)
@@ -521,16 +521,16 @@ class Agent:
         )
 
     def is_readable(self) -> bool:
-        """Whether its state can be read beside a hanging compute thread: it is in this machine's
+        """Whether this seat's state can be read beside a hanging compute thread: it is in main
         memory, no update was under way, and the weights are those of the last commit."""
         tensors = self.arithmetic.tensors.values()
         here = all(tensor.device.type == "cpu" for tensor in tensors)
         return here and not (self.member.changing or self.damaged)
 
     def leave_unread(self, why: str) -> None:
-        """Leaves, because others would wait for an unreadable state."""
+        """Takes the node out of the run: others would wait for its unreadable state."""
         how = "damaged" if self.damaged else "out of reach"
-        self.record.over(f"{why}; its state is {how}, so the node leaves without a handover")
+        self.record.rejoin(f"{why}; its state is {how}, so the node leaves without a handover")
 
     # --- reports
 
@@ -540,7 +540,8 @@ class Agent:
         return self.attempt.begin.members if self.attempt is not None else []
 
     def doing(self) -> str:
-        """The work that holds this seat up while its compute is idle; empty: nothing known."""
+        """What this seat waits for while its compute is idle, for the wall clock; empty:
+        unknown."""
         if self.reducing.runs and self.attempt is not None and self.attempt.is_complete:
             return "average"
         phases = {self.member.phase, self.driver.phase}
@@ -597,8 +598,8 @@ def held_bytes(run: RunFile, config: ModelConfig) -> int:
     return crossing_bytes(run, config) + 2 * max(UNSENT, FEWEST * 4 * max(config.trained))
 
 
-def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
-    """The run file's settings for the driver."""
+def transaction_rules(run: RunFile, config: ModelConfig) -> TransactionRules:
+    """The run file's settings for the driver of the step transaction."""
     training, recovery, stages = run.training, run.recovery, range(config.stages + 1)
     return TransactionRules(
         stages=config.stages,

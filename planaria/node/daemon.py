@@ -19,18 +19,18 @@ from planaria.node.agent import Agent
 from planaria.node.data.windows import Windows
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.machine.device import memory_of
-from planaria.node.machine.hang_watch import COMPILING, FLOOR, Watch
+from planaria.node.machine.hang_watch import COMPILING, FLOOR, HangWatch
 from planaria.node.node import Node, SeatRecord
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Event, Sampled, Wall, WriteFailed, WrittenAgain
-from planaria.node.report.ledger import Ledger, header_of, line, windows_in
+from planaria.node.report.ledger import Ledger, header_of, ledger_line, windows_in
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.seats import SeatCompute, SeatNet
 from planaria.node.stage.arithmetic import TorchStage, make_twin
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.state.copies import layout_of
 from planaria.node.state.holdings import Holdings
@@ -55,7 +55,7 @@ class DaemonMachine:
     def __init__(self, node: DaemonNode) -> None:
         self._node, self._place, self._run = node, node.place, node.run
         floor = COMPILING if node.run.training.compile else FLOOR
-        watch = Watch(node.run.swarm.progress, floor)
+        watch = HangWatch(node.run.swarm.progress, floor)
         self.compute = ComputeThread(f"compute-{node.node}", node.loop, watch)
         self.memory, self._room = memory_of(self._place.device), DeviceRoom(self._place.device)
         self._events = EventLog(self._place.out, node.node, BackgroundLineFile)
@@ -93,7 +93,7 @@ class DaemonMachine:
         def build() -> Agent:
             # One committed step may be made again from the beginning, if all are lost.
             begun = node.view.committed > 1
-            beginning = Beginning(run, config, place.checkpoint, place.own)
+            beginning = InitialStages(run, config, place.checkpoint, place.own)
             arithmetic = TorchStage(own, stage, beginning, place.device, corpus, begun, self._room)
             net, compute = SeatNet(node.seats, name), SeatCompute(node.seats, name, self.compute)
             chance, identity, record = SystemRandom(), place.identity, SeatRecord(node, name)
@@ -142,7 +142,7 @@ class DaemonMachine:
             node.corpus.verify_in_background()
 
         def rehearse() -> None:
-            beginning = Beginning(self._run, node.config, own=place.own)
+            beginning = InitialStages(self._run, node.config, own=place.own)
             TorchStage(node.node, 1, beginning, place.device, begun=True).rehearse()
 
         try:
@@ -158,7 +158,7 @@ class DaemonMachine:
             abandoned = hang or "its compute thread doesn't end"
             log.error("%s", abandoned)
             for seat in seats:
-                await asyncio.to_thread(seat.own_saves.save_beside)
+                await asyncio.to_thread(seat.own_saves.save_despite_hang)
         self._node.tell(Wall(**self.wall.report()))
         for seat in seats:
             await asyncio.to_thread(seat.holdings.finish_saves, seconds)
@@ -179,18 +179,18 @@ class DaemonMachine:
         if isinstance(event, Sampled) and self._samples is not None:
             self._samples.add(event)
 
-    def keep(self, record: Mapping[str, Any]) -> None:
+    def track(self, record: Mapping[str, Any]) -> None:
         if self._place.experiment is not None:
             self._place.experiment.tell(record)
 
     def committed(self, name: str, commit: pb.Commit) -> None:
         if name in self._ledgers and has_records(commit):
             ledger, windows = self._ledgers[name]
-            record = line(commit, windows.epoch(commit.step), time.time())
+            record = ledger_line(commit, windows.epoch(commit.step), time.time())
             ledger.append(record)
-            self.keep(record)
+            self.track(record)
         elif self._place.experiment is not None:
-            self.keep(line(commit, 0, time.time()))  # only stage 0 knows the epoch
+            self.track(ledger_line(commit, 0, time.time()))  # only stage 0 knows the epoch
 
     def troubles(self) -> list[str]:
         return [file.report() for file in self.files if file.trouble]
@@ -214,7 +214,7 @@ class DaemonMachine:
                 file.waiting.dropped = 0
 
     def _measure(self, now: float) -> None:
-        """Samples what the node does, and reports it."""
+        """Samples what the node spends its wall time on, and reports that and its costs."""
         self.wall.sample(now, self.compute.busy_seconds(now), self._node.doing())
         if now - self._wall_reported > WALL_REPORTED:
             self._wall_reported = now

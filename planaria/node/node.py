@@ -37,7 +37,7 @@ from planaria.node.hugging_face.samples import sampler_of
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.notices import FAREWELL
 from planaria.node.machine.cores import available_cores
-from planaria.node.machine.hang_watch import Hang, Watch
+from planaria.node.machine.hang_watch import Hang, HangWatch
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.shape import ModelConfig
@@ -61,14 +61,14 @@ from planaria.node.report.events import (
     Serving,
     StageRebuilt,
     Stopped,
+    event_line,
     is_for_all,
 )
-from planaria.node.report.events import line as event_line
 from planaria.node.report.experiment import ExperimentPipe
 from planaria.node.report.ledger import recording
 from planaria.node.report.line_file import LineFile
 from planaria.node.report.log_stream import LastLines
-from planaria.node.report.samples import in_report
+from planaria.node.report.samples import samples_to_report
 from planaria.node.run_file import RunFile
 from planaria.node.seats import Seats
 from planaria.node.state.holdings import CLOSE
@@ -127,7 +127,7 @@ class NodePlace:
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A run, as a node has it."""
+    """A run as one node has it: its file, model shape and data."""
 
     id: str
     file: RunFile
@@ -140,11 +140,11 @@ class WatchedCompute(Compute, Protocol):
     """The port `Compute`, with a watch that notices when it hangs."""
 
     @property
-    def watch(self) -> Watch: ...
+    def watch(self) -> HangWatch: ...
 
-    def look(self) -> Hang | None:
-        """Reports a hanging task. To be called on the event loop, at each of its ticks."""
-        ...
+    def find_hang(self) -> Hang | None:
+        """The compute thread's hanging task, if any. To be called on the event loop, at each of its
+        ticks."""
 
 
 class Machine(Protocol):
@@ -155,54 +155,42 @@ class Machine(Protocol):
 
     @property
     def memory(self) -> int:
-        """Bytes of the device."""
-        ...
+        """Bytes of the device's memory."""
 
     @property
     def ledgers(self) -> Mapping[str, LineFile]:
         """The ledgers that are written here, by seat."""
-        ...
 
     async def build(self, name: str, stage: int, exchanges: Exchanges) -> Agent:
         """Builds a seat, and opens its ledger at stage 0. Raises what crashes the node."""
-        ...
 
     async def close(self, name: str, seat: Agent, seconds: float) -> None:
         """A seat is given back: closes its files, and waits for its saves for so long."""
-        ...
 
     async def rehearse(self) -> None:
         """Runs once, on a standby, what takes longer the first time."""
-        ...
 
     async def finish(self, hang: str, seconds: float) -> str:
         """The node is over: ends the compute, waits for saves, closes files. Returns why the
         compute was abandoned; empty: it has ended."""
-        ...
 
     def tick(self, now: float) -> None:
         """Looks after the files, and reports events about them; `now`: by the loop's clock."""
-        ...
 
     def time(self) -> float:
         """Seconds since the epoch."""
-        ...
 
     def write(self, event: Event, by: str, time: float) -> None:
         """Adds an event to the log. `by`: the event's seat; empty: the node."""
-        ...
 
-    def keep(self, record: Mapping[str, Any]) -> None:
+    def track(self, record: Mapping[str, Any]) -> None:
         """Adds a line of the event log to the external record, if any."""
-        ...
 
     def committed(self, name: str, commit: pb.Commit) -> None:
         """Adds a commit to the seat's ledger, if it has one."""
-        ...
 
     def troubles(self) -> list[str]:
         """What is wrong with its files, a sentence each."""
-        ...
 
 
 M = TypeVar("M", bound=Machine)
@@ -278,7 +266,7 @@ class Node(Generic[M]):
                 registry.JoinRequest(
                     protocol=PROTOCOL,
                     node=self.node,
-                    address=_address(self.place.advertise, port),
+                    address=_advertised_address(self.place.advertise, port),
                     stage=self.place.stage,
                     data=self.corpus.content if self.corpus else "",
                     speed=self.place.speed,
@@ -295,7 +283,7 @@ class Node(Generic[M]):
             self.spawn(self._tick())
             self.membership = self.spawn(
                 self.client.keep_membership(
-                    self.node, reply, self.viewed, self.evicted, self.asked_to_measure
+                    self.node, reply, self.viewed, self.evicted, self.request_measurement
                 )
             )
             self.viewed(reply.view)
@@ -391,7 +379,8 @@ class Node(Generic[M]):
             self.over.set_exception(error)
 
     async def _clean_up(self) -> None:
-        """The registry dials a node whose membership ends: nobody must answer then."""
+        """Ends tasks and links, then the membership: the registry dials a node whose membership
+        ends, and nobody must answer then."""
         others = [task for task in self.tasks if task is not self.membership]
         for task in others:
             task.cancel()
@@ -417,8 +406,8 @@ class Node(Generic[M]):
 
     # --- link speed
 
-    def asked_to_measure(self, number: int) -> None:
-        """A measurement already under way serves for this, too."""
+    def request_measurement(self, number: int) -> None:
+        """Measures the node's links for the registry; one already under way serves, too."""
         self.requested_measurement = number
         if not self.over.done() and (self.measuring is None or self.measuring.done()):
             self.measuring = self.spawn(self._measure_links())
@@ -522,7 +511,7 @@ class Node(Generic[M]):
         if is_for_all(event):
             record = event_line(event, by or self.node, now)
             self.client.tell(json.dumps(record))
-            self.machine.keep(record)
+            self.machine.track(record)
         if isinstance(event, RebuildOrdered):
             self.ordered[event.node] = event.exact
         if isinstance(event, StageRebuilt) and event.method not in (*OWN, *COPIED):
@@ -535,7 +524,7 @@ class Node(Generic[M]):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.place.tick)
-            self._mind_compute()
+            self._watch_compute()
             if self.missing.look(self.needed, self.links.carrier, self.loop.time()):
                 self.report()
             self._tell_carriers()
@@ -550,10 +539,10 @@ class Node(Generic[M]):
             if via != before.get(peer, "") and self.links.linked(peer):
                 self.tell(LinkRelayed(peer=peer, via=via))
 
-    def _mind_compute(self) -> None:
+    def _watch_compute(self) -> None:
         """Reports when the compute thread begins to hang, and when it goes on."""
         compute = self.machine.compute
-        slow, before, self.hang = compute.watch.slow, self.hang, compute.look()
+        slow, before, self.hang = compute.watch.slow, self.hang, compute.find_hang()
         if slow is None and compute.watch.slow is not None:
             self._tell_slow(*compute.watch.slow)
         if (before is None) == (self.hang is None):
@@ -584,16 +573,16 @@ class Node(Generic[M]):
             self.tell(CostSoFar.of(parts))
 
     def doing(self) -> str:
-        """What it does while its compute is idle."""
+        """What the node waits for while its compute is idle: a part of the wall clock."""
         doing = next(filter(None, (seat.doing() for seat in self.seats.agents.values())), "")
         return doing or ("send" if self.links.unacknowledged else "idle")
 
     def report(self) -> None:
-        """Reports to the registry."""
+        """Sends the node's report to the registry."""
         self.client.report(self.make_report())
 
     def make_report(self) -> registry.Report:
-        """The report about the machine and its seats."""
+        """The node's report to the registry: about its machine and its seats."""
         number, links = self.measured
         troubles = self.machine.troubles()
         saves = [seat.own_saves for seat in self.seats.agents.values()]
@@ -610,7 +599,7 @@ class Node(Generic[M]):
             links=links,
             complaints=self.missing.complaints(),
             unlisted=self.missing.unlisted,
-            samples=in_report(self.samples.values()),
+            samples=samples_to_report(self.samples.values()),
             rebuilds=self.rebuilds,
             seen=speeds_seen(self.links) if len(self.view.members) <= MOST_WEIGHED else (),
         )
@@ -636,7 +625,7 @@ class SeatRecord:
         ledger = self._node.machine.ledgers.get(self._name)
         return pb.NO_LEDGER if ledger is None else recording(ledger, self._lacks_last)
 
-    def changed(self) -> None:
+    def report_changed(self) -> None:
         self._node.report()
 
     def halted(self, halt: pb.Halt) -> None:
@@ -647,20 +636,20 @@ class SeatRecord:
 
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
         if node_of(node) == self._node.node:
-            self.over(why)  # no other node can be blamed
+            self.rejoin(why)  # no other node can be blamed
         else:
             self._node.client.suspect(node_of(node), why, cause)
 
-    def replace(self, why: str) -> None:
+    def request_heir(self, why: str) -> None:
         log.warning("%s", why)
         self._node.leaving = True
         self._node.report()
 
-    def over(self, reason: str) -> None:
+    def rejoin(self, reason: str) -> None:
         self._node.stop(f"rejoin: {reason}")
 
 
-def _address(advertise: str, port: int) -> str:
+def _advertised_address(advertise: str, port: int) -> str:
     """The address that peers dial; `port` is the one that this node listens on."""
     if not advertise:
         return ""

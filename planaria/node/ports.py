@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from planaria.bootstrap.identity import Identity
     from planaria.bootstrap.registry_pb2 import Cause
     from planaria.node.report.events import Event
-    from planaria.node.state.boundary import Fetched
+    from planaria.node.state.boundary import FetchedTensors
     from planaria.node.state.relearn import Lesson
     from planaria.node.state.stage_state import Age, StageState, StateId
     from planaria.node.transaction.attempt import StageWork
@@ -45,13 +45,13 @@ class Net(Protocol):
     """The links of a node."""
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        """Queues the item on the link to `peer`. False: none is up."""
+        """Queues an item on the link to `peer`. False: none is up."""
 
     def demand(self, peer: str) -> None:
         """Requests a link to `peer`, a member."""
 
     def linked(self, peer: str) -> bool:
-        """Whether a link is up."""
+        """Whether a link to `peer` is up."""
 
     def unacknowledged_by(self, peer: str) -> int:
         """Bytes of frames sent to `peer` that it hasn't acknowledged."""
@@ -80,17 +80,18 @@ class Compute(Protocol):
 
 
 class Tensors(Protocol):
-    """Operations on rows of numbers. All but `empty` runs in the compute thread."""
+    """Operations on tensors: their wire form, and checks. All but `empty` runs in the compute
+    thread."""
 
     def encode(
         self, tensors: Sequence[Tensor], codec: Codec
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Descriptors and bytes, one of each for every tensor."""
+        """The wire form of tensors: a descriptor and a buffer for each."""
 
     def decode(
         self, descriptors: Sequence[Any], payload: Payload, device: Any = "cpu"
     ) -> list[Tensor]:
-        """Raises WireError for bytes that can't be these tensors."""
+        """The tensors of a frame's payload. Raises WireError for bytes that can't be these."""
 
     def encode_low_rank(
         self, row: Tensor, cuts: Sequence[SlicePart], rank: int
@@ -106,13 +107,14 @@ class Tensors(Protocol):
         rank: int,
         device: Any = "cpu",
     ) -> Tensor:
-        """float32 [size], the same bits everywhere. Raises WireError."""
+        """The row float32 [size] of a low-rank payload, the same bits everywhere. Raises
+        WireError."""
 
     def finite(self, tensor: Tensor) -> bool:
         """Whether all values are finite, computed on the tensor's device."""
 
     def empty(self, values: int) -> Tensor:
-        """float32 [values] on the CPU."""
+        """An uninitialized tensor, float32 [values] on the CPU."""
 
 
 class Disk(Protocol):
@@ -126,13 +128,14 @@ class Disk(Protocol):
     def bytes_written(self) -> int: ...
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
-        """The saves without `refused`, newest first. Only the beginning of each has been read."""
+        """The saves on disk without `refused`, newest first. Only the beginning of each has been
+        read."""
 
     def damaged(self) -> set[Age]:
-        """Saves that `load` would refuse. Reads them all, in the compute thread."""
+        """Damaged saves, which `load` would refuse. Reads them all, in the compute thread."""
 
     def remove(self, saves: Collection[Age]) -> None:
-        """Removes these. What can't be removed stays."""
+        """Removes saves from the disk. What can't be removed stays."""
 
     def write(self, state: StageState) -> None:
         """Starts to write the current state, in the compute thread. Never waits for the disk. The
@@ -143,7 +146,7 @@ class Disk(Protocol):
         """`then` gets the state, or SaveError for an unusable one, on the event loop."""
 
     def finish(self, seconds: float) -> None:
-        """Waits, blocking, for the writes in flight. A later `write` is an error."""
+        """Waits, blocking, for the writes of saves in flight. A later `write` is an error."""
 
 
 OpenDisk: TypeAlias = Callable[[Path, int, Callable[["Age"], None], Callable[[str], None]], Disk]
@@ -182,7 +185,7 @@ class Arithmetic(Protocol):
         """Takes the gradient as the sum over all replicas; returns its squared norm."""
 
     def replace_gradient(self, gradient: Tensor) -> float:
-        """Takes a sum that a replica has sent; returns what `reduced` does."""
+        """Replaces the gradient by the sum that a replica has sent; returns its squared norm."""
 
     def apply(self, commit: pb.Commit, lr: float, beside: Tensor | None = None) -> Learned:
         """Applies the reduced gradient, with `lr` before the stage's scale. Then applies `beside`,
@@ -194,13 +197,13 @@ class Arithmetic(Protocol):
 
     @property
     def origin(self) -> bool:
-        """Whether the run's initial checkpoint is here: `of_checkpoint` then has any stage."""
+        """Whether the run's initial checkpoint is here: `checkpoint_state` then has any stage."""
 
-    def initial(self, stage: int, lineage: int) -> StageState:
-        """What that stage trains, as before the first step. Raises ComplaintError when it isn't
-        here."""
+    def initial_state(self, stage: int, lineage: int) -> StageState:
+        """The state of that stage before the first step: what it trains. Raises ComplaintError
+        when it isn't here."""
 
-    def of_checkpoint(self, stage: int) -> StageState:
+    def checkpoint_state(self, stage: int) -> StageState:
         """Only the stage's weights in the run's initial checkpoint. Raises ComplaintError when they
         aren't here."""
 
@@ -209,31 +212,34 @@ class Arithmetic(Protocol):
         """Number of untrained values of the stage's weights that are missing, without which the
         trained ones are useless; 0: none."""
 
-    def take_in(self, weights: Tensor, giver: str) -> None:
-        """Takes in the weights. Raises ComplaintError, which accuses `giver`, if they differ from
-        the checkpoint's."""
+    def take_frozen_weights(self, weights: Tensor, giver: str) -> None:
+        """Takes the stage's frozen weights, from a peer. Raises ComplaintError, which accuses
+        `giver`, if they differ from the checkpoint's."""
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
-        """Makes the state from those of the sync's source stages, in their order. Guessed weights
-        start Adam afresh, as published. Raises ComplaintError for weights other than the run's
-        initial ones."""
+        """Makes the stage's state from those of the sync's source stages, in their order. Guessed
+        weights start Adam afresh, as published. Raises ComplaintError for weights other than the
+        run's initial ones."""
 
-    def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
+    def lesson(self, fetched: FetchedTensors, lost: Collection[int]) -> Lesson:
         """The relearning of this stage, from what is in place; `lost` stages relearn together."""
 
-    def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
+    def evaluate(
+        self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None
+    ) -> Tensor:
         """Computes the stage, with its current weights or with `weights`, float32, for at most the
         rows B of a microbatch. A body stage maps float32 [B, T, dim] to the same. Stage 0 maps
         int64 tokens [B, T] to float32 [B, T, dim]. With `head`, it maps those to logits of the
         token after the last, [B, 1, vocabulary], or, with int64 targets [B, T], to the sum of their
         losses in nats, [1]. Training is unaffected. Raises ValueError."""
 
-    def part_of(self, name: object, first: object) -> Tensor:
+    def tokenizer_part(self, name: object, first: object) -> Tensor:
         """Part of a tokenizer file, at stage 0: bytes from `first` on, uint8 [n], as
         tokenizer.part_of has them. Raises ValueError."""
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
-        """bf16 on the CPU. Raises WireError for a damaged or non-finite frame."""
+        """A frame's boundary tensor, bf16 on the CPU. Raises WireError for a damaged or non-finite
+        one."""
 
 
 class Record(Protocol):
@@ -249,20 +255,20 @@ class Record(Protocol):
         """Whether the ledger can be written. It is being written while lines are on their way to a
         disk that seems to take them. After a few seconds the disk counts as failing."""
 
-    def changed(self) -> None:
-        """The seat's report to the registry has changed."""
+    def report_changed(self) -> None:
+        """Sends the node's report to the registry, since the seat's part has changed."""
 
     def halted(self, halt: pb.Halt) -> None:
-        """The run is over, or stopped; the weights are kept."""
+        """Records that the run is over, or stopped; the weights are kept."""
 
     def suspect(self, node: str, why: str, cause: Cause) -> None:
         """Asks the registry to probe this member or, for any cause but SILENT, to remove it. `why`
         is the evidence, a sentence for people."""
 
-    def replace(self, why: str) -> None:
+    def request_heir(self, why: str) -> None:
         """Asks the registry for an heir of this seat, if possible, that copies its state."""
 
-    def over(self, reason: str) -> None:
+    def rejoin(self, reason: str) -> None:
         """Drops everything and joins again as a new node: this one is no longer a member."""
 
 

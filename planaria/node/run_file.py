@@ -73,13 +73,13 @@ LOCAL = "local"
 """Key in the context of validation: the run file is on this machine, where `~` has a meaning."""
 
 
-def _at_home(value: Any, info: ValidationInfo) -> Any:
+def _expand_home(value: Any, info: ValidationInfo) -> Any:
     expands = isinstance(value, str) and (info.context or {}).get(LOCAL)
     return os.path.expanduser(value) if expands else value  # noqa: PTH111 (which raises without HOME)
 
 
 FolderName = Annotated[
-    str, BeforeValidator(_at_home), Field(max_length=4096, pattern=r"^[^\x00]*$")
+    str, BeforeValidator(_expand_home), Field(max_length=4096, pattern=r"^[^\x00]*$")
 ]
 
 
@@ -238,20 +238,18 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def one_model(self) -> ModelSection:
-        if self.preset != "tiny" and self.origin is not None:
-            raise ValueError(
-                f"preset = {self.preset} and from = {self.origin} are two models: leave one out"
-            )
+        preset = None if self.preset == "tiny" else self.preset
+        for key, model in (("preset", preset), ("module", self.module)):
+            if model is not None and self.origin is not None:
+                raise ValueError(
+                    f"{key} = {model} and from = {self.origin} are two models: leave one out"
+                )
         if self.subspace is not None and self.origin is not None:
             raise ValueError(
                 f"subspace = {self.subspace}: the model in {self.origin} writes into all of its "
                 "residual stream. Leave one of subspace and from out"
             )
-        if self.module is not None and self.origin is not None:
-            raise ValueError(
-                f"module = {self.module} and from = {self.origin} are two models: leave one out"
-            )
-        if self.blueprint is not None and (self.origin or self.module or self.preset != "tiny"):
+        if self.blueprint is not None and (self.origin or self.module or preset):
             raise ValueError(
                 f"config = {self.blueprint} and from, module or preset are two models: leave one "
                 "out"
@@ -268,7 +266,8 @@ class ModelSection(Section):
 
     @property
     def config(self) -> ModelConfig:
-        """The shape for data with the section's vocabulary, or next to none. Raises ValueError."""
+        """The model's shape for data with the section's vocabulary, or next to none. Raises
+        ValueError."""
         return model_config(self, self.vocabulary or 2)
 
     @model_validator(mode="after")
@@ -313,7 +312,7 @@ class DataSection(Section):
         return " with ".join(map(str, self.folders))
 
     def moved(self, place: Callable[[str], str | Path]) -> DataSection:
-        """The section with other paths: `place` of each."""
+        """The [data] section with other paths: `place` of each."""
         corpora = tuple(
             corpus.model_copy(update={"path": str(place(corpus.path))}) for corpus in self.corpora
         )
@@ -704,7 +703,7 @@ class RunFile(Section):
         return {**fields, "wire": wire} if wire else fields
 
     def config_for(self, vocabulary: int) -> ModelConfig:
-        """The shape for data with so many token ids. Raises ValueError."""
+        """The model's shape for data with so many token ids. Raises ValueError."""
         lora, muon = self.training.lora, self.optimizer == "muon"
         return model_config(self.model, vocabulary, lora, muon)
 
@@ -721,7 +720,8 @@ class RunFile(Section):
 
     @property
     def config(self) -> ModelConfig:
-        """The shape for data with `model.vocabulary`, or with next to none. Raises ValueError."""
+        """The model's shape for data with `model.vocabulary`, or with next to none. Raises
+        ValueError."""
         return self.config_for(self.model.vocabulary or 2)
 
     @model_validator(mode="after")
@@ -815,15 +815,15 @@ def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = Fal
             key = ".".join(map(str, problem["loc"])) or "file"
             message = problem["msg"].removeprefix("Value error, ").removeprefix(f"{key}: ")
             if problem["type"] == "extra_forbidden":
-                message = _unknown(problem["loc"])
+                message = _unknown_key_message(problem["loc"])
             lines.append(f"  {key}: {message} (value: {shortened(problem['input'])})")
         raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
 
 
-def _unknown(location: Sequence[str | int]) -> str:
-    """The message about an unknown key."""
+def _unknown_key_message(location: Sequence[str | int]) -> str:
+    """The message about an unknown key of a run file."""
     *sections, key = map(str, location)
-    keys = list(_keys(RunFile))
+    keys = list(_all_keys(RunFile))
     siblings = [path[-1] for path in keys if list(path[:-1]) == sections]
     elsewhere = {path[-1] for path in keys}  # it may be in the wrong section
     matches = [] if key in elsewhere else get_close_matches(key, siblings, n=1)
@@ -835,13 +835,13 @@ def _unknown(location: Sequence[str | int]) -> str:
     return f"is no key; {'.'.join(sections) or 'the file'} has {', '.join(siblings)}"
 
 
-def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _all_keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         yield (*path, field.alias or name)
         kind, *_ = (*get_args(field.annotation), field.annotation)  # of `X | None`, or `X`
         listed = get_origin(field.annotation) is tuple
         if isinstance(kind, type) and issubclass(kind, Section) and not listed:
-            yield from _keys(kind, (*path, name))
+            yield from _all_keys(kind, (*path, name))
 
 
 def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile:
@@ -894,21 +894,21 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """As `parse_setting`, of several."""
+    """Keys and values of several KEY=VALUE, for `override`. Raises RunFileError."""
     return dict(map(parse_setting, settings))
 
 
-def setting(key: str, value: Any) -> str:
-    """What `parse_setting` parses; `key` with dots."""
+def format_setting(key: str, value: Any) -> str:
+    """A setting as KEY=VALUE, as `parse_setting` reads it; `key` with dots."""
     return f"{key}={tomli_w.dumps({'value': value}).partition('=')[2].strip()}"
 
 
-def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+def flatten(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A run file's values by dotted key."""
     values: dict[str, Any] = {}
     for key, value in fields.items():
         nested = isinstance(value, dict)
-        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+        values |= flatten(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
     return values
 
 
@@ -916,6 +916,6 @@ def dumps(run: RunFile) -> str:
     return tomli_w.dumps(run.model_dump(exclude_none=True))
 
 
-def public(run: RunFile) -> str:
-    """The run file as nodes and readers get it."""
+def without_private(run: RunFile) -> str:
+    """The run file in TOML as nodes and readers get it: without [notify]."""
     return tomli_w.dumps(run.model_dump(exclude_none=True, exclude={PRIVATE}))

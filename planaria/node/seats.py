@@ -48,7 +48,7 @@ class SenselessError(WireError):
 
 
 class _EarlyMessage(NamedTuple):
-    """A message for a seat."""
+    """A message for a seat that may have to wait for the seat, or for its view."""
 
     since: float
     sender: str
@@ -56,13 +56,14 @@ class _EarlyMessage(NamedTuple):
     message: pb.Message
 
     def waits_for(self, view: registry.View, now: float) -> bool:
-        """Whether it waits for its view. After too long, that view is taken not to exist."""
+        """Whether the message waits for its view. After too long, that view is taken not to
+        exist."""
         return self.message.ballot.view > view.number and now < self.since + VIEW_TO_COME
 
 
 @contextmanager
 def _handling(peer: str, item: str | None) -> Iterator[None]:
-    """An invalid message may cost a peer its link, but never crashes this node."""
+    """Turns errors in handling a peer's item into SenselessError: none crashes this node."""
     try:
         yield
     except Exception as error:
@@ -145,13 +146,14 @@ class Seats(Generic[A]):
     # --- from other nodes
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
-        """Raises SenselessError."""
+        """Delivers a peer's message to the seat that it names. Raises SenselessError."""
         sender = seat_id(peer, message.sender)
         self._handle(_EarlyMessage(now, sender, message.seat, message), now)
 
     def _handle(self, early: _EarlyMessage, now: float) -> None:
-        """Delivers a message. Raises SenselessError if it can't be handled. If the view's driver
-        has sent it, this node is at fault and crashes: the driver belongs to the run's owner."""
+        """Delivers a message to a seat. Raises SenselessError if it can't be handled. If the view's
+        driver has sent it, this node is at fault and crashes: the driver belongs to the run's
+        owner."""
         try:
             with _handling(early.sender, early.message.WhichOneof("body")):
                 self._deliver(early, now)
@@ -196,12 +198,13 @@ class Seats(Generic[A]):
                 self.agents[early.name].accuse(early.sender, str(error), error.cause)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
-        """Raises SenselessError."""
+        """Delivers a peer's frame to the seat that it names. Raises SenselessError."""
         with _handling(peer, f"frame of kind {frame.kind!r:.40}"):
             self._deliver_frame(peer, frame, now)
 
     def _deliver_frame(self, peer: str, frame: Frame, now: float) -> None:
-        """A frame for a seat to be is dropped: it belongs to what began without it."""
+        """Gives a frame to its seat or observer; for a seat to be it is dropped, as it belongs to
+        what began without that."""
         sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
         if frame.seat.startswith(OBSERVER):
             self._tell_observer(frame.seat, replace(frame, sender=sender))
@@ -210,13 +213,13 @@ class Seats(Generic[A]):
         elif agent is not None:
             agent.on_frame(sender, frame, now)
 
-    def on_gone(self, observer: str) -> None:
-        """An observer of this node is gone; seats of other nodes notice when it stops asking."""
+    def on_observer_gone(self, observer: str) -> None:
+        """Forgets the pins of an observer that is gone; other nodes' seats notice its silence."""
         for agent in self.agents.values():
             agent.observers.pins.forget(seat_id(self.node, observer))
 
-    def on_shown(self, observer: str, frame: Frame, now: float) -> None:
-        """An observer of this node sends a seat, of any node, a frame to compute with."""
+    def on_observer_frame(self, observer: str, frame: Frame, now: float) -> None:
+        """Passes a frame of this node's observer to a seat, of any node, to compute with."""
         node, _, name = frame.seat.partition("/")
         frame = replace(frame, seat=name, sender=observer)
         if frame.kind == "state":  # which delays nothing else on a link
@@ -225,9 +228,9 @@ class Seats(Generic[A]):
             else:
                 self.links.send(node, frame)
 
-    def on_asked(self, observer: str, message: pb.Message, now: float) -> None:
-        """An observer of this node sends a message to the seat, of any node, that it names.
-        Messages not allowed to it have no effect."""
+    def on_observer_message(self, observer: str, message: pb.Message, now: float) -> None:
+        """Passes a message of this node's observer to the seat, of any node, that it names.
+        Messages not allowed to observers have no effect."""
         body, to = message.WhichOneof("body"), message.seat
         node, _, name = to.partition("/")
         # An observer may request pinned weights only; other states are for nodes.

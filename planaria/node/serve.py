@@ -60,14 +60,14 @@ from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.shape import ModelConfig
 from planaria.node.node import LocalRun, Node, NodePlace
 from planaria.node.report.ledger import LedgerError
-from planaria.node.report.unsaved import named, unsaved
+from planaria.node.report.unsaved import stage_names, unsaved_stages
 from planaria.node.run_file import RunFile, dumps, loads
-from planaria.node.stage.own_code import OwnCodeError, load_as_said
+from planaria.node.stage.own_code import OwnCodeError, load_checked
 from planaria.node.state.saves import saved_stages
 from planaria.node.wire.seat_names import new_identity
 
 if TYPE_CHECKING:
-    from planaria.node.launch.node_options import Addresses, NodeOptions
+    from planaria.node.launch.node_options import Addresses
     from planaria.node.page.http_address import PageAddress
     from planaria.node.report.experiment import ExperimentPipe
 
@@ -91,14 +91,14 @@ class Departure:
         self.deadline, self.why = 0.0, ""
 
     def tell(self, grace: float, why: str) -> None:
-        """Gives notice: `grace` seconds are left."""
+        """Gives notice that this node must leave: `grace` seconds are left."""
         if not self.noticed.is_set():
             self.deadline, self.why = self._loop.time() + grace, why
             self.noticed.set()
 
     @property
     def left(self) -> float:
-        """Seconds left."""
+        """Seconds left until this node must have left."""
         return max(0.0, self.deadline - self._loop.time())
 
 
@@ -119,11 +119,13 @@ async def serve(
     stack = AsyncExitStack()
     try:
         folder = own_folder(options.out, run)
-        if options.out is None:
-            options = replace(options, out=default_out(folder))
+        if options.out is None:  # one folder for all nodes of a run here, so that it can be audited
+            check_writable("--out", folder)
+            log.info("event log and, at stage 0, ledger are written to %s", folder)
+            options = replace(options, out=folder)
         instance = setup.instance or find_instance(options.saves or options.out)
         named = replace(setup, options=options, instance=instance)
-        place, local = await settle(named, folder, description, run, corpus, device)
+        place, local = await prepare_place(named, folder, description, run, corpus, device)
         log.info("on SIGTERM this node leaves within %g s", options.grace)
 
         departure = Departure()
@@ -131,8 +133,12 @@ async def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             name = signal.Signals(number).name
             loop.add_signal_handler(number, departure.tell, options.grace, name)
+
+        def noticed(notice: Notice) -> None:
+            departure.tell(notice.grace(options.grace), notice.event)
+
         if options.cloud != "none":
-            listen_to_cloud(options, departure)
+            watch_notices(options.cloud, noticed)
         if options.track is not None:
             experiment = experiment_of(options.track, place, run, description)
             place = replace(place, experiment=experiment)
@@ -187,7 +193,7 @@ async def serve(
             if outdated:
                 description, tracked = await client.describe(), place.experiment
                 run = loads(description.run_file, "the registry's run file")
-                place, local = await settle(named, folder, description, run, corpus, device)
+                place, local = await prepare_place(named, folder, description, run, corpus, device)
                 place = replace(place, experiment=tracked)
                 continue
             with suppress(TimeoutError):
@@ -201,7 +207,7 @@ async def serve(
             release_key(instance)
 
 
-async def settle(
+async def prepare_place(
     setup: Setup,
     folder: Path,
     description: Description,
@@ -224,7 +230,7 @@ async def settle(
     config = run.config_for(vocabulary)
     check_precision(run, device)
     own = find_own_code(run, config)
-    room = options.seats or room_on(device, config)
+    room = options.seats or seats_that_fit(device, config)
     log.info("%s", learning_rate.describe_rate(run))
     if problem := learning_rate.warmup_too_long(run):
         log.warning("%s", problem)
@@ -260,16 +266,16 @@ async def check_saved(node: DaemonNode, client: RegistryClient) -> None:
     if stages := node.unsaved():
         with suppress(RegistryUnreachable, JoinRefused):
             described = await client.describe(deadline=1.0)
-    if lost := unsaved(described, stages, node.run.steps):
+    if lost := unsaved_stages(described, stages, node.run.steps):
         raise NodeError(
-            f"the last step of {named(lost)} was in memory only, and is lost with this node: it "
-            f"was neither saved in {node.place.save_dir} nor exported, and no other node has "
+            f"the last step of {stage_names(lost)} was in memory only, and is lost with this node: "
+            f"it was neither saved in {node.place.save_dir} nor exported, and no other node has "
             "reported a save of it"
         )
 
 
 def check_precision(run: RunFile, device: torch.device) -> None:
-    """Raises NodeError when the device can't compute in the run's precision."""
+    """Checks that the device can compute in the run's precision. Raises NodeError."""
     if run.training.precision == "bf16" and (why := why_no_bf16(device)):
         raise NodeError(
             f"training.precision = bf16: this machine can't compute in it ({why}). Unset "
@@ -307,7 +313,7 @@ def find_own_code(run: RunFile, config: ModelConfig) -> Architecture | None:
     if config.own is None:
         return None
     try:
-        return load_as_said(run, config)
+        return load_checked(run, config)
     except OwnCodeError as error:
         key = "parts" if config.own.decoder else "module"
         raise NodeError(f"model.{key}: {error}") from error
@@ -328,12 +334,13 @@ def serve_metrics(
     place: PageAddress, run: str, living: Sequence[DaemonNode]
 ) -> AbstractAsyncContextManager[None]:
     """Serves the metrics of the node that is living meanwhile. Raises OSError."""
-    from planaria.node.page.metrics import exposition, of_node
+    from planaria.node.page.metrics import exposition, node_points
     from planaria.node.page.serving import metrics_beside
 
     async def figures() -> bytes:
         samples = (
-            of_node(node.node, node.make_report(), node.machine.wall.report()) for node in living
+            node_points(node.node, node.make_report(), node.machine.wall.report())
+            for node in living
         )
         return exposition(run, chain.from_iterable(samples))
 
@@ -349,17 +356,9 @@ def collect_often() -> None:
     gc.collect()
 
 
-def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
-    """Treats a cloud's notice like SIGTERM, with the time that it leaves."""
-
-    def noticed(notice: Notice) -> None:
-        departure.tell(notice.grace(options.grace), notice.event)
-
-    watch_notices(options.cloud, noticed)
-
-
 async def _live_until(node: DaemonNode, departure: Departure) -> str:
-    """Runs one identity; on notice it leaves properly and in time."""
+    """Lives as one node until it is over, or leaves in the time that a notice gives; returns
+    why."""
     life = asyncio.create_task(node.live())
     stopping = asyncio.create_task(departure.noticed.wait())
     await asyncio.wait([life, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -374,14 +373,6 @@ async def _live_until(node: DaemonNode, departure: Departure) -> str:
     except Exception as error:
         await node.leave(f"it crashed: {error}")
         raise
-
-
-def default_out(folder: Path) -> Path:
-    """One folder for all nodes of a run that start here, so that it can be audited. Raises
-    NodeError when it can't be written."""
-    check_writable("--out", folder)
-    log.info("event log and, at stage 0, ledger are written to %s", folder)
-    return folder
 
 
 def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
@@ -400,7 +391,7 @@ def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name. Raises NodeError when it doesn't exist."""
+    """The torch device of that name. Raises NodeError when it doesn't exist."""
     device = find_device(name)
     if device is None:
         gpus = [str(gpu) for gpu in accelerators()]
@@ -412,21 +403,22 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def room_on(device: torch.device, config: ModelConfig) -> int:
+def seats_that_fit(device: torch.device, config: ModelConfig) -> int:
     """Seats that fit into half of the device's memory, each as large as the largest stage's: at
     least one, at most one per stage."""
     return max(1, min(config.stages + 1, int(memory_of(device) / 2 / config.seat_bytes)))
 
 
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
-    """Raises RegistryUnreachable: no route leads to it."""
+    """The node's addresses, stage and saves, by its options. Raises RegistryUnreachable without a
+    route to the registry."""
     options, addresses = setup.options, setup.addresses
     saves: list[int] = []
     if options.stage is None and options.saves is not None:
         saves = saved_stages(options.saves)
         if saves:
-            named = ", ".join(map(str, saves))
-            log.info("asking for stage %s, of which %s has saves", named, options.saves)
+            listed = ", ".join(map(str, saves))
+            log.info("asking for stage %s, of which %s has saves", listed, options.saves)
     place = NodePlace(
         stage=options.stage,
         listen=str(addresses.listen),
@@ -466,11 +458,11 @@ async def find_address(addresses: Addresses, cloud: str) -> Advertised:
         if advertised is None and (trouble := unforwarded_port(listen, os.environ)):
             log.warning("%s", trouble)
         elif advertised is None and cloud in ("auto", "aws"):
-            advertised = await asyncio.to_thread(of_aws, listen)
+            advertised = await asyncio.to_thread(address_by_aws, listen)
     return advertised or own_address(listen, route)
 
 
-def of_aws(listen: Address) -> Advertised | None:
+def address_by_aws(listen: Address) -> Advertised | None:
     """The public address by which AWS makes this machine reachable; None: there is none, or it
     isn't one of AWS's machines."""
     aws = Aws(partial(ask_metadata, timeout=ASIDE))

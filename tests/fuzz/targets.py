@@ -40,9 +40,9 @@ from planaria.node.local.swarm import PLAN, read_plan
 from planaria.node.model.checkpoint import ONE_FILE, Checkpoint
 from planaria.node.model.config import CONFIG, UnsupportedModelError, read_config, to_config
 from planaria.node.model.shape import ModelConfig
-from planaria.node.report.ledger import LedgerError, audit, check, merge
+from planaria.node.report.ledger import LedgerError, audit, audit_merged, merge
 from planaria.node.run_file import RunFileError, dumps, loads
-from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode
+from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode_header
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import lowrank
@@ -238,7 +238,7 @@ def ledgers(data: bytes) -> None:
     with folder_with(**{"ledger__jsonl": data}) as folder, suppress(LedgerError):
         merged = merge([folder / "ledger.jsonl"])
         if merged.header.get("steps", 0) <= 100 and merged.header["batch"] <= 64:
-            check(merged)
+            audit_merged(merged)
             audit(folder)
 
 
@@ -249,7 +249,7 @@ def saves(data: bytes) -> None:
         length = int.from_bytes(data[:8], "little")
         fields = json.loads(data[8 : 8 + length])[METADATA]
         fields.pop("xxh3", None)
-        contents.append(bytes(_encode(fields)) + data[8 + length :])
+        contents.append(bytes(_encode_header(fields)) + data[8 + length :])
         said = json.dumps({METADATA: {**fields, "xxh3": _checksum(fields)}}).encode()
         contents.append(len(said).to_bytes(8, "little") + said + data[8 + length :])
     for content in contents:

@@ -8,7 +8,7 @@ from typing import Final
 
 from planaria.node.averaging.averaging import Averaging
 from planaria.node.state.boundary import BoundaryClient
-from planaria.node.state.copies import Sender
+from planaria.node.state.copies import CopySender
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.state.twin import Twin
@@ -29,7 +29,7 @@ COUNTERS: Final[Mapping[type, str]] = {
     Relays: "held",
     Inboxes: "_open",
     **dict.fromkeys((Averaging, BoundaryClient, Relearning, StateClient, Twin), "_inboxes"),
-    Sender: "_outstanding _update",
+    CopySender: "_outstanding _update",
     StateServer: "_serving",
 }
 """Attributes that count or hold something, or have such attributes themselves."""

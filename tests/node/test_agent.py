@@ -24,7 +24,7 @@ from planaria.node.ports import Ports
 from planaria.node.report.events import Event, RelearnedBeside
 from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.reducing import NOTING
 from planaria.node.transaction.effects import (
@@ -95,7 +95,7 @@ class Memory:
     def recording(self) -> pb.Recording:
         return pb.LEDGER_WRITING if self.notes else pb.NO_LEDGER
 
-    def changed(self) -> None: ...
+    def report_changed(self) -> None: ...
     def halted(self, halt: pb.Halt) -> None:
         self.halts.append(halt)
 
@@ -107,10 +107,10 @@ class Memory:
     ) -> None:
         self.suspected.append(node)
 
-    def replace(self, why: str) -> None:
+    def request_heir(self, why: str) -> None:
         self.replaced.append(why)
 
-    def over(self, reason: str) -> None:
+    def rejoin(self, reason: str) -> None:
         self.ended.append(reason)
 
 
@@ -123,7 +123,7 @@ class Seat:
         self.net, self.record = VirtualNet(set(NODES) - {node}), Memory()
         config = model_config(RUN.model, vocabulary=16)
         cpu, exchanges = torch.device("cpu"), self.nodes.new()
-        stage = TorchStage(node, NODES[node], Beginning(RUN, config), cpu)
+        stage = TorchStage(node, NODES[node], InitialStages(RUN, config), cpu)
         ports = Ports(
             self.net,
             exchanges,
@@ -426,11 +426,20 @@ EXCHANGES = "averaging auditor states crossings relearning holdings"
 @pytest.mark.parametrize(
     ("happens", "parts"),
     [
-        (StartAttempt(NEXT, begin().begin), f"{FORGET} holdings.attempted gaps.attempted"),
-        (GoOn(NEXT, begin().begin), f"{FORGET} holdings.follow gaps.attempted attempt.go_on"),
+        (
+            StartAttempt(NEXT, begin().begin),
+            f"{FORGET} holdings.attempt_begins gaps.attempt_begins",
+        ),
+        (
+            GoOn(NEXT, begin().begin),
+            f"{FORGET} holdings.choose_holders gaps.attempt_begins attempt.go_on",
+        ),
         (DropAttempt(ATTEMPT), f"{FORGET} holdings.dropped attempt.drop"),
         (AllHome(ATTEMPT), "attempt.hurry reducing.hurry"),
-        (Apply(pb.Commit(step=1)), "feed.gradients.forget reducing.answer holdings.committing"),
+        (
+            Apply(pb.Commit(step=1)),
+            "feed.gradients.forget reducing.answer_audit holdings.before_commit",
+        ),
         (AuditSum(ATTEMPT, 1, (), {}), "reducing.audit"),
         (Adopt(ATTEMPT), "feed.adopt"),
         (Fetch(NEXT, COPIED), "feed.gradients.forget gaps.end fetching.cancel"),

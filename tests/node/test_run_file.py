@@ -30,7 +30,7 @@ from planaria.node.run_file import (
     load,
     loads,
     override,
-    public,
+    without_private,
 )
 from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
@@ -300,5 +300,5 @@ def test_who_hears_of_events_is_no_part_of_the_run_and_nobody_elses_business() -
     run = loads('steps = 7\n[notify]\ncommand = "curl -d @- https://example.org/s3cret"')
     assert run_id(run) == run_id(loads("steps = 7"))
     assert differences(run, loads("steps = 7")) == {}
-    assert "notify" not in public(run) and loads(public(run)).steps == 7
+    assert "notify" not in without_private(run) and loads(without_private(run)).steps == 7
     assert loads(dumps(run)).notify == run.notify

@@ -94,7 +94,7 @@ class Machine:
         return pb.LogLines(lines=["what a did"][: request.lines])
 
     def asked(self, seat: str, **body: Any) -> None:
-        self.seats.on_asked("?1", pb.Message(seat=seat, **body), 0.0)
+        self.seats.on_observer_message("?1", pb.Message(seat=seat, **body), 0.0)
 
     def build(self, *names: str) -> None:
         for name in names:
@@ -344,10 +344,10 @@ def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> No
 def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:
     machine = Machine("0", "1")
     shown = frame("state", payload=(memoryview(b"tokens"),))
-    machine.seats.on_shown("?1", replace(shown, seat="a/1", sender="b/2"), 0.0)
-    machine.seats.on_shown("?1", replace(shown, seat="b/2"), 0.0)
-    machine.seats.on_shown("?1", replace(shown, seat="b/2", kind="gradient"), 0.0)
-    machine.seats.on_shown("?1", replace(shown, seat="a/7"), 0.0)
+    machine.seats.on_observer_frame("?1", replace(shown, seat="a/1", sender="b/2"), 0.0)
+    machine.seats.on_observer_frame("?1", replace(shown, seat="b/2"), 0.0)
+    machine.seats.on_observer_frame("?1", replace(shown, seat="b/2", kind="gradient"), 0.0)
+    machine.seats.on_observer_frame("?1", replace(shown, seat="a/7"), 0.0)
     machine.seats.on_frame("b", replace(shown, seat="0", sender="?4"), 0.0)
     assert machine.heard("1") == [("a/?1", "looks at", b"tokens")]
     assert machine.heard("0") == [("b/?4", "looks at", b"tokens")]
@@ -357,5 +357,5 @@ def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:
 
 def test_all_seats_of_a_node_hear_that_an_onlooker_is_gone() -> None:
     machine = Machine("0", "1")
-    machine.seats.on_gone("?1")
+    machine.seats.on_observer_gone("?1")
     assert machine.heard("0") == machine.heard("1") == [("a/?1", "is gone")]

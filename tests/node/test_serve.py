@@ -27,7 +27,7 @@ from planaria.node.serve import (
     check_precision,
     find_place,
     place_for_saves,
-    room_on,
+    seats_that_fit,
 )
 from planaria.node.state.saves import SaveError
 
@@ -50,7 +50,7 @@ def test_a_node_has_room_for_what_fits_into_half_of_its_memory(
     for memory, room in ((0.0, 1), (3.9, 1), (4.1, 2), (1e6, 4)):
         size = int(memory * seat)
         monkeypatch.setattr(serve, "memory_of", lambda _, size=size: size)
-        assert room_on(cpu, config) == room
+        assert seats_that_fit(cpu, config) == room
 
 
 @pytest.mark.parametrize("join", ["registry.example.org:7400", "10.0.0.1:7400", "[2001:db8::1]:1"])

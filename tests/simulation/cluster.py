@@ -46,8 +46,8 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.seats import SenselessError
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.optimizer import digest as weights_digest
-from planaria.node.state.copies import Holder
+from planaria.node.stage.optimizer import digest_of as weights_digest
+from planaria.node.state.copies import CopyHolder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.commits import entering
@@ -186,7 +186,7 @@ class Machines:
 
     member: type[MemberSide] = MemberSide
     driver: type[Driver] = Driver
-    holder: type[Holder] = Holder
+    holder: type[CopyHolder] = CopyHolder
     twin: type[ChainedTwin] = ChainedTwin
     registry: type[Registry] = Registry
 

@@ -256,7 +256,7 @@ class VirtualMachine:
             self._cluster.on_event(seat, event.kind, fields)
             self._cluster.check_patience(seat, reason)
 
-    def keep(self, record: Mapping[str, Any]) -> None:
+    def track(self, record: Mapping[str, Any]) -> None:
         """There is no external record."""
 
     def committed(self, name: str, commit: pb.Commit) -> None:

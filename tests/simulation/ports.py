@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planaria.node.machine.compute import kind_of
-from planaria.node.machine.hang_watch import Hang, Watch
+from planaria.node.machine.hang_watch import Hang, HangWatch
 from planaria.node.ports import Priority
 from planaria.node.report.line_file import LineFile
-from planaria.node.state.saves import newest_stages
+from planaria.node.state.saves import stages_by_age
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from simulation.fingerprints import chain_of
 from simulation.world import Process
@@ -36,7 +36,7 @@ class Compute:
     def __init__(self, process: Process, pace: float, patience: float) -> None:
         self.process = process
         self.stopped = False
-        self.watch = Watch(first=patience)
+        self.watch = HangWatch(first=patience)
         self.computed = 0
         self.slowness = 1.0
         """How many times as long works take as they should."""
@@ -55,8 +55,8 @@ class Compute:
     def computing(self) -> bool:
         return self._busy or bool(self._posted)
 
-    def look(self) -> Hang | None:
-        return self.watch.look(self.now)
+    def find_hang(self) -> Hang | None:
+        return self.watch.find_hang(self.now)
 
     def hang(self) -> None:
         """From the next work on."""
@@ -146,7 +146,7 @@ class Files:
 
     def stages_of(self, owner: str) -> list[int]:
         """What the host served when it saved last."""
-        return newest_stages(
+        return stages_by_age(
             (max(files), stage)
             for (kind, host, stage), files in self._files.items()
             if (kind, host) == ("save", owner) and files

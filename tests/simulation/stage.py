@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from planaria.node.ports import Learned
 from planaria.node.stage.lesson import boundary_tensor
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state.boundary import Fetched
+from planaria.node.state.boundary import FetchedTensors
 from planaria.node.state.relearn import PairSlice, PairSliceResult
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
@@ -171,7 +171,7 @@ class Stage:
         self.weightless, self.origin = not has, has and self.cluster.from_checkpoint
         if self.weightless:
             self.optimizer.weights.zero_()
-        self.tensors = dict(self.optimizer.state(optimizer=True))
+        self.tensors = dict(self.optimizer.state())
         self.gradient = self.optimizer.gradient
         self.lineage = self.step = 0
         self.void = False  # overwritten by what isn't fit to train yet
@@ -228,18 +228,18 @@ class Stage:
     def _learned(self) -> Learned:
         return Learned(self.digest(), self.omega, self.optimizer.steps)
 
-    def initial(self, stage: int, lineage: int) -> StageState:
+    def initial_state(self, stage: int, lineage: int) -> StageState:
         if not self.cluster.hosts[self.host].origin:
             raise ComplaintError("the checkpoint that the run begins from is not on this machine")
         made = StateId(stage, lineage, step=0, made=NEVER)
-        tensors = dict(row(stage).state(optimizer=True))
+        tensors = dict(row(stage).state())
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
-    def of_checkpoint(self, stage: int) -> StageState:
-        found = self.initial(stage, 0)
+    def checkpoint_state(self, stage: int) -> StageState:
+        found = self.initial_state(stage, 0)
         return replace(found, tensors={"weights": found.tensors["weights"]})
 
-    def take_in(self, weights: torch.Tensor, giver: str) -> None:
+    def take_frozen_weights(self, weights: torch.Tensor, giver: str) -> None:
         raise AssertionError("all that is here is trained")
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
@@ -271,7 +271,7 @@ class Stage:
         self.lineage, self.step, self.void = self._sync.lineage, self._sync.step, False
         self.cluster.check_installed(self.seat, self._sync, self._state)
 
-    def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
+    def lesson(self, fetched: FetchedTensors, lost: Collection[int]) -> Lesson:
         self.cluster.counts["lessons"] += 1
         self._lesson = Lesson(self, fetched)
         return self._lesson
@@ -291,7 +291,7 @@ class Stage:
 class Lesson:
     """Relearning: each piece changes the weights a little, and makes them a little better."""
 
-    def __init__(self, stage: Stage, fetched: Fetched) -> None:
+    def __init__(self, stage: Stage, fetched: FetchedTensors) -> None:
         self._stage, self._fetched = stage, fetched
         self._copy = stage.optimizer.weights.clone()
         self._error = 1.0

@@ -15,7 +15,7 @@ from planaria.node.driver.driver import Driver
 from planaria.node.driver.gathering import QUERY_AGAIN, Gathering
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import holdings
-from planaria.node.state.copies import Holder, _Arriving
+from planaria.node.state.copies import CopyHolder, _PartialUpdate
 from planaria.node.transaction.effects import NEVER, Adopt, Ballot, Effect, Send
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
@@ -70,12 +70,12 @@ class DoubleCounting(MemberSide):
         return 2 * super()._commit(commit)
 
 
-class Hasty(Holder):
+class Hasty(CopyHolder):
     """Counts the first part of an update, and whatever lay in memory behind it."""
 
-    def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
+    def _check_whole(self, key: tuple[str, int], update: _PartialUpdate) -> None:
         update.payload[PART : update.header.size - update.header.commit] = 0
-        super()._take_up(key, update)
+        super()._check_whole(key, update)
 
 
 class Timeless(Driver):

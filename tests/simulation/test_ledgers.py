@@ -45,7 +45,10 @@ async def votes_at_once(reducing: Reducing) -> None:
 
 @pytest.mark.parametrize(
     ("of", "name", "faulty", "first"),
-    [(Reducing, "_is_noted", votes_at_once, 2), (attempting, "unrecorded", lambda ledgers: "", 89)],
+    [
+        (Reducing, "_wait_for_ledger", votes_at_once, 2),
+        (attempting, "unrecorded", lambda ledgers: "", 89),
+    ],
 )
 def test_a_step_that_is_in_no_ledger_is_caught(
     of: object, name: str, faulty: object, first: int

@@ -24,7 +24,7 @@ from planaria.node.launch.own_folders import checkpoint_dir
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.node import LocalRun, Node, NodePlace
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.stage.own_code import load_as_said
+from planaria.node.stage.own_code import load_checked
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire.seat_names import new_identity
@@ -203,7 +203,7 @@ class LocalSwarm:
             )
         )
         self.checkpoint = checkpoint
-        self.own = None if self.config.own is None else load_as_said(run, self.config)
+        self.own = None if self.config.own is None else load_checked(run, self.config)
         self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:

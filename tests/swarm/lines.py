@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 
 
 class Lines:
@@ -15,13 +15,13 @@ class Lines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tails: dict[Path, Tail] = {}
+        self._tails: dict[Path, LineReader] = {}
         self._seen: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def of(self, pattern: str) -> list[dict[str, Any]]:
         """Whole lines of the files that match."""
         for path in sorted(self.folder.glob(pattern)):
-            self._seen[pattern] += self._tails.setdefault(path, Tail(path)).lines()
+            self._seen[pattern] += self._tails.setdefault(path, LineReader(path)).lines()
         return self._seen[pattern]
 
     def events(self, kind: str, pattern: str = "events-*.jsonl") -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.modules import inference_stage
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import RunFile, RunFileError, from_fields, override
-from planaria.node.state.regroup import as_saved
+from planaria.node.state.regroup import model_as_saved
 from planaria.node.state.saves import SaveError, find_saves
 from tests.node.model.test_decoder import content, saved
 from tests.swarm.in_process import LocalSwarm
@@ -116,6 +116,6 @@ async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
     assert "tensors begin anew, since not all stages" in caplog.text
     assert audit(tmp_path).exact
     saves = find_saves(tmp_path / "saves")
-    assert as_saved(saves, config).stages == 3
+    assert model_as_saved(saves, config).stages == 3
     with pytest.raises(SaveError, match="layers of this model differ in shape, so keep"):
-        as_saved(saves, override(run, model__stages=2).config)
+        model_as_saved(saves, override(run, model__stages=2).config)

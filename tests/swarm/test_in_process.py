@@ -45,7 +45,7 @@ from planaria.node.run_file import (
 )
 from planaria.node.serve import check_saved
 from planaria.node.stage import initial
-from planaria.node.stage.own_code import fill_in
+from planaria.node.stage.own_code import add_parts
 from planaria.node.state import own_saves
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Saves, find_saves
@@ -475,7 +475,7 @@ async def test_nodes_measure_their_links_while_they_train(corpus, tmp_path):
     async with LocalSwarm(small(), corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 1)
         for node, _ in swarm.nodes.values():
-            node.asked_to_measure(7)
+            node.request_measurement(7)
         reports = [node.client for node, _ in swarm.nodes.values()]
         await swarm.until(lambda: all(c.reported and c.reported.measured == 7 for c in reports))
         await swarm.until(swarm.finished)
@@ -544,7 +544,7 @@ async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tm
         model__vocabulary=corpus.vocabulary,
         **MUON,
     )
-    run = fill_in(run)
+    run = add_parts(run)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
         await swarm.kill(2, 0)

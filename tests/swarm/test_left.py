@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.report.ledger import check, merge
+from planaria.node.report.ledger import audit_merged, merge
 from planaria.node.wire.seat_names import was_added
 from tests.reference import train
 from tests.swarm.deaths import Swarm
@@ -45,7 +45,7 @@ def test_down_to_one_node_each_stage_comes_back_as_its_policy_promises(
     assert done.killed == list(DEATHS)
     assert came_back(done) == list(zip([2, 3, 4, 0], PROMISED[policy], strict=True))
     merged = merge(sorted((done.out / "logs").glob("ledger-*.jsonl")))
-    found = check(merged)
+    found = audit_merged(merged)
     assert (found.exact, found.steps) == (True, STEPS)
     if policy in EXACT:
         losses = [line["loss"] for line in merged.lines]

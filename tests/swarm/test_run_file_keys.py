@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planaria.node.agent import rules
+from planaria.node.agent import transaction_rules
 from planaria.node.launch.resolve import registry_rules, resolve
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, Section, override
@@ -148,7 +148,7 @@ def changed(key: str, value: Any) -> RunFile:
 def gone_by(run: RunFile) -> list[object]:
     """What registry, driver and model make of it."""
     config = model_config(run.model, 512)
-    by_driver = rules(run, config)
+    by_driver = transaction_rules(run, config)
     scales = [by_driver.lr_scale(step, 1) for step in (2, 100, 150)]
     by_driver = replace(by_driver, lr_scale=min)
     return [replace(registry_rules(run), run="any"), config, by_driver, scales]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planaria.node.averaging.reduction import Outgoing, Reduction
+from planaria.node.averaging.reduction import OutgoingFrames, Reduction
 from planaria.node.transaction.attempt import Attempt
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
@@ -170,16 +170,16 @@ def contributes(node: OneSeat, factor: float) -> None:
 
 def adds_up(node: OneSeat, factor: float) -> None:
     """It multiplies the sums that it makes, and claims a contribution that makes them fit."""
-    tell = Reduction._tell
+    tell = Reduction._send_sum
 
-    def wrong(self: Reduction, number: int, total: torch.Tensor) -> Outgoing:
+    def wrong(self: Reduction, number: int, total: torch.Tensor) -> OutgoingFrames:
         if self.node == node.seat.node and self.evidence is not None:
             piece = self.own[number]
-            self.evidence.keep_own(piece, self._given(piece) + (factor - 1) * total)
+            self.evidence.keep_contribution(piece, self._own_values(piece) + (factor - 1) * total)
             total = factor * total
         return tell(self, number, total)
 
-    Reduction._tell = wrong
+    Reduction._send_sum = wrong
 
 
 @pytest.mark.parametrize(("lie", "factor"), [(contributes, -2.0), (adds_up, -1e3)])
@@ -187,7 +187,7 @@ async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_s
     corpus, tmp_path, monkeypatch, lie, factor
 ):
     monkeypatch.setattr(Attempt, "complete", Attempt.complete)
-    monkeypatch.setattr(Reduction, "_tell", Reduction._tell)
+    monkeypatch.setattr(Reduction, "_send_sum", Reduction._send_sum)
     slow = {"batch": 96, "microbatch": 16, "lr": 1e-5}  # so that correct gradients agree
     training = {f"training__{key}": value for key, value in slow.items()}
     threes = small(1, replicas=3, steps=10_000, trust__gradients="exclude", **training)

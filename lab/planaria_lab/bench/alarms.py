@@ -17,8 +17,8 @@ from typing import Final
 
 import torch
 
-from planaria.node.averaging.coding import feeds_back
-from planaria.node.averaging.outliers import ROLES, Suspicions, compare
+from planaria.node.averaging.coding import has_error_feedback
+from planaria.node.averaging.outliers import ROLES, SuspicionScores, compare_gradients
 from planaria.node.launch.resolve import SHIPPED
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import model_config
@@ -83,7 +83,7 @@ class Audited:
         self.names = [f"n{number}" for number in range(len(shares))]
         self.tokens = dict(zip(self.names, (100 * share for share in shares), strict=True))
         self.owed: dict[str, torch.Tensor] = {}
-        self.suspicions = Suspicions(steps)
+        self.suspicions = SuspicionScores(steps)
         self.chance = random.Random(seed)
         self.highest: defaultdict[str, float] = defaultdict(float)
         self.named: set[str] = set()
@@ -93,7 +93,7 @@ class Audited:
         for name, share in zip(self.names, self.shares, strict=True):
             values = torch.stack(microbatches[first : first + share]).sum(dim=0)
             first += share
-            if feeds_back(self.codec):  # type: ignore[arg-type]
+            if has_error_feedback(self.codec):  # type: ignore[arg-type]
                 values = values + self.owed.get(name, 0.0)
             encoded = tensors.encode([values], self.codec)  # type: ignore[arg-type]
             (sent,) = tensors.decode(*encoded)
@@ -111,7 +111,7 @@ class Audited:
                 products[a, b] += float(gradients[a][span] @ gradients[b][span])
         for role in ROLES:
             for name in self.names:
-                for test, stands_out in compare(name, products, self.tokens).items():
+                for test, stands_out in compare_gradients(name, products, self.tokens).items():
                     self.suspicions.note(name, f"{role} {test}", stands_out)
         for each in self.suspicions.listed():
             self.highest[each.node] = max(self.highest[each.node], each.score)

@@ -24,7 +24,7 @@ from typing import Final
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
-from planaria.node.agent import rules
+from planaria.node.agent import transaction_rules
 from planaria.node.driver.attempting import Attempting
 from planaria.node.driver.driver import Driver
 from planaria.node.model.shape import model_config
@@ -196,7 +196,7 @@ validation_microbatches = 0
 """)
     names = [hashlib.sha256(b"%d" % node).hexdigest()[:INSTANCE_LETTERS] for node in range(nodes)]
     seats = [[f"{name}/{stage}" for name in names[stage::STAGES]] for stage in range(STAGES)]
-    driver = Driver(seats[0][0], rules(run, model_config(run.model, 512)), Random(0))
+    driver = Driver(seats[0][0], transaction_rules(run, model_config(run.model, 512)), Random(0))
     driver.identity = Identity.generate()
     drive = Drive(driver, seats)
     drive.begin()

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from planaria.node.averaging.reduction import Outgoing, Reduction
+from planaria.node.averaging.reduction import OutgoingFrames, Reduction
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
@@ -78,16 +78,16 @@ def lie_about_gradient(factor: float) -> None:
 
 
 def lie_about_sum(factor: float) -> None:
-    tell = Reduction._tell
+    tell = Reduction._send_sum
 
-    def lies(self: Reduction, number: int, total: torch.Tensor) -> Outgoing:
+    def lies(self: Reduction, number: int, total: torch.Tensor) -> OutgoingFrames:
         if self.evidence is not None and self.round.step >= FIRST:
             piece = self.own[number]
-            self.evidence.keep_own(piece, self._given(piece) + (factor - 1) * total)
+            self.evidence.keep_contribution(piece, self._own_values(piece) + (factor - 1) * total)
             total = factor * total
         return tell(self, number, total)
 
-    Reduction._tell = lies  # type: ignore[method-assign]
+    Reduction._send_sum = lies  # type: ignore[method-assign]
 
 
 def trained(folder: Path, steps: int, lie: tuple[str, float] | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from planaria.node.model.quantized import size_of, slots
 from planaria.node.model.shape import Base, ModelConfig, named_shapes
 from planaria.node.run_file import RunFile, dumps, loads, override
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.state.stage_state import Age
 from planaria.node.state.transfer import WEIGHTS, WantedState
 from planaria.node.wire.link import teach_malloc
@@ -99,7 +99,7 @@ def made(text: str, from_folder: bool) -> TorchStage:
     """Stage 1 as a node makes it, without weights unless from a folder."""
     run = loads(text)
     checkpoint = Checkpoint.open(Path(run.model.origin or "")) if from_folder else None
-    beginning = Beginning(run, run.config, checkpoint)
+    beginning = InitialStages(run, run.config, checkpoint)
     return TorchStage("node", 1, beginning, torch.device("cpu"))
 
 
@@ -121,7 +121,7 @@ async def _give(stages: list[TorchStage], pipe: Connection) -> None:
     pipe.send(await node.links.start(f"{HOST}:0"))
     node.links.set_peers(1, [Peer(JOINER, "", KEY.public)], [JOINER])
     for stage in stages:
-        node.state = stage.of_checkpoint(1)
+        node.state = stage.checkpoint_state(1)
         pipe.send("ready")
         await asyncio.to_thread(pipe.recv)
     await node.stop()
@@ -151,7 +151,7 @@ async def _fetched(node: _Node, text: str) -> TorchStage:
     stage = await node.exchanges.compute(partial(made, text, False))
     wanted = WantedState(1, Age(0, 0), {WEIGHTS: stage.lacking}, kind=ORIGIN)
     weights = (await node.client.fetch(wanted, [GIVER], DEADLINE)).state.tensors[WEIGHTS]
-    await node.exchanges.compute(partial(stage.take_in, weights, GIVER))
+    await node.exchanges.compute(partial(stage.take_frozen_weights, weights, GIVER))
     return stage
 
 

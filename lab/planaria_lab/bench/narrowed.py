@@ -19,7 +19,7 @@ from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.local.swarm import SwarmPlan, parse_kill
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import SnapshotPaced, StageRebuilt, entries
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import loads, override
@@ -70,7 +70,7 @@ def main() -> None:
 def report(swarm: Path) -> None:
     """Print and keep what became of the snapshots and of the lost stage."""
     step, paced, rebuilt = 0, list[dict[str, Any]](), list[dict[str, Any]]()
-    for entry in entries(Tail(swarm / "events.jsonl").lines()):
+    for entry in entries(LineReader(swarm / "events.jsonl").lines()):
         event = entry.event
         step = max(step, getattr(event, "step", None) or 0)
         if isinstance(event, SnapshotPaced):

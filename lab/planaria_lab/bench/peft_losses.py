@@ -21,7 +21,7 @@ from planaria.node.launch.resolve import resolve
 from planaria.node.model.learning_rate import rate_of
 from planaria.node.model.shape import trained_shapes
 from planaria.node.run_file import RunFile, load, override
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria_lab.bench.rows import keep
 from planaria_lab.convergence.training import TrainingSwarm
 
@@ -67,7 +67,7 @@ def peft_model(run: RunFile) -> nn.Module:
     for stage in range(1, config.stages + 1):
         shapes = trained_shapes(config, stage)
         sizes = [rows * columns for rows, columns in shapes.values()]
-        values = torch.split(Beginning(run, config).adapters(stage), sizes)
+        values = torch.split(InitialStages(run, config).adapters(stage), sizes)
         for (name, shape), flat in zip(shapes.items(), values, strict=True):
             local = name.removesuffix(".weight")
             parameter = model.get_parameter(f"base_model.model.{local}.default.weight")

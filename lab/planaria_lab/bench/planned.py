@@ -27,7 +27,7 @@ from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.local.swarm import SwarmPlan
 from planaria.node.model.shape import model_config
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.run_file import loads, override
 from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
@@ -118,7 +118,7 @@ def computing(plan: Candidate, out: Path) -> float:
     share this machine's cores."""
     took = 0.0
     for path in (out / "logs").glob("events-node-*"):
-        walls = [line for line in Tail(path).lines() if line["kind"] == "wall"]
+        walls = [line for line in LineReader(path).lines() if line["kind"] == "wall"]
         took += walls[-1]["compute"]  # each is of all the time so far
     each = pace(plan.swarm)
     microbatch = each.head + plan.swarm.config.stages * (each.forward + each.backward)

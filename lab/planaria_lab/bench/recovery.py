@@ -53,13 +53,13 @@ def run_alternating(arguments: list[str]) -> None:
     from planaria.node.state.holdings import Holdings
     from planaria.node.transaction.attempt import Attempt
 
-    attempted, start, plan = Holdings.attempted, Attempt.start, Driver._plan
+    attempt_begins, start, plan = Holdings.attempt_begins, Attempt.start, Driver._plan
     originals: dict[int, Any] = {}
 
     def attempt(self: Holdings, ballot: Any, begin: Any) -> None:
         parts = originals.setdefault(id(self), (self.boundary, self.sender))
         self.boundary, self.sender = parts if is_ready(begin.step) else (None, None)
-        attempted(self, ballot, begin)
+        attempt_begins(self, ballot, begin)
 
     def start_attempt(self: Attempt) -> None:
         boundary = originals.setdefault(id(self.place), self.place.boundary)
@@ -71,7 +71,7 @@ def run_alternating(arguments: list[str]) -> None:
         in_turn = [tuple(sorted(order)) for order in orders]
         return plan(self, members, orders if ready else in_turn)
 
-    Holdings.attempted = attempt  # type: ignore[method-assign]
+    Holdings.attempt_begins = attempt  # type: ignore[method-assign]
     Attempt.start = start_attempt  # type: ignore[method-assign]
     Driver._plan = plan_step  # type: ignore[method-assign]
     run_planaria(arguments)

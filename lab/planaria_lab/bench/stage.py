@@ -23,8 +23,8 @@ from planaria.node.model.quantized import Packed, QuantizedLinear, pack, put_val
 from planaria.node.model.shape import Base
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning
-from planaria.node.stage.work import in_precision, passes_of
+from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.work import autocast_of, stage_passes
 from planaria.node.transaction.attempt import Visit
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
@@ -41,7 +41,7 @@ ROUNDS: Final = 7
 WARM: Final = 2
 
 
-class Drawn(Beginning):
+class Drawn(InitialStages):
     """Random weights, the same in each block: to draw and pack 7G values takes minutes, and 28 GB
     in float32."""
 
@@ -120,21 +120,21 @@ def node_step(stage: TorchStage, run: RunFile, x: Tensor, gradient: Tensor) -> C
 
 
 def plain_step(
-    beginning: Beginning, run: RunFile, device: torch.device, x: Tensor, gradient: Tensor
+    beginning: InitialStages, run: RunFile, device: torch.device, x: Tensor, gradient: Tensor
 ) -> Callable[[], object]:
     """A step of a loop as one writes it."""
     module = beginning.stage(1).to(device)
     assert isinstance(module, BodyStage)
     if run.training.lora is not None:
         Frozen(module, run.training.precision == "bf16")
-    (blocks,) = passes_of(module, run)
+    (blocks,) = stage_passes(module, run)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, LR, fused=device.type == "cuda")
     on_device, gradient = x.to(device), gradient.to(device)
 
     def make() -> None:
         for _ in range(run.training.microbatches):
-            with in_precision(run, device):
+            with autocast_of(run, device):
                 y: Tensor = blocks(on_device.detach().requires_grad_())
             y.backward(gradient)  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(trained, run.training.clip)

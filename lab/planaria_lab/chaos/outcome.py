@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from planaria.node.local.swarm import read_events
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import (
     Aborted,
     Applied,
@@ -510,7 +510,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
 
 def skipped(logs: Path) -> set[int]:
     """Steps that were committed with no update, by any ledger."""
-    lines = [line for path in logs.glob("ledger-*.jsonl") for line in Tail(path).lines()]
+    lines = [line for path in logs.glob("ledger-*.jsonl") for line in LineReader(path).lines()]
     return {line["step"] for line in lines if line.get("skipped")}
 
 

@@ -128,7 +128,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
 
     stages: weakref.WeakSet[TorchStage] = weakref.WeakSet()
     make, post = TorchStage.__init__, ComputeThread.post
-    reduced, onward = TorchStage.reduced, TorchWork._onward
+    reduced, onward = TorchStage.reduced, TorchWork._frame_onward
 
     def made(stage: TorchStage, *arguments: Any, **named: Any) -> None:
         make(stage, *arguments, **named)
@@ -181,7 +181,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
 
     wrap(TorchStage, "__init__", made)
     wrap(ComputeThread, "post", posted)
-    wrap(TorchWork, "_onward", sent)
+    wrap(TorchWork, "_frame_onward", sent)
     wrap(TorchStage, "reduced", wild)
     wrap(LineFile, "_write", slowly(LineFile._write))
     wrap(os, "fsync", slowly(os.fsync))

@@ -31,7 +31,7 @@ from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.resume import JOURNAL, RUN_FILE
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.machine.processes import PLANARIA, Processes, describe_status
-from planaria.node.report.event_log import EventLog, Tail
+from planaria.node.report.event_log import EventLog, LineReader
 from planaria.node.report.events import (
     Applied,
     Committed,
@@ -41,7 +41,7 @@ from planaria.node.report.events import (
     SwarmEnding,
     parse,
 )
-from planaria.node.report.live_view import Story
+from planaria.node.report.live_view import RunStory
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire.seat_names import node_of, seated
@@ -125,8 +125,8 @@ class SickSwarm:
         running = self.processes.running
         self.proxies = {slot: Proxy(processes=running) for slot in shape.slots}
         self.events = EventLog(self.logs, "chaos")
-        self.story = Story(run.steps)
-        self.tails: dict[Path, Tail] = {}
+        self.story = RunStory(run.steps)
+        self.tails: dict[Path, LineReader] = {}
         self.quarantined: set[str] = set()  # instances, see node/launch/instance.py
         self.seats: dict[str | None, set[int]] = {}  # node -> its stages, by the newest view
         self.driver: str | None = None  # node
@@ -248,7 +248,7 @@ class SickSwarm:
 
     def _read(self) -> None:
         for path in (*self.logs.glob("*.jsonl"), *self.out.glob(f"{NODES}/*/*.jsonl")):
-            self.tails.setdefault(path, Tail(path))
+            self.tails.setdefault(path, LineReader(path))
         lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
         for line in sorted(lines, key=lambda line: float(line["time"])):
             if entry := parse(line):

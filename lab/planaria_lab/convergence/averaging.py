@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
+from planaria.node.averaging.coding import Coding, ReductionRound, has_error_feedback
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.reduction import Reduction
 from planaria.node.run_file import WireSection
@@ -125,7 +125,7 @@ class Replicas:
                 row,
                 range(number, microbatches, count),
                 coding,
-                feedback if feeds_back(coding.codec) else None,
+                feedback if has_error_feedback(coding.codec) else None,
             )
             for number, (name, row, feedback) in enumerate(zip(names, rows, held_back, strict=True))
         }
@@ -197,7 +197,7 @@ class Rounds:
             source = stages[self.present[0]].optimizer
             for pipeline, stage in enumerate(stages):
                 if pipeline not in self.present:
-                    stage.optimizer.load(source.state(optimizer=True), source.steps)
+                    stage.optimizer.load(source.state(), source.steps)
                 stage.optimizer.weights.copy_(self.start[number])
         self.present = list(range(len(self._pipelines)))
         self.samples = [[0] * len(self.start) for _ in self._pipelines]

@@ -37,10 +37,10 @@ from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
 from planaria.node.stage.arithmetic import guess_stage
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.own_code import load_as_said
-from planaria.node.stage.work import in_precision, passes_of, put_together, taken_apart
+from planaria.node.stage.own_code import load_checked
+from planaria.node.stage.work import autocast_of, join_features, split_features, stage_passes
 from planaria.node.state.copies import layout_of, snapshot_section
 from planaria.node.state.stage_state import TENSORS
 from planaria.node.wire.frames import Codec
@@ -184,7 +184,7 @@ class State(NamedTuple):
     @classmethod
     def of(cls, stage: Stage) -> State:
         optimizer = stage.optimizer
-        tensors = {name: flat.clone() for name, flat in optimizer.state(optimizer=True)}
+        tensors = {name: flat.clone() for name, flat in optimizer.state()}
         return cls(tensors, optimizer.steps, stage.omega, stage.boosted_at)
 
     def put(self, stage: Stage) -> None:
@@ -242,10 +242,10 @@ class Crossing(torch.autograd.Function):
 
 
 def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
-    figures, *beside = taken_apart(x, config, kind)
+    figures, *beside = split_features(x, config, kind)
     if codec != "none":  # its bytes needn't leave the device
         (figures,) = decode(*encode([figures], codec), figures.device)
-    return put_together([figures, *beside], config)
+    return join_features([figures, *beside], config)
 
 
 class Crossings(NamedTuple):
@@ -299,8 +299,8 @@ class TrainingSwarm:
         self.policy = run.policy
         origin = run.model.origin
         checkpoint = None if origin is None else Checkpoint.open(Path(origin))
-        own = None if self.config.own is None else load_as_said(run, self.config)
-        self.beginning = Beginning(run, self.config, checkpoint, own)
+        own = None if self.config.own is None else load_checked(run, self.config)
+        self.beginning = InitialStages(run, self.config, checkpoint, own)
         count, feedback = self.ablation.replicas, self.ablation.averaging_feedback
         self.pipelines = [
             [self._new(stage) for stage in range(self.config.stages + 1)]
@@ -352,7 +352,7 @@ class TrainingSwarm:
         if self.config.lora is not None:
             Frozen(module, self.run.training.precision == "bf16")
         optimizer = StageOptimizer.of_run(module, self.device, self.run)
-        return Stage(module, optimizer, passes_of(module, self.run))
+        return Stage(module, optimizer, stage_passes(module, self.run))
 
     def _check_rounds(self) -> None:
         """Raises ValueError for a run whose pipelines can't train apart."""
@@ -457,7 +457,7 @@ class TrainingSwarm:
         its boundary tensors, if they are to be kept."""
         visits = self.order(self.committed * self.run.training.microbatches + microbatch)
         tensors: list[Tensor] | None = [] if keeps else None
-        with in_precision(self.run, self.device):
+        with autocast_of(self.run, self.device):
             loss = self._forward(visits, tensors, *self._samples(TRAIN, samples))
         replicas = self.replicas if self.rounds is None else None
         with nullcontext() if replicas is None else replicas.computing(microbatch):
@@ -604,7 +604,7 @@ class TrainingSwarm:
 
     def _send(self, number: int, running: Running) -> None:
         stage = self.stages[number]
-        tensors = [flat for _, flat in stage.optimizer.state(optimizer=True)]
+        tensors = [flat for _, flat in stage.optimizer.state()]
         update = running.sent.take((self.lineage, self.committed), tensors)
         payload = (update.payload, update.blocks, update.tensors, update.codec)
         running.held.overlay(self.committed, *decode_update(running.layout, *payload))
@@ -751,7 +751,7 @@ class TrainingSwarm:
             if (taken_at[lost] < 0).any():
                 raise LostError(f"the snapshot of stage {number} is not whole yet")
             before = optimizer.weights.clone()
-            tensors = [flat for _, flat in optimizer.state(optimizer=True)]
+            tensors = [flat for _, flat in optimizer.state()]
             for flat, held_tensor in zip(tensors, running.held.tensors, strict=False):
                 rows = layout.gather(held_tensor, lost)
                 layout.scatter(flat, lost, [of_width.to(flat.device) for of_width in rows])

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from planaria.bootstrap.errors import UserError
 from planaria.node.local.swarm import Kill, SwarmPlan, up
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, entries
 from planaria.node.run_file import RunFile
 from planaria_lab.emulation.emulation import Emulation
@@ -65,12 +65,12 @@ async def train(
     plan.out.mkdir(parents=True)
     with (plan.out / "up.log").open("w", encoding="utf-8") as log:
         training = asyncio.create_task(up(plan, kills, Console(file=log, width=100)))
-        ledgers: dict[Path, Tail] = {}
+        ledgers: dict[Path, LineReader] = {}
         while not training.done():
             await asyncio.wait([training], timeout=LOOK)
             carried.append(_carried(links))
             for path in (plan.out / "logs").glob("ledger-*.jsonl"):
-                ledgers.setdefault(path, Tail(path))
+                ledgers.setdefault(path, LineReader(path))
             for line in (line for tail in ledgers.values() for line in tail.lines()):
                 on_step(line.get("step", 0))
         status, why = training.result()
@@ -117,9 +117,9 @@ class MeasuredSwarm:
 def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> MeasuredSwarm:
     """Reads what a swarm has written to `out`. Raises LiveError, see `losses`."""
     times = commit_times(
-        line for path in (out / "logs").glob("ledger-*.jsonl") for line in Tail(path).lines()
+        line for path in (out / "logs").glob("ledger-*.jsonl") for line in LineReader(path).lines()
     )
-    events = entries(Tail(out / "events.jsonl").lines())
+    events = entries(LineReader(out / "events.jsonl").lines())
     last = min((kill.step for kill in kills), default=max(times) + 1) - 1
     begin, end = carried[0], carried[-1]
     return MeasuredSwarm(

@@ -41,7 +41,7 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
     """Makes this process compute at this pace from here on."""
     from planaria.node.stage.work import TorchWork
 
-    decoded, onward, began = TorchWork._decoded, TorchWork._onward, 0.0
+    decoded, onward, began = TorchWork._decode_valid, TorchWork._frame_onward, 0.0
 
     def beginning(work: TorchWork, *arguments: Any) -> torch.Tensor:
         nonlocal began
@@ -58,8 +58,8 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
         work._spend(visit, ready)
         return done
 
-    wrap(TorchWork, "_decoded", beginning)
-    wrap(TorchWork, "_onward", paced)
+    wrap(TorchWork, "_decode_valid", beginning)
+    wrap(TorchWork, "_frame_onward", paced)
 
 
 def run_paced(pace: Pace, arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from planaria.bootstrap.neighbours import ALL
 from planaria.bootstrap.rules import MembershipRules
-from planaria.node.averaging.coding import parts
+from planaria.node.averaging.coding import part_count
 from planaria.node.model.shape import VALUE
 from planaria.node.run_file import RunFile
 from planaria.node.state.copies import snapshot_section
@@ -256,7 +256,7 @@ def sent_bytes(swarm: Swarm, stage: int) -> float:
     averaged = 0.0
     if replicas > 1:
         pieces, each = averaging_pieces(swarm, stage, replicas)
-        averaged = 2 * (replicas - 1) / replicas * parts(replicas) * pieces * each
+        averaged = 2 * (replicas - 1) / replicas * part_count(replicas) * pieces * each
     return share * frames + averaged + _copies(swarm, stage)
 
 
@@ -273,7 +273,7 @@ def _uplinks_averaging(
             present = round(_share_at(swarm, stage, site) * replicas)
             if 0 < present < replicas:
                 pieces, each = averaging_pieces(swarm, stage, replicas)
-                all_parts = parts(replicas) / replicas * pieces * each
+                all_parts = part_count(replicas) / replicas * pieces * each
                 size += present * (replicas - present) * 2 * all_parts
                 hops = 2 if replicas <= ALL else 4
                 delay = max(delay, hops * reach.between[stage][stage].delay_ms / 1e3)

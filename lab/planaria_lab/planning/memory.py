@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from planaria.node.averaging.coding import feeds_back
+from planaria.node.averaging.coding import has_error_feedback
 from planaria.node.model.shape import (
     BYTES_OF_BASE,
     VALUE,
@@ -23,7 +23,7 @@ from planaria.node.model.shape import (
     named_shapes,
 )
 from planaria.node.run_file import RunFile
-from planaria.node.stage.activations import saved, working
+from planaria.node.stage.activations import saved_bytes, working_bytes
 from planaria.node.state.copies import layout_of, snapshot_section
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.in_flight_window import most_out
@@ -81,8 +81,8 @@ def needed(
     under_way_here = under_way(run, config, stage, replicas)
     parts = {
         "model": Bytes(gradient + config.state_bytes(stage)),
-        "activations": Bytes(under_way_here * saved(run, config, stage, narrow)),
-        "working space": Bytes(working(run, config, stage, narrow)),
+        "activations": Bytes(under_way_here * saved_bytes(run, config, stage, narrow)),
+        "working space": Bytes(working_bytes(run, config, stage, narrow)),
     }
     if config.lora is not None:
         half = narrow and run.training.precision == "bf16"
@@ -91,7 +91,7 @@ def needed(
         parts["loading"] = Bytes(max(0.0, loading))
     if replicas[stage] > 1:
         parts["averaging"] = Bytes(host=2 * gradient)
-        if feeds_back(run.wire.averaging):  # what is held back, and what is to be
+        if has_error_feedback(run.wire.averaging):  # what is held back, and what is to be
             parts["held back"] = Bytes(2 * gradient)
         if run.recovery.masking != "abort":
             parts["masking"] = Bytes(gradient)

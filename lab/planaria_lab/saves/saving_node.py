@@ -35,7 +35,7 @@ def arm(
     from planaria.node.state import saves
     from planaria.node.state.stage_state import StageState
 
-    save, put, write = saves.Writer.save, saves.Saves._put, saves.Saves.write
+    save, put, write = saves.SavesOnDisk.write, saves.Saves._put, saves.Saves.write
     file = (timed / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
 
     def log(state: StageState, **seconds: float) -> None:
@@ -43,7 +43,7 @@ def arm(
         file.write(json.dumps(line) + "\n")
         file.flush()
 
-    def handed_over(writer: saves.Writer, state: StageState) -> None:
+    def handed_over(writer: saves.SavesOnDisk, state: StageState) -> None:
         before, began = writer._newest, time.perf_counter()
         save(writer, state)
         if writer._newest is before:
@@ -68,7 +68,7 @@ def arm(
         write(of, state)
         log(state, write=time.perf_counter() - began)
 
-    wrap(saves.Writer, "save", handed_over)
+    wrap(saves.SavesOnDisk, "write", handed_over)
     wrap(saves.Saves, "write", written)
     if rate:
         wrap(saves.Saves, "_put", put_slowly)

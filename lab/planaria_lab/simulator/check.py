@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from planaria.node.local.swarm import Kill, SwarmPlan, parse_kill
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import PRESETS, ModelConfig, model_config
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import (
     Committed,
     Entry,
@@ -161,7 +161,7 @@ def measure_case(case: LiveCase, device: str, on_step: Callable[[int], None]) ->
         with links.inside("registry"):
             carried = asyncio.run(train(plan, kills, links, on_step))
     measured = measure(folder, kills, carried)
-    events = entries(Tail(folder / "events.jsonl").lines())
+    events = entries(LineReader(folder / "events.jsonl").lines())
     return Live(case.name, tuple(measured.step_seconds), *after_kill(events), late=measured.late)
 
 

@@ -18,7 +18,7 @@ from random import Random
 from typing import Final, Literal
 
 from planaria.bootstrap.neighbours import lengths
-from planaria.node.averaging.coding import PIECE, gradient_bytes, parts
+from planaria.node.averaging.coding import PIECE, gradient_bytes, part_count
 from planaria.node.model.shape import VALUE, trained_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING, snapshot_section
@@ -191,7 +191,7 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     """For each part of the replicas: the number of its pieces, and the bytes of each on a link."""
-    shapes, count = trained_shapes(swarm.config, stage).values(), parts(replicas)
+    shapes, count = trained_shapes(swarm.config, stage).values(), part_count(replicas)
     values = -(-parameters(swarm.config, stage) // count)
     pieces = max(1, min(MOST_PIECES, -(-values // PIECE)))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)
@@ -225,7 +225,7 @@ class _Average:
     rows, and between the owners of a part, as if names had nothing to do with groups."""
 
     def __init__(self, training: _Training, nodes: list[_Node]) -> None:
-        self.training, self.count = training, parts(len(nodes))
+        self.training, self.count = training, part_count(len(nodes))
         self.pieces, self.size = averaging_pieces(training.swarm, nodes[0].stage, len(nodes))
         some = lengths(len(nodes))
         drawn = iter(nodes if len(some) == 1 else Random(0).sample(nodes, len(nodes)))

@@ -20,7 +20,7 @@ from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import SwarmEnding
 from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.transaction.attempt import Visit
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
@@ -60,7 +60,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stage() -> TorchStage:
-    return TorchStage("1.0", 1, Beginning(RUN, model_config(SECTION, 16)), torch.device("cpu"))
+    return TorchStage("1.0", 1, InitialStages(RUN, model_config(SECTION, 16)), torch.device("cpu"))
 
 
 def forward(trained: TorchStage) -> torch.Tensor:

@@ -43,16 +43,18 @@ def test_what_is_left_of_a_pass_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
     clock = SimpleNamespace(perf_counter=lambda: now, sleep=sleep)
     monkeypatch.setattr(paced_node, "time", clock)
-    monkeypatch.setattr(TorchWork, "_decoded", lambda work, *given: takes(0.02))
-    monkeypatch.setattr(TorchWork, "_onward", lambda _, *given: takes(0.01) or sent.append(given))
+    monkeypatch.setattr(TorchWork, "_decode_valid", lambda work, *given: takes(0.02))
+    monkeypatch.setattr(
+        TorchWork, "_frame_onward", lambda _, *given: takes(0.01) or sent.append(given)
+    )
     arm(PACE, monkeypatch.setattr)
     work: Any = SimpleNamespace(_spend=lambda visit, since: spent.append(round(now - since, 9)))
     visit = SimpleNamespace(position=1, at_head=False)
     for kind, computing in (("activation", 0.03), ("gradient", 0.5)):  # the latter takes too long
-        TorchWork._decoded(work, visit, "peer", None)
+        TorchWork._decode_valid(work, visit, "peer", None)
         started = now
         takes(computing)
-        TorchWork._onward(work, kind, visit, "tensor", started)
+        TorchWork._frame_onward(work, kind, visit, "tensor", started)
         assert sent.pop() == (kind, visit, "tensor", started)
     assert slept == spent == [0.04, 0.0]
 

@@ -32,10 +32,10 @@ from planaria.node.model.modules import (
 from planaria.node.model.quantized import put_values, slots
 from planaria.node.model.shape import PROJECTIONS, ModelConfig
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.feeding import gradient_frame
 from planaria.node.state.relearn import PairSlice
 from planaria.node.transaction.attempt import Workplace
@@ -47,10 +47,10 @@ from planaria_lab.planning.memory import (
     Bytes,
     at_a_loss,
     needed,
-    saved,
+    saved_bytes,
     under_way,
     whole,
-    working,
+    working_bytes,
 )
 from planaria_lab.simulator.swarm import parameters
 from tests.swarm.in_process import LocalSwarm
@@ -118,7 +118,7 @@ def test_activations_of_a_body_stage_are_what_torch_allocates(
     stage = build_stage(config, 1, seed=0)
     StageOptimizer(stage, torch.device("cpu"))  # gradients have their place
     measured = allocated(lambda: train_some(stage, run))
-    expected = 4 * saved(run, config, 1) + working(run, config, 1)
+    expected = 4 * saved_bytes(run, config, 1) + working_bytes(run, config, 1)
     assert 0.99 * measured <= expected <= 1.35 * measured
 
 
@@ -162,7 +162,7 @@ def test_activations_beside_adapters_are_what_torch_allocates(
     for narrow in (True, False):
         stage = adapted(run, config, 1, narrow)
         measured = allocated(lambda stage=stage: train_some(stage, run))  # type: ignore[misc]
-        expected = 4 * saved(run, config, 1, narrow) + working(run, config, 1, narrow)
+        expected = 4 * saved_bytes(run, config, 1, narrow) + working_bytes(run, config, 1, narrow)
         assert 0.97 * measured <= expected <= 1.4 * measured
 
 
@@ -218,7 +218,7 @@ def test_a_base_is_loaded_some_values_at_a_time(
             yield piece
 
     monkeypatch.setattr(Checkpoint, "pieces", pieces)
-    measured = allocated(lambda: Beginning(run, run.config, checkpoint).base(1))
+    measured = allocated(lambda: InitialStages(run, run.config, checkpoint).base(1))
     packed, largest = loading.sizes(run.config, checkpoint)
     assert read
     assert packed <= measured <= loading.GOAL * packed + largest
@@ -248,14 +248,14 @@ def test_the_head_takes_what_torch_allocates(
         loss.backward()  # type: ignore[no-untyped-call]
 
     measured = allocated(train)
-    assert 0.99 * measured <= working(run, config, 0, frozen) <= 1.45 * measured
+    assert 0.99 * measured <= working_bytes(run, config, 0, frozen) <= 1.45 * measured
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stages_state_is_weights_gradient_and_moments(stage: int) -> None:
     run, config = made()
     optimizer = StageOptimizer.of_run(build_stage(config, stage, 0), torch.device("cpu"), run)
-    tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state(optimizer=True)))
+    tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state()))
     expected = needed(run, config, stage, [1] * 5)["model"]
     assert expected == Bytes(sum(tensor.nbytes for tensor in tensors))
 
@@ -270,7 +270,7 @@ def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
     pair = BoundaryPair(1, 0, (stage,))
     shape = (1, 16, 256)
     crossed = {pair: torch.randn(shape, dtype=torch.bfloat16)}
-    fetched = Fetched(shape, crossed, {pair: torch.randn(shape, dtype=torch.bfloat16)})
+    fetched = FetchedTensors(shape, crossed, {pair: torch.randn(shape, dtype=torch.bfloat16)})
 
     def learn() -> None:
         lesson = StageLesson(module, optimizer, fetched, {stage}, bf16=False)
@@ -285,7 +285,7 @@ def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
 def test_who_is_copied_keeps_its_state_and_gradients() -> None:
     run, config = made()
     optimizer = StageOptimizer.of_run(build_stage(config, 2, 0), torch.device("cpu"), run)
-    state = dict(optimizer.state(optimizer=True))
+    state = dict(optimizer.state())
     frame = gradient_frame(NEVER, torch.randn_like(optimizer.gradient), tensors)
     kept = sum(tensor.nbytes for tensor in state.values()) + FOLLOWED * frame.size
     expected = at_a_loss(run, config, 2)["a newcomer"]
@@ -408,5 +408,5 @@ def test_more_of_anything_needs_no_less(
 def test_recomputing_saves_most_of_the_activations() -> None:
     run, config = made(model__layers=16)
     again = override(run, training__recompute=True)
-    assert saved(again, config, 1) < 0.2 * saved(run, config, 1)
-    assert saved(again, config, 0) == saved(run, config, 0)
+    assert saved_bytes(again, config, 1) < 0.2 * saved_bytes(run, config, 1)
+    assert saved_bytes(again, config, 0) == saved_bytes(run, config, 0)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planaria.node.state.saves import Contents, Saves, Writer
+from planaria.node.state.saves import Contents, Saves, SavesOnDisk
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria_lab.saves import saving_node
@@ -32,14 +32,14 @@ def state(step: int) -> StageState:
 
 
 @contextmanager
-def writer(folder: Path, in_flight: int) -> Iterator[Writer]:
+def writer(folder: Path, in_flight: int) -> Iterator[SavesOnDisk]:
     failed: list[str] = []
     saves = Saves(folder, "run", 1, 2 + in_flight, Contents({"flat": [500]}, {}))
-    opened = Writer(saves, in_flight, failed.append, lambda _: None)
+    opened = SavesOnDisk(saves, in_flight, lambda call, of: call(of), lambda _: None, failed.append)
     try:
         yield opened
     finally:
-        assert opened.close(30.0) == []
+        opened.finish(30.0)
         assert failed == []
 
 
@@ -52,7 +52,7 @@ def test_a_blocking_save_is_on_disk_before_training_goes_on(tmp_path, monkeypatc
     arm(tmp_path, True, 0.0, monkeypatch.setattr)
     with writer(tmp_path / "saves", 1) as opened:
         for step in (2, 4):
-            opened.save(state(step))
+            opened.write(state(step))
             assert Age(0, step) in opened._saves.listed()
     write, critical = timings(tmp_path)[:2]
     assert (write["step"], critical["step"]) == (2, 2)
@@ -70,8 +70,8 @@ def test_an_overlapped_save_does_not_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(Saves, "write", at_write)
     arm(tmp_path, False, 0.0, monkeypatch.setattr)
     with writer(tmp_path / "saves", 2) as opened:
-        opened.save(state(1))
-        opened.save(state(2))
+        opened.write(state(1))
+        opened.write(state(2))
         assert opened._saves.listed() == []
         going_on.set()
     lines = timings(tmp_path)
@@ -86,7 +86,7 @@ def test_slow_storage_takes_the_time_that_its_rate_says(tmp_path, monkeypatch):
     )
     arm(tmp_path, True, 0.001, monkeypatch.setattr)  # 1,000 bytes a second
     with writer(tmp_path / "saves", 1) as opened:
-        opened.save(state(7))
+        opened.write(state(7))
         (path,) = (tmp_path / "saves").glob("*/step-*")
         latest = path.with_name("latest")
         size = path.stat().st_size + latest.stat().st_size

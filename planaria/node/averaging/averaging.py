@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
+from planaria.node.averaging.coding import Coding, ReductionRound, has_error_feedback
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.evidence import Evidence, Signing, is_audited
-from planaria.node.averaging.examination import AuditResult, examine
-from planaria.node.averaging.reduction import Outgoing, Reduction
+from planaria.node.averaging.examination import AuditResult, examine_answers
+from planaria.node.averaging.reduction import OutgoingFrames, Reduction
 from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Hearing, Lost, PeerLostError
 from planaria.node.wire.frames import Frame, buffers_of
@@ -71,7 +71,7 @@ class Averaging(Hearing):
         contents are void.
         """
         coding, ballot = self._coding.at(round.step), round.ballot
-        feedback = self.feedback if feeds_back(coding.codec) else None
+        feedback = self.feedback if has_error_feedback(coding.codec) else None
         self._evidence = None
         if self._signing is not None and is_audited(coding.codec, len(round.replicas)):
             self._evidence = Evidence(round, gradient.numel(), coding, self._signing())
@@ -110,7 +110,7 @@ class Averaging(Hearing):
         else:
             log.warning("dropped a gradient from %s, no replica of this stage", peer)
 
-    async def _compute(self, work: Callable[[], Outgoing]) -> None:
+    async def _compute(self, work: Callable[[], OutgoingFrames]) -> None:
         for peer, frame in await self._exchanges.compute(work):
             if not self._send(peer, frame):
                 raise PeerLostError(f"there is no link to {peer}", [peer])
@@ -151,5 +151,5 @@ class Auditor(Hearing):
                 awaited.discard(peer)
         coding = self._coding.at(audit.step)
         return await self._exchanges.compute(
-            partial(examine, audit, answers, awaited, coding, self._size, signing)
+            partial(examine_answers, audit, answers, awaited, coding, self._size, signing)
         )

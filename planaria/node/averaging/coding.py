@@ -28,7 +28,7 @@ Coded: TypeAlias = tuple[list[Descriptor], tuple[memoryview, ...]]
 Averaged: TypeAlias = Codec | Literal["lowrank"]
 
 
-def feeds_back(codec: Averaged) -> bool:
+def has_error_feedback(codec: Averaged) -> bool:
     """Whether error feedback adds what the codec leaves out to the next step."""
     return codec in ("int8", "int4", "lowrank")
 
@@ -61,13 +61,14 @@ class Coding:
         return replace(self, codec="int8") if early else self
 
     def encode(self, row: Tensor, start: int) -> Coded:
-        """Encodes the gradient's values from `start` on."""
+        """Encodes a row of the gradient, whose first value is at `start`."""
         if self.codec == "lowrank":
             return self.tensors.encode_low_rank(row, self._cuts(row, start), self.rank)
         return self.tensors.encode([row], self.codec)
 
     def decode(self, frame: Frame, like: Tensor, start: int) -> Tensor:
-        """Decodes to the length and device of `like`. Raises WireError."""
+        """Decodes a frame's part of a gradient, to the length and device of `like`. Raises
+        WireError."""
         descriptors, payload = frame.descriptors, frame.payload
         size, device = like.numel(), like.device
         if self.codec == "lowrank":
@@ -79,13 +80,15 @@ class Coding:
 
     def spans(self, size: int, parts: int) -> list[list[tuple[int, int]]]:
         """Spans of the pieces of so many parts of a gradient of that size."""
-        return spans(size, parts, self.shapes if self.codec == "lowrank" else ())
+        return piece_spans(size, parts, self.shapes if self.codec == "lowrank" else ())
 
     def _cuts(self, row: Tensor, start: int) -> list[SlicePart]:
         return cuts(self.shapes, self.rank, start, row.numel())
 
 
-def spans(size: int, parts: int, matrices: Sequence[Shape] = ()) -> list[list[tuple[int, int]]]:
+def piece_spans(
+    size: int, parts: int, matrices: Sequence[Shape] = ()
+) -> list[list[tuple[int, int]]]:
     """Begin and end of each piece, for so many parts of a gradient; rows of `matrices` stay whole.
     An empty part is one empty piece, because ids travel with a piece."""
     bounds = [*(row_start(matrices, size * i // parts) for i in range(parts)), size]
@@ -106,11 +109,11 @@ def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) ->
 
 @lru_cache(maxsize=64)  # a plan search calls it repeatedly
 def _factor_bytes(shapes: tuple[Shape, ...], rank: int, replicas: int) -> int:
-    of = spans(sum(map(math.prod, shapes)), parts(replicas), shapes)
+    of = piece_spans(sum(map(math.prod, shapes)), part_count(replicas), shapes)
     return encoded_bytes(shapes, rank, chain.from_iterable(of))
 
 
-def parts(replicas: int) -> int:
+def part_count(replicas: int) -> int:
     """Number of parts of a gradient: owners in a row, times the number of rows."""
     some = lengths(replicas)
     return len(some) * min(some)

@@ -39,11 +39,11 @@ class ErrorFeedback:
         return coming
 
     def begin_alone(self, ballot: Ballot) -> None:
-        """Begins a reduction without other replicas."""
+        """Begins a reduction without other replicas, which drops the row when it is committed."""
         self._coming = ballot, None
 
     def commit(self, ballot: Ballot) -> None:
-        """The sum of that ballot is applied."""
+        """The sum of that ballot is applied: what it left out is the error feedback from now on."""
         begun, coming = self._coming
         if begun == ballot != NEVER:
             self._spare = self.row if coming is not None else None

@@ -59,7 +59,7 @@ class Signing:
         self.identity.sign_message(blocks, self.view.run)
 
     def key(self, node: str) -> bytes:
-        """Empty: the node is no member."""
+        """A node's public key; empty: it is no member."""
         return next((member.key for member in self.view.members if member.node == node), b"")
 
     def is_signed(self, blocks: pb.SignedBlocks) -> bool:
@@ -67,7 +67,7 @@ class Signing:
 
 
 class PieceBlock(NamedTuple):
-    """A block of a piece."""
+    """A block of 65,536 values in a piece of a gradient: what an audit draws."""
 
     piece: GradientPiece
     place: int  # of those who add it up, in their rows
@@ -78,18 +78,18 @@ class PieceBlock(NamedTuple):
         return min(VALUES, self.piece.stop - self.piece.start - self.number * VALUES)
 
     def digest(self, digests: bytes) -> bytes:
-        """Its digest, of those of its piece."""
+        """The block's digest, of the digests of its piece."""
         return digests[self.number * DIGEST : (self.number + 1) * DIGEST]
 
     def of(self, payload: Sequence[memoryview], codec: Codec) -> bytes:
-        """Its bytes in those of its piece."""
-        return b"".join(_bytes_of_block(payload, self.number, _count(self.piece), codec))
+        """The block's bytes, of the encoded bytes of its piece."""
+        return b"".join(_bytes_of_block(payload, self.number, _value_count(self.piece), codec))
 
 
-def drawn(numbers: Sequence[int], layout: PieceLayout) -> list[PieceBlock]:
+def drawn_blocks(numbers: Sequence[int], layout: PieceLayout) -> list[PieceBlock]:
     """The blocks that these numbers mean: each modulo the number of blocks of the gradient."""
     pieces = [(piece, at) for at in range(layout.places) for piece in layout.owned(0, at)]
-    counts = [-(-_count(piece) // VALUES) for piece, _ in pieces]
+    counts = [-(-_value_count(piece) // VALUES) for piece, _ in pieces]
     blocks = []
     for number in numbers:
         left = number % sum(counts)
@@ -115,12 +115,12 @@ class Evidence:
         self._own: dict[int, Sequence[memoryview]] = {}  # to pieces that this node adds up
         self._sums: dict[int, Sequence[memoryview]] = {}
 
-    def keep_own(self, piece: GradientPiece, values: Tensor) -> None:
+    def keep_contribution(self, piece: GradientPiece, values: Tensor) -> None:
         """Keeps this node's contribution to a piece that it adds up."""
         self._own[piece.start] = self._coding.tensors.encode([values.clone()], "none")[1]
 
     def sign(self, phase: str, piece: GradientPiece, payload: Sequence[memoryview]) -> bytes:
-        """Keeps what is sent; returns `SignedBlocks` of it, serialized."""
+        """Signs digests of what is sent, and keeps both; returns `SignedBlocks`, serialized."""
         blocks = pb.SignedBlocks(
             node=self.node,
             ballot=self.ballot.message(),
@@ -163,7 +163,7 @@ class Evidence:
     def answer(self, numbers: Sequence[int]) -> Frame:
         """The answer to the audit of the blocks that these numbers mean."""
         layout = PieceLayout(self._replicas, self._size, self._coding)
-        answer = pb.AuditAnswer(blocks=[self._show(block) for block in drawn(numbers, layout)])
+        answer = pb.AuditAnswer(blocks=map(self._show, drawn_blocks(numbers, layout)))
         return Frame("audit", self.ballot, {}, [], answer.SerializeToString())
 
     def _show(self, block: PieceBlock) -> pb.AuditedBlock:
@@ -177,12 +177,12 @@ class Evidence:
         return shown
 
 
-def _count(piece: GradientPiece) -> int:
+def _value_count(piece: GradientPiece) -> int:
     return piece.stop - piece.start
 
 
 def _digests(payload: Sequence[memoryview], piece: GradientPiece, codec: Codec) -> bytes:
-    count, digests = _count(piece), b""
+    count, digests = _value_count(piece), b""
     for index in range(-(-count // VALUES)):
         digest = hashlib.sha256()
         for part in _bytes_of_block(payload, index, count, codec):

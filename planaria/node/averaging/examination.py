@@ -18,8 +18,8 @@ from google.protobuf.message import DecodeError
 from xxhash import xxh3_64_intdigest
 
 from planaria.node.averaging.coding import Coding, PieceLayout
-from planaria.node.averaging.evidence import PieceBlock, Signing, drawn
-from planaria.node.averaging.outliers import SILENT, compare
+from planaria.node.averaging.evidence import PieceBlock, Signing, drawn_blocks
+from planaria.node.averaging.outliers import SILENT, compare_gradients
 from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import BLOCK, Codec, Descriptor, WireError
@@ -39,7 +39,7 @@ class AuditResult(NamedTuple):
     outcomes: dict[str, dict[str, bool]]  # by node and test, whether it stands out
 
 
-def examine(
+def examine_answers(
     audit: AuditSum,
     answers: Mapping[str, bytes],
     silent: Collection[str],
@@ -60,7 +60,7 @@ def examine(
 
 
 class _Examined(NamedTuple):
-    """A block's contributions, compared."""
+    """A block's contributions, as inner products, and who added them up."""
 
     products: dict[tuple[str, str], float]
     adders: list[str]
@@ -83,7 +83,7 @@ class _Examination:
         self._ballot, self._tokens, self._wrong = audit.ballot, tokens, wrong
         self._coding, self._signing = coding, signing
         layout = PieceLayout(sorted(tokens), size, coding)
-        self.rows, self._blocks = layout.rows, drawn(audit.numbers, layout)
+        self.rows, self._blocks = layout.rows, drawn_blocks(audit.numbers, layout)
         self.most_signed = 2 * len(tokens)  # pieces that a replica has for a block: two phases
         self._examined: list[_Examined] = []
 
@@ -100,7 +100,7 @@ class _Examination:
                 self._wrong[node] = "its answer to an audit can't be read"
         for number, block in enumerate(self._blocks):
             shown = {node: answer.blocks[number] for node, answer in parsed.items()}
-            self._examined.append(_BlockExamination(self, block, shown).examined())
+            self._examined.append(_BlockExamination(self, block, shown).examine())
 
     def compare(self) -> dict[str, dict[str, bool]]:
         """Whether each replica stands out, by test."""
@@ -111,11 +111,11 @@ class _Examination:
                 chosen = [e.products for e in self._examined if _role(node, e) == role]
                 pairs = set.intersection(*map(set, chosen)) if chosen else set()
                 products = {pair: sum(each[pair] for each in chosen) for pair in pairs}
-                for test, stands_out in compare(node, products, self._tokens).items():
+                for test, stands_out in compare_gradients(node, products, self._tokens).items():
                     outcomes[node][f"{role} {test}"] = stands_out
         return outcomes
 
-    def wrong(self, node: str, why: str) -> None:
+    def accuse(self, node: str, why: str) -> None:
         self._wrong.setdefault(node, why)
 
     def has_key(self, node: str) -> bool:
@@ -132,7 +132,7 @@ class _Examination:
         )
 
     def decode(self, data: bytes, block: PieceBlock, codec: Codec) -> Tensor:
-        """Raises WireError."""
+        """A block's values, of the bytes that a replica shows. Raises WireError."""
         checksum = xxh3_64_intdigest(data)
         descriptor = Descriptor.parse(["float32", [block.values], codec, checksum, len(data)])
         (values,) = self._coding.tensors.decode([descriptor], data)
@@ -140,7 +140,7 @@ class _Examination:
 
 
 class _BlockExamination:
-    """One block of a stage."""
+    """The examination of one drawn block of a stage's gradient."""
 
     def __init__(
         self, stage: _Examination, block: PieceBlock, shown: Mapping[str, pb.AuditedBlock]
@@ -154,7 +154,7 @@ class _BlockExamination:
                 if stage.is_valid(signed, block):
                     self._note(signed)
 
-    def examined(self) -> _Examined:
+    def examine(self) -> _Examined:
         rows = [
             {node: self._shown_contribution(node, adder) for node in row}
             for row, adder in zip(self._stage.rows, self._adders, strict=True)
@@ -176,7 +176,7 @@ class _BlockExamination:
         if digest(known.digests) != digest(signed.digests) or digest(known.own) != digest(
             signed.own
         ):
-            self._stage.wrong(signed.node, "it has signed two digests for one block")
+            self._stage.accuse(signed.node, "it has signed two digests for one block")
 
     def _shown_contribution(self, node: str, adder: str) -> Tensor | None:
         """The contribution that a replica shows; None: it shows none, or not what it signed."""
@@ -204,12 +204,12 @@ class _BlockExamination:
         if claimed is None or len(values) < len(terms):
             return claimed
         honest, absolute = sum(values[1:], values[0]), sum(abs(value) for value in values)
-        allowed = STEPS * quantum(honest, codec) + ROUNDING * absolute
+        allowed = STEPS * rounding_error(honest, codec) + ROUNDING * absolute
         off = abs(claimed - honest)
         if not bool((off <= allowed).all()):  # not for NaN
             largest = float(off.max())
             why = f"a {phase} that it made isn't that of the contributions: off by {largest:.2g}"
-            self._stage.wrong(adder, why)
+            self._stage.accuse(adder, why)
         return claimed
 
     def _phase(self, adder: str) -> str:
@@ -218,23 +218,23 @@ class _BlockExamination:
     def _signed_by(self, node: str, phase: str, adder: str) -> pb.SignedBlocks | None:
         signed = self._signed.get((phase, node))
         if signed is None and adder in self._shown and self._stage.has_key(node):
-            self._stage.wrong(adder, f"it shows no signed {phase} of {node}")
+            self._stage.accuse(adder, f"it shows no signed {phase} of {node}")
         return signed
 
     def _shown_by(
         self, node: str, data: bytes, digests: bytes, codec: Codec, phase: str
     ) -> Tensor | None:
         if hashlib.sha256(data).digest() != self._block.digest(digests):
-            self._stage.wrong(node, f"the {phase} that it shows isn't the one that it signed")
+            self._stage.accuse(node, f"the {phase} that it shows isn't the one that it signed")
             return None
         try:
             return self._stage.decode(data, self._block, codec)
         except WireError as error:
-            self._stage.wrong(node, f"the {phase} that it signed is no gradient: {error}")
+            self._stage.accuse(node, f"the {phase} that it signed is no gradient: {error}")
             return None
 
 
-def quantum(values: Tensor, codec: Codec) -> Any:
+def rounding_error(values: Tensor, codec: Codec) -> Any:
     """The largest rounding error, or more, of each value in this codec."""
     match codec:
         case "bf16":

@@ -32,7 +32,7 @@ SILENT: Final = "silent"
 """Name of the test for who owes an answer to an audit."""
 
 
-class Test(NamedTuple):
+class OutlierTest(NamedTuple):
     usual: float  # a correct replica stands out with this probability, at most
     lying: float  # a lying one, as far as the test looks for it
     reason: str
@@ -45,20 +45,22 @@ class Test(NamedTuple):
 
 
 TESTS: Final = {
-    "against": Test(0.25, 0.75, "they point against those of the other replicas"),
-    "long": Test(0.25, 0.75, f"they are more than {UNUSUAL} times as long as the others'"),
-    "short": Test(0.25, 0.75, f"they are less than 1/{UNUSUAL} times as long as the others'"),
-    "far": Test(0.01, 0.5, f"their length is more than {FAR:g} times off the others'"),
+    "against": OutlierTest(0.25, 0.75, "they point against those of the other replicas"),
+    "long": OutlierTest(0.25, 0.75, f"they are more than {UNUSUAL} times as long as the others'"),
+    "short": OutlierTest(
+        0.25, 0.75, f"they are less than 1/{UNUSUAL} times as long as the others'"
+    ),
+    "far": OutlierTest(0.01, 0.5, f"their length is more than {FAR:g} times off the others'"),
 }
 """For a correct replica, two gradients that are only noise have a positive product half of the
 time. So more than half of its products are negative, and those of the others positive, in a quarter
 of the audits; with a gradient that all of them estimate, less often. It is longer than more than
 half of the others at most half of the time, and seldom by as much."""
 ROLES: Final = {"contributor": "its gradients", "adder": "its gradients in the sums that it makes"}
-SILENCE: Final = Test(0.01, 0.5, "it doesn't answer audits")
+SILENCE: Final = OutlierTest(0.01, 0.5, "it doesn't answer audits")
 
 
-def compare(
+def compare_gradients(
     node: str, products: Mapping[tuple[str, str], float], tokens: Mapping[str, int]
 ) -> dict[str, bool]:
     """Whether a replica stands out, by test. `products`: inner products of gradients, by pair in
@@ -89,8 +91,8 @@ def compare(
     }
 
 
-class Suspicions:
-    """The scores of all replicas."""
+class SuspicionScores:
+    """The scores of all replicas in the tests for outliers."""
 
     def __init__(self, steps: int) -> None:
         """`steps`: of the run."""
@@ -108,11 +110,11 @@ class Suspicions:
         ]
 
     def keep(self, members: Collection[str]) -> None:
-        """Drops nodes that are no longer members."""
+        """Drops the scores of nodes that are no longer members."""
         self._scores = {key: score for key, score in self._scores.items() if key[0] in members}
 
     def note(self, node: str, test: str, stands_out: bool) -> None:
-        score = self._scores.pop((node, test), 0.0) + _named(test).score(stands_out)
+        score = self._scores.pop((node, test), 0.0) + _test_of(test).score(stands_out)
         if score > 0:
             self._scores[node, test] = score
 
@@ -127,13 +129,13 @@ class Suspicions:
         return {node: _reason(test) for (node, test), score in scores if score >= enough}
 
 
-def _named(test: str) -> Test:
+def _test_of(test: str) -> OutlierTest:
     return SILENCE if test == SILENT else TESTS[test.split()[-1]]
 
 
 def _reason(test: str) -> str:
     role = ROLES.get(test.split()[0])
-    return f"{role}: {_named(test).reason}" if role else _named(test).reason
+    return f"{role}: {_test_of(test).reason}" if role else _test_of(test).reason
 
 
 def _pair(a: str, b: str) -> tuple[str, str]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 NAMED: Final = 8  # microbatches, or characters of an unknown value, in an error message
 
-Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with its receiver
+OutgoingFrames: TypeAlias = list[tuple[str, Frame]]  # frames, each with its receiver
 
 
 class AwaitedReplicas(NamedTuple):
@@ -60,7 +60,7 @@ Phase: TypeAlias = Literal["contribution", "row sum", "sum"]
 
 
 @dataclass
-class Total:
+class OrderedSum:
     """A sum in a fixed order of terms that arrive in any order."""
 
     added: int = 0  # number of terms added
@@ -108,7 +108,7 @@ class Reduction:
         self.owing: Tensor | None = None  # error feedback of the coming commit
         self._lay_out()
         self._await_all()
-        self.totals: dict[tuple[Phase, int], Total] = defaultdict(Total)
+        self.totals: dict[tuple[Phase, int], OrderedSum] = defaultdict(OrderedSum)
         self.shares: dict[str, list[int]] = {node: sorted(ids)}
         self.tellers = {node: node}  # by node: the sender of its share
         if len(self.nodes) == 1:
@@ -149,7 +149,7 @@ class Reduction:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces in the largest part."""
+        """Number of pieces in the largest part of the gradient."""
         return max(len(self.pieces_of.get(node, [])) for node in self.row) if self.sums else 0
 
     def awaited(self) -> AwaitedReplicas | None:
@@ -168,12 +168,12 @@ class Reduction:
         return None
 
     def needs(self, peer: str) -> bool:
-        """Whether anything from `peer` is still missing."""
+        """Whether the sum still needs anything from `peer`."""
         missing = self.contributions, self.row_sums, self.to_pass_on, self.sums
         return any(of.get(peer) for of in missing)
 
-    def start(self) -> Outgoing:
-        """Runs before all else in the compute thread."""
+    def start(self) -> OutgoingFrames:
+        """Begins this reduction's error feedback, before all else in the compute thread."""
         if self.feedback is None:
             return []
         if len(self.nodes) == 1:
@@ -183,7 +183,7 @@ class Reduction:
         self.owing = self.feedback.begin(self.ballot, self.gradient)
         return []
 
-    def contribute(self, number: int) -> Outgoing:
+    def contribute(self, number: int) -> OutgoingFrames:
         """Sends this node's values of that piece to each owner in its row."""
         outgoing = []
         place = self.row.index(self.node)
@@ -194,13 +194,13 @@ class Reduction:
                 continue
             piece = pieces[number]
             # A copy: queued frames must not change when the gradient does.
-            frame, _ = self._coded("contribution", number, piece, self._given(piece).clone())
+            frame, _ = self._coded("contribution", number, piece, self._own_values(piece).clone())
             if number == 0:
                 frame.fields["ids"] = self.shares[self.node]
             outgoing.append((owner, frame))
         return outgoing
 
-    def absorb(self, peer: str, frame: Frame) -> Outgoing:
+    def absorb(self, peer: str, frame: Frame) -> OutgoingFrames:
         """Take in a replica's frame; returns the sums that it completes, to be sent.
 
         Raises ComplaintError for an invalid frame, and for ids that aren't the window's.
@@ -223,18 +223,18 @@ class Reduction:
             signer = self._maker(peer, piece) if phase == "sum" else peer
             self.evidence.receive(peer, signer, str(phase), piece, frame)
         if phase == "sum":
-            return self._take_sum(peer, piece, frame)
+            return self._copy_sum(peer, piece, frame)
         if phase == "row sum":
             self.totals["row sum", number].early[peer] = frame
             return self._add_rows(number)
         if number == 0:
             self._note_ids(peer, frame.fields.get("ids"))
         self.totals["contribution", number].early[peer] = frame
-        return self._add(number)
+        return self._add_contributions(number)
 
     # --- sums
 
-    def _add(self, number: int) -> Outgoing:
+    def _add_contributions(self, number: int) -> OutgoingFrames:
         """Adds the row's contributions to a piece; a complete sum goes to the owner that adds all
         rows."""
         total = self._add_up("contribution", number, self.row)
@@ -242,7 +242,7 @@ class Reduction:
             return []
         piece = self.own[number]
         if len(self.rows) == 1:
-            return self._tell(number, total)
+            return self._send_sum(number, total)
         if piece.home == self.home:
             self.totals["row sum", number].early[self.node] = total
             return self._add_rows(number)
@@ -250,9 +250,9 @@ class Reduction:
         frame, _ = self._coded("row sum", self.pieces_of[owner].index(piece), piece, total)
         return [(owner, frame)]
 
-    def _add_rows(self, number: int) -> Outgoing:
+    def _add_rows(self, number: int) -> OutgoingFrames:
         total = self._add_up("row sum", number, self.column)
-        return [] if total is None else self._tell(number, total)
+        return [] if total is None else self._send_sum(number, total)
 
     def _add_up(
         self, phase: Literal["contribution", "row sum"], number: int, nodes: Sequence[str]
@@ -261,9 +261,9 @@ class Reduction:
         total = self.totals[phase, number]
         for node in nodes[total.added :]:
             if node == self.node and phase == "contribution":
-                values = self._given(self.own[number])
+                values = self._own_values(self.own[number])
                 if self.evidence is not None:
-                    self.evidence.keep_own(self.own[number], values)
+                    self.evidence.keep_contribution(self.own[number], values)
             elif (term := total.early.pop(node, None)) is None:
                 return None
             elif isinstance(term, Frame):
@@ -274,8 +274,8 @@ class Reduction:
             total.added += 1
         return self.totals.pop((phase, number)).value
 
-    def _tell(self, number: int, total: Tensor) -> Outgoing:
-        """Sends the sum of a piece."""
+    def _send_sum(self, number: int, total: Tensor) -> OutgoingFrames:
+        """Sends the complete sum of a piece of the gradient to the other replicas."""
         piece = self.own[number]
         frame, sent = self._coded("sum", number, piece, total)
         piece.of(self.gradient).copy_(sent)  # with a lossy codec: what the others will have
@@ -283,7 +283,7 @@ class Reduction:
             frame.fields["ids"] = {node: self.shares[node] for node in self.row}
         return [(node, frame) for node in self._others((*self.row, *self.column))]
 
-    def _take_sum(self, peer: str, piece: GradientPiece, frame: Frame) -> Outgoing:
+    def _copy_sum(self, peer: str, piece: GradientPiece, frame: Frame) -> OutgoingFrames:
         """Copies a sum into the gradient; another owner's is passed on to the row unchanged."""
         piece.of(self.gradient).copy_(self._values(peer, frame, piece))
         fields: dict[str, Any] = {"phase": "sum", "last": self.round.last}
@@ -303,7 +303,7 @@ class Reduction:
         """The replica that has made the sum that `peer` sends."""
         return self.rows[piece.home][row_of(peer, self.rows).index(peer)]
 
-    def _given(self, piece: GradientPiece) -> Tensor:
+    def _own_values(self, piece: GradientPiece) -> Tensor:
         """This node's values of a piece, with their error feedback."""
         values = piece.of(self.gradient)
         return values if self.owed is None else values + piece.of(self.owed)
@@ -340,20 +340,17 @@ class Reduction:
         self, phase: Phase, number: int, piece: GradientPiece, values: Tensor
     ) -> tuple[Frame, Tensor]:
         """Encodes values; returns what receivers will have, too. The rest is for error feedback."""
-        frame = self._frame(phase, number, piece, values)
+        fields: dict[str, Any] = {"phase": phase, "piece": number, "last": self.round.last}
+        coded = self.coding.encode(values, piece.start)
+        if self.evidence is not None:
+            fields["signed"] = self.evidence.sign(phase, piece, coded[1])
+        frame = Frame("average", self.ballot, fields, *coded)
         if self.coding.codec == "none" or not (self.owing is not None or phase == "sum"):
             return frame, values
         sent = self.coding.decode(frame, values, piece.start)
         if self.owing is not None:
             piece.of(self.owing).copy_(values).sub_(sent)
         return frame, sent
-
-    def _frame(self, phase: Phase, number: int, piece: GradientPiece, values: Tensor) -> Frame:
-        fields: dict[str, Any] = {"phase": phase, "piece": number, "last": self.round.last}
-        coded = self.coding.encode(values, piece.start)
-        if self.evidence is not None:
-            fields["signed"] = self.evidence.sign(phase, piece, coded[1])
-        return Frame("average", self.ballot, fields, *coded)
 
     def _values(self, peer: str, frame: Frame, piece: GradientPiece) -> Tensor:
         try:

@@ -26,7 +26,7 @@ from planaria.node.commands.terminal import console, say
 from planaria.node.launch.resolve import registry_rules, run_id
 from planaria.node.launch.settings import resettled
 from planaria.node.page.http_address import PageAddress
-from planaria.node.run_file import RunFile, public
+from planaria.node.run_file import RunFile, without_private
 
 if TYPE_CHECKING:
     from planaria.node.commands.machines import BootstrapOptions
@@ -128,7 +128,7 @@ class Bootstrapping:
         stop: asyncio.Event | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
-        rules, run_file = self.rules_of(self.run), public(self.run)
+        rules, run_file = self.rules_of(self.run), without_private(self.run)
         registry = RegistryServer(
             rules, run_file, store, admission=admission, resettle=partial(resettled, self.rules_of)
         )
@@ -163,9 +163,9 @@ class Bootstrapping:
             yield
             return
         from planaria.node.page.notifying import notifying
-        from planaria.node.page.serving import Living, page_beside
+        from planaria.node.page.serving import LocalPage, page_beside
 
-        living = Living(registry, self.run, self.options.price)
+        living = LocalPage(registry, self.run, self.options.price)
         async with AsyncExitStack() as stack:
             if self.page is not None:
                 await stack.enter_async_context(page_beside(living, self.page))

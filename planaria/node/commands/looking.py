@@ -67,7 +67,7 @@ def logs_command(
     ] = False,
 ) -> None:
     """Show the last lines of a node's log."""
-    from planaria.node.report.logs import logs
+    from planaria.node.report.logs import print_logs
     from planaria.node.wire.observer_client import over_streams
 
     credentials = credentials_for(join, security)
@@ -79,7 +79,7 @@ def logs_command(
             return over_streams(run, credentials, reach)
 
         say = partial(console.out, highlight=False)
-        await logs(client, converse, node, lines, follow, say)
+        await print_logs(client, converse, node, lines, follow, say)
 
     ask_registry(join, credentials, show)
 
@@ -97,7 +97,7 @@ def probe_command(
     ] = False,
 ) -> None:
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
-    from planaria.node.report.probe import probe, table
+    from planaria.node.report.probe import probe, probe_tables
 
     async def measure(client: RegistryClient) -> None:
         measurements = await probe(client, wait, lambda text: console.print(text, style="dim"))
@@ -106,7 +106,7 @@ def probe_command(
         if as_json:
             console.print_json(data=measurements)
         else:
-            for part in table(measurements):
+            for part in probe_tables(measurements):
                 console.print(part)
 
     ask_registry(join, credentials_for(join, security), measure)
@@ -146,20 +146,20 @@ def page_command(
 
 def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
     from planaria.node.page.replay import replay_of
-    from planaria.node.page.serving import show
+    from planaria.node.page.serving import serve_replay
 
     with suppress(KeyboardInterrupt):
         with errors.status("reading"):
             replay = replay_of(folder, price)
         say_address = partial(_print_address, str(folder))
-        asyncio.run(show(replay, place, say_address, asyncio.Event().wait()))
+        asyncio.run(serve_replay(replay, place, say_address, asyncio.Event().wait()))
 
 
 def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
-    from planaria.node.page.serving import show_living
+    from planaria.node.page.serving import serve_remote
 
     async def follow(client: RegistryClient) -> None:
-        await show_living(client, place, partial(_print_address, "the run"))
+        await serve_remote(client, place, partial(_print_address, "the run"))
 
     ask_registry(join, credentials, follow)
 

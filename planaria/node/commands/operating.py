@@ -243,7 +243,7 @@ def _change(
 async def _await_change(client: RegistryClient, before: int) -> None:
     """Wait until a change of settings holds that was ordered when there were `before` others."""
     from planaria.node.report.run_state import RunState
-    from planaria.node.report.unsaved import named, unsaved
+    from planaria.node.report.unsaved import stage_names, unsaved_stages
 
     for look in itertools.count(1):
         await asyncio.sleep(LOOK)
@@ -257,8 +257,8 @@ async def _await_change(client: RegistryClient, before: int) -> None:
         if look * LOOK == PATIENCE:
             state = RunState(described)
             stages = {seat.stage for seat in state.reports}
-            if lacking := unsaved(described, stages, state.committed):
-                which = named(lacking)
+            if lacking := unsaved_stages(described, stages, state.committed):
+                which = stage_names(lacking)
                 say(f"waiting for a save of {which}: have its nodes a --save-dir?", "yellow")
 
 

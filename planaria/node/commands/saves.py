@@ -33,20 +33,20 @@ def regroup_command(
     run file: in more or fewer stages, for one."""
     from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import loads
-    from planaria.node.state.regroup import of_one_run, regroup
+    from planaria.node.state.regroup import regroup_newest, saves_of_one_run
     from planaria.node.state.saves import Contents, Saves, find_saves
 
     async def write(client: RegistryClient) -> None:
         described = await client.describe()
         run = loads(described.run_file, "the registry's run file")
-        saves = of_one_run(find_saves(*folders), excluded=described.run)
+        saves = saves_of_one_run(find_saves(*folders), excluded=described.run)
         config = run.model.config
 
         def open_folder(stage: int) -> Saves:
             contents = Contents.of(config, stage)
             return Saves(out, described.run, stage, run.saves.keep, contents)
 
-        regrouped = regroup(saves, config, open_folder, run.training.betas)
+        regrouped = regroup_newest(saves, config, open_folder, run.training.betas)
         say(
             f"step {regrouped.step} of {saves[0].run} is in {out} for {described.run}: stage-0 to "
             f"stage-{config.stages}, each for the --save-dir of a node of that stage"

@@ -13,7 +13,7 @@ from typing import Final
 
 from planaria.node.averaging.evidence import REPLICAS
 from planaria.node.averaging.examination import AuditResult
-from planaria.node.averaging.outliers import Suspicions
+from planaria.node.averaging.outliers import SuspicionScores
 from planaria.node.driver.attempt_state import AttemptState
 from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.transaction.rules import TransactionRules
@@ -28,7 +28,7 @@ class Audits:
 
     def __init__(self, rules: TransactionRules, chance: Random) -> None:
         self._rules, self._chance = rules, chance
-        self._suspicions = Suspicions(rules.steps)
+        self._suspicions = SuspicionScores(rules.steps)
         self._audited = 0  # replicas in the audit under way
         self._named: set[str] = set()
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from planaria.node.data.tokenizer import LONGEST, SPECIAL, TEMPLATE, TOKENIZER, same_tokenizer
-from planaria.node.machine.imports import calling
+from planaria.node.machine.imports import python_command
 from planaria.node.machine.processes import describe_status
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE, Checkpoint, shard_names
 from planaria.node.model.config import (
@@ -82,7 +82,7 @@ def with_model(run: RunFile) -> RunFile:
 def completed_by(module: str, run: RunFile, seconds: float) -> RunFile:
     """The run file as `main` of a module, which may load torch and more, completes it in another
     process. Raises RunFileError with the last line of its errors, TimeoutError."""
-    command, text = calling(module), dumps(run)
+    command, text = python_command(module), dumps(run)
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=seconds, check=False

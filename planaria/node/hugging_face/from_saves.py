@@ -22,7 +22,7 @@ from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabular
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.state.regroup import as_saved, choose, of_one_run
+from planaria.node.state.regroup import choose_saves, model_as_saved, saves_of_one_run
 from planaria.node.state.saves import SaveFile
 
 log = logging.getLogger("planaria")
@@ -46,10 +46,10 @@ class SavedModel:
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
     """The model of a resolved run, in its saves' stages. Reads all files, for the checksums. Raises
     ExportError for a stage without saves, SaveError for saves of several runs."""
-    saves = of_one_run(saves)
-    config = as_saved(saves, run.config_for(run.model.vocabulary or 0))
+    saves = saves_of_one_run(saves)
+    config = model_as_saved(saves, run.config_for(run.model.vocabulary or 0))
     stages = config.stages
-    point, chosen = choose(saves, stages)
+    point, chosen = choose_saves(saves, stages)
     missing = [stage for stage in range(stages + 1) if stage not in chosen]
     if missing:
         names = ", ".join(map(str, missing))

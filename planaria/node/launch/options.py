@@ -106,11 +106,11 @@ class Security:
         """Where HTTP is served that `option` asks for; None: nowhere. Raises AddressError,
         CredentialsError, and OSError where that address isn't free."""
         from planaria.bootstrap.address import Address
-        from planaria.node.page.http_address import Keys, PageAddress
+        from planaria.node.page.http_address import PageAddress, TlsFiles
 
         if http == "none":
             return None
-        keys = Keys(self.certificate, self.key) if self.certificate and self.key else None
+        keys = TlsFiles(self.certificate, self.key) if self.certificate and self.key else None
         place = PageAddress(Address.parse(http), self.token, keys, insecure, option)
         place.check()
         return place
@@ -274,7 +274,7 @@ def check_tracker(track: str | None) -> None:
     from planaria.node.machine import extras
 
     if track is not None:
-        extras.check(track)
+        extras.require_extra(track)
 
 
 FILES, NETWORK = "Files", "Network"

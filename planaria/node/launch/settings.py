@@ -14,12 +14,12 @@ from planaria.node.run_file import (
     ChangeSection,
     RunFile,
     RunFileError,
-    flat,
+    flatten,
+    format_setting,
     loads,
     override,
     parse_settings,
-    public,
-    setting,
+    without_private,
 )
 
 IDENTITY: Final = "name", "seed", "model.", "data.", "training.lora", "training.optimizer"
@@ -39,7 +39,7 @@ def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
 
 
 def _flat_settings(run: RunFile) -> dict[str, Any]:
-    return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes", PRIVATE}))
+    return flatten(run.model_dump(mode="json", exclude_none=True, exclude={"changes", PRIVATE}))
 
 
 def check_identity(values: Mapping[str, tuple[Any, Any]], free: Sequence[str] = ()) -> None:
@@ -72,7 +72,7 @@ def changed_run(
     rows = differences(before, wanted)
     check_identity(rows, [STAGES] if anew else [])
     check_policy(wanted)
-    was = tuple(setting(key, old) for key, (old, _) in rows.items())
+    was = tuple(format_setting(key, old) for key, (old, _) in rows.items())
     change = ChangeSection(step=step, was=was, anew=anew, undone=undone)
     return wanted.model_copy(update={"changes": (*before.changes, change)})
 
@@ -104,7 +104,9 @@ def resettled(
             "of these, one needs folders that nodes are given when they start. planaria stop, then "
             "resume the run with it"
         )
-    return Resettled(public(run), rules_of(run), len(run.changes), _change_sentences(before, run))
+    return Resettled(
+        without_private(run), rules_of(run), len(run.changes), _change_sentences(before, run)
+    )
 
 
 def _needs_folders(run: RunFile) -> bool:

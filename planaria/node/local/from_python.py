@@ -30,12 +30,12 @@ from planaria.node.local.options import SwarmOptions
 from planaria.node.local.resume import SwarmError
 from planaria.node.local.swarm import Ending, parse_kill, plan_run, read_plan
 from planaria.node.local.swarm import up as up_here
-from planaria.node.machine.imports import calling, leave_out_current_folder
+from planaria.node.machine.imports import leave_out_current_folder, python_command
 from planaria.node.machine.processes import describe_status, die_with_parent
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.report.ledger import MERGED
 from planaria.node.report.readable_console import ReadableConsole
-from planaria.node.report.summary import read_summary, tell
+from planaria.node.report.summary import read_summary, summary_sentences
 from planaria.node.run_file import RunFile, RunFileError, override
 from planaria.node.run_file import load as load_file
 
@@ -69,7 +69,7 @@ class Result:
     def losses(self) -> list[float]:
         """Loss of each committed step, in order, in nats a token; nan: it was not finite."""
         ledger = self.folder / MERGED
-        lines = Tail(ledger).lines() if ledger.exists() else ()  # none: no step was committed
+        lines = LineReader(ledger).lines() if ledger.exists() else ()  # none: no step was committed
         losses = [line["loss"] for line in lines if "step" in line]
         return [math.nan if loss is None else float(loss) for loss in losses]
 
@@ -106,7 +106,7 @@ class Result:
 
     def _lines(self) -> list[str]:
         files = ", ".join(sorted(path.name for path in self.folder.iterdir()))
-        return [*tell(self.summary), f"{self.folder} has {files}"]
+        return [*summary_sentences(self.summary), f"{self.folder} has {files}"]
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
@@ -159,7 +159,7 @@ def up(
     folder = None if out is None else Path(out)
     order = _Order(run, folder, tuple(kill), replace, device, oversubscribe)
     with subprocess.Popen(
-        calling(__name__),
+        python_command(__name__),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

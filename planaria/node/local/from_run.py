@@ -26,11 +26,11 @@ def begin_from_run(run: RunFile, say: Callable[[str], object], track: Track) -> 
 def _export_once(folder: Path, step: str, say: Callable[[str], object], track: Track) -> Path:
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.options import ExportOptions
-    from planaria.node.state.regroup import as_saved, whole_steps
+    from planaria.node.state.regroup import model_as_saved, whole_steps
 
     before = read_plan(folder)
     saves = before.kept.find_at(int(step)) if step else before.kept.find()
-    steps = whole_steps(saves, as_saved(saves, before.run.config).stages) if saves else []
+    steps = whole_steps(saves, model_as_saved(saves, before.run.config).stages) if saves else []
     if not steps:
         raise SwarmError(f"model.from = {folder}: that run has no step that each stage has saved")
     newest = [save for save in saves if save.state.id.step == steps[-1]]

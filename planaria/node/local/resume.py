@@ -29,7 +29,7 @@ from planaria.node.launch.resolve import resolve, run_id
 from planaria.node.launch.settings import STAGES, changed_run, check_identity, differences
 from planaria.node.local.loss_schedule import stage_of
 from planaria.node.model.learning_rate import warmup_of
-from planaria.node.run_file import RunFile, dumps, flat, override
+from planaria.node.run_file import RunFile, dumps, flatten, override
 
 if TYPE_CHECKING:
     from planaria.node.state.saves import SaveFile, Saves
@@ -104,7 +104,7 @@ class KeptRun(NamedTuple):
 
     def find_at(self, step: int) -> list[SaveFile]:
         """All stages' saves of a step, of the run as it is or as it was. Raises SwarmError."""
-        from planaria.node.state.regroup import as_saved, whole_steps
+        from planaria.node.state.regroup import model_as_saved, whole_steps
         from planaria.node.state.saves import find_saves
 
         places = [*filter(None, (self.save_dir, self.checkpoints)), *self.out.glob("checkpoints*")]
@@ -116,7 +116,7 @@ class KeptRun(NamedTuple):
         steps = set[int]()
         for run in sorted(by_run, key=lambda run: (run == self.id, newest[run]), reverse=True):
             saves = [*by_run[run].values()]
-            steps |= (whole := {*whole_steps(saves, as_saved(saves, self.run.config).stages)})
+            steps |= (whole := {*whole_steps(saves, model_as_saved(saves, self.run.config).stages)})
             if step in whole:
                 return [save for save in saves if save.state.id.step == step]
         listed = ", ".join(map(str, sorted(steps))) or "none"
@@ -137,7 +137,8 @@ class KeptRun(NamedTuple):
 def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
     """A resolved run with another run file's settings. Raises RunFileError where that file names
     another model or other data, CorpusError."""
-    given, own = flat(file.model_dump(mode="json", exclude_unset=True)), flat(run.model_dump())
+    given = flatten(file.model_dump(mode="json", exclude_unset=True))
+    own = flatten(run.model_dump())
     free = [STAGES, *(key for key in FOLDERS if own.get(key) is not None)]
     check_identity({key: (own.get(key), value) for key, value in given.items()}, free)
     data = file.data.folders
@@ -182,14 +183,14 @@ def _needs_rewriting(run: RunFile, wanted: RunFile, goes_back: bool) -> bool:
 def place_saves(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     """Copy each stage's save to a folder of the processes in `slots`, STAGE.REPLICA, unless one has
     it. Returns the copies, in sentences. Raises SwarmError."""
-    from planaria.node.state.regroup import choose
+    from planaria.node.state.regroup import choose_saves
 
     all_saves = kept.find()
     if not all_saves:
         return ["the run has no saves: it starts from the beginning"]
     copies = []
     with resume_errors(), kept.open_journal():  # exclusive use
-        _, chosen = choose(all_saves, kept.run.config.stages)
+        _, chosen = choose_saves(all_saves, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _save_dirs(kept, kept.saves, stage, slots)
             if all(save.path.parent.parent not in homes for save in saves):
@@ -205,7 +206,7 @@ def replace_run(
     has saved: the newest, or that of step `at`. Saves are written anew, for another run, if the
     number of stages changes or the run goes back. On an error, the folder is still that of
     `before`. Raises SwarmError, RunFileError."""
-    from planaria.node.state.regroup import as_saved, choose, rewrite
+    from planaria.node.state.regroup import choose_saves, model_as_saved, rewrite_saves
 
     anew = _needs_rewriting(before.run, kept.run, at is not None)
     saves = before.find() if at is None else before.find_at(at)
@@ -215,7 +216,9 @@ def replace_run(
             "continue without changes, or start a new run"
         )
     with resume_errors(), before.open_journal() as journal:
-        chosen = choose(saves, as_saved(saves, kept.run.config).stages) if saves else None
+        chosen = (
+            choose_saves(saves, model_as_saved(saves, kept.run.config).stages) if saves else None
+        )
         step = chosen[0].step if chosen else 0
         if kept.run.steps < step:
             raise SwarmError(
@@ -230,7 +233,7 @@ def replace_run(
             def open_folder(stage: int) -> Saves:
                 return _open_saves(kept, _save_dirs(kept, folder, stage, slots)[0], stage)
 
-            rewrite(chosen, kept.run.config, open_folder, before.run.training.betas)
+            rewrite_saves(chosen, kept.run.config, open_folder, before.run.training.betas)
             own = kept.out / "logs" / f"{kept.id}.journal"
             with Journal(own, kept.id, key_beside(own)) as views:
                 reason = f"the run {before.id} continues with other settings"

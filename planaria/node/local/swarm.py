@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -64,11 +64,11 @@ from planaria.node.machine.processes import (
     run_planaria,
     stop_signals,
 )
-from planaria.node.machine.processes import tail as end_of
+from planaria.node.machine.processes import last_lines as end_of
 from planaria.node.model import learning_rate
 from planaria.node.model.checkpoint import TOKENIZER
 from planaria.node.model.shape import COMPUTED
-from planaria.node.report.event_log import EventLog, Tail
+from planaria.node.report.event_log import EventLog, LineReader
 from planaria.node.report.events import (
     Exited,
     Killed,
@@ -80,11 +80,19 @@ from planaria.node.report.events import (
     parse,
 )
 from planaria.node.report.experiment import ExperimentPipe, Opening
-from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
-from planaria.node.report.live_view import Screen, Story
+from planaria.node.report.ledger import (
+    MERGED,
+    Audit,
+    Ledger,
+    LedgerError,
+    Line,
+    audit_merged,
+    merge,
+)
+from planaria.node.report.live_view import LiveScreen, RunStory
 from planaria.node.report.samples import SamplesFile
-from planaria.node.report.summary import draw_loss, summarize, tell
-from planaria.node.report.unsaved import named, unsaved
+from planaria.node.report.summary import draw_loss, summarize, summary_sentences
+from planaria.node.report.unsaved import stage_names, unsaved_stages
 from planaria.node.run_file import (
     PRIVATE,
     RunFile,
@@ -93,7 +101,7 @@ from planaria.node.run_file import (
     load,
     loads,
     override,
-    public,
+    without_private,
 )
 
 PLAN, ADDRESS = "up.json", "registry.address"
@@ -239,7 +247,7 @@ async def up(
         create_folder(plan)
         write_plan(plan)
     stop = stop_signals()
-    with Screen(console, run.steps) as screen:
+    with LiveScreen(console, run.steps) as screen:
         swarm = _Swarm(plan, kills, screen, replacing, losses)
         try:
             ending = await swarm.train(stop)
@@ -554,7 +562,7 @@ class _Swarm:
         self,
         plan: SwarmPlan,
         kills: Sequence[Kill],
-        screen: Screen,
+        screen: LiveScreen,
         replacing: bool,
         losses: Losses,
     ) -> None:
@@ -564,7 +572,7 @@ class _Swarm:
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.data, self.checkpoints = plan.data, plan.kept.checkpoints
         self.out, run = plan.out.absolute(), plan.run
-        self.run_text = public(run)  # as the registry has it
+        self.run_text = without_private(run)  # as the registry has it
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
         self.stages, self.replicas = run.model.body_stages, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
@@ -578,10 +586,10 @@ class _Swarm:
             opening = Opening(track, run.name, plan.out.name, self.run_text, str(self.out))
             self.experiment = ExperimentPipe(opening)
         self.experiment_works = True  # its trouble isn't reported yet
-        self.story = Story(run.steps)
-        self.tails: dict[Path, Tail] = {}
+        self.story = RunStory(run.steps)
+        self.tails: dict[Path, LineReader] = {}
         for path in self.logs.glob("*.jsonl"):  # of the resumed run
-            tail = self.tails[path] = Tail(path)
+            tail = self.tails[path] = LineReader(path)
             tail.skip()
         self.restarts: Counter[str] = Counter()
         self.at_large: set[str] = set()  # slots whose process the registry places
@@ -734,7 +742,7 @@ class _Swarm:
         while stages := self._unsaved():
             self._read()
             self.screen.show(self.story, self.description, self.stages)
-            state, waited = f"the last step of {named(stages)}", time.monotonic() - began
+            state, waited = f"the last step of {stage_names(stages)}", time.monotonic() - began
             if stop.done():
                 name = signal.Signals(stop.result()).name
                 return Ending(128 + stop.result(), f"ended by {name}; {state} was not saved")
@@ -754,7 +762,7 @@ class _Swarm:
 
     def _unsaved(self) -> list[int]:
         stages = range(self.stages + 1) if self.save_dir is not None else ()
-        return unsaved(self.description, stages, self.run.steps)
+        return unsaved_stages(self.description, stages, self.run.steps)
 
     def _samples_due(self) -> bool:
         """Whether generated texts of the last step are outstanding."""
@@ -768,7 +776,7 @@ class _Swarm:
     def _read(self) -> None:
         for path in self.logs.glob("*.jsonl"):
             if path not in self.tails:
-                self.tails[path] = Tail(path)
+                self.tails[path] = LineReader(path)
         lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
         for line in sorted(lines, key=lambda line: float(line["time"])):
             self._keep(line)
@@ -959,7 +967,7 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending
         console.print(missing, markup=False, highlight=False, soft_wrap=True)
     if not ending.reason:
         problems += shortcomings(run, summary)
-    for sentence in tell(summary):
+    for sentence in summary_sentences(summary):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     written = ", ".join(sorted(path.name for path in out.iterdir()))
     console.print(f"{out} has {written}", markup=False, highlight=False, soft_wrap=True)
@@ -983,7 +991,7 @@ def _write(path: Path, text: str, problems: list[str]) -> None:
 
 def read_events(logs: Path) -> Iterator[dict[str, Any]]:
     """All events in a folder of logs, sorted by time."""
-    events = [event for path in logs.glob("events-*.jsonl") for event in Tail(path).lines()]
+    events = [event for path in logs.glob("events-*.jsonl") for event in LineReader(path).lines()]
     yield from sorted(events, key=lambda event: float(event["time"]))
 
 
@@ -993,11 +1001,11 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
         return [], NOTHING
     try:
         merged = merge(paths)
-        audit = check(merged)
+        audit = audit_merged(merged)
     except LedgerError as error:
         problems.append(str(error))
         return [], NOTHING
-    with Ledger(out / MERGED, merged.header) as ledger:
+    with closing(Ledger(out / MERGED, merged.header)) as ledger:
         for line in merged.lines:
             ledger.append(line)
     if ledger.file.trouble:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from planaria.node.machine.hang_watch import Hang, Watch
+from planaria.node.machine.hang_watch import Hang, HangWatch
 from planaria.node.ports import Priority
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ _here = threading.local()
 def waiting_for_disk() -> Iterator[None]:
     """Exclude this block from computing time: a slow disk is no hanging device. Outside a compute
     thread it does nothing."""
-    watch: Watch | None = getattr(_here, "watch", None)
+    watch: HangWatch | None = getattr(_here, "watch", None)
     if watch is None:
         yield
         return
@@ -47,10 +47,10 @@ class ComputeThread:
     """A thread that runs tasks by priority; equal ones run in the order of `post`."""
 
     def __init__(
-        self, name: str, loop: asyncio.AbstractEventLoop, watch: Watch | None = None
+        self, name: str, loop: asyncio.AbstractEventLoop, watch: HangWatch | None = None
     ) -> None:
         self.loop = loop
-        self.watch = watch or Watch(first=math.inf)
+        self.watch = watch or HangWatch(first=math.inf)
         self._busy_seconds = 0.0
         self._busy_since: float | None = None
         self._done = self._looks = 0
@@ -77,7 +77,7 @@ class ComputeThread:
         return not self.watch.waits and (self._busy_since is not None or bool(self._tasks))
 
     def busy_seconds(self, now: float) -> float:
-        """Seconds of work so far; `now`: time.monotonic()."""
+        """Seconds that the thread has computed so far; `now`: time.monotonic()."""
         since = self._busy_since
         return self._busy_seconds + (now - since if since is not None else 0.0)
 
@@ -106,16 +106,17 @@ class ComputeThread:
         self.post(work, partial(_settle, future), priority)
         return future
 
-    def look(self) -> Hang | None:
-        """Report a hanging task. To be called on the event loop, at each of its ticks."""
+    def find_hang(self) -> Hang | None:
+        """The compute thread's hanging task, if any. To be called on the event loop, at each of its
+        ticks."""
         thread = self._processor_time()
         if thread is not None and thread > self._thread_time:
             self._thread_time = thread
             self._looks += 1
-        return self.watch.look(time.monotonic(), thread)
+        return self.watch.find_hang(time.monotonic(), thread)
 
     def _processor_time(self) -> float | None:
-        """Seconds; None: this system doesn't tell, or the thread is over."""
+        """The compute thread's processor time in seconds; None: unknown, or the thread is over."""
         if self._clock is None:
             return None
         try:

@@ -77,18 +77,18 @@ def empty_pinned(like: torch.Tensor) -> torch.Tensor:
 def available_memory(root: Path = Path("/")) -> float:
     """Bytes of the machine's memory that can be taken without swapping (proc(5)), and within a
     container's limit, if any (cgroups, version 2); infinite if unknown. `root`: of the files."""
-    match = re.search(r"MemAvailable: *(\d+) kB", _read(root / "proc/meminfo"))
+    match = re.search(r"MemAvailable: *(\d+) kB", _read_text(root / "proc/meminfo"))
     machine = 1024 * float(match[1]) if match else math.inf
     group = root / "sys/fs/cgroup"
-    limit = _read(group / "memory.max").strip()
+    limit = _read_text(group / "memory.max").strip()
     if not limit.isdecimal():
         return machine
-    cache = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
-    used = int(_read(group / "memory.current") or 0) - (int(cache[1]) if cache else 0)
+    cache = re.search(r"^inactive_file (\d+)", _read_text(group / "memory.stat"), re.MULTILINE)
+    used = int(_read_text(group / "memory.current") or 0) - (int(cache[1]) if cache else 0)
     return min(machine, int(limit) - used)
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

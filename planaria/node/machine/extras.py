@@ -17,8 +17,8 @@ EXTRAS = {
 """Optional dependencies in pyproject.toml, by the names of the modules that they install."""
 
 
-def check(extra: str) -> None:
-    """Raises ModuleNotFoundError when a library of this extra is missing."""
+def require_extra(extra: str) -> None:
+    """Checks that all libraries of this extra are installed. Raises ModuleNotFoundError."""
     for library, brings in EXTRAS.items():
         if brings == extra and find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)

@@ -33,14 +33,14 @@ class Hang(NamedTuple):
         return f"its compute thread hangs: {self.seconds:.0f} s at `{self.task}`{usual}"
 
 
-class ThreadTime:
+class TaskProcessorTime:
     """The processor time of the thread, as seen at the checks of one task."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._first = self._last = seconds
         self._grew = now
 
-    def look(self, seconds: float, now: float, limit: float) -> bool:
+    def computes(self, seconds: float, now: float, limit: float) -> bool:
         """Whether the thread computes, though it gets too little processor time: it has taken some
         since a recent look, and less than `limit` in all. A thread that spins takes more."""
         if seconds > self._last:
@@ -48,8 +48,9 @@ class ThreadTime:
         return now - self._grew < STILL and seconds - self._first < limit
 
 
-class Watch:
-    """Times tasks. `first`: seconds for a task of an unknown kind. `now`: of any one clock."""
+class HangWatch:
+    """Times the compute thread's tasks, and reports hangs. `first`: seconds for a task of an
+    unknown kind. `now`: of any one clock."""
 
     def __init__(self, first: float, floor: float = FLOOR) -> None:
         self._first, self._floor = first, floor
@@ -57,7 +58,7 @@ class Watch:
         self._at: tuple[str, float, float] | None = None  # task, since when, its median
         self.waits = False  # the current task waits for a disk
         self.slow: Hang | None = None  # what takes too long though its thread computes
-        self._thread: tuple[float, ThreadTime] | None = None  # by when its task began
+        self._thread: tuple[float, TaskProcessorTime] | None = None  # by when its task began
         self._looked: float | None = None
         self._excused = 0.0  # earlier time doesn't count
 
@@ -82,9 +83,9 @@ class Watch:
 
     # --- on the event loop
 
-    def look(self, now: float, thread: float | None = None) -> Hang | None:
-        """Report a hang. Called several times a second: a longer gap means a delayed process.
-        `thread`: processor time of the compute thread, in seconds; None: unknown."""
+    def find_hang(self, now: float, thread: float | None = None) -> Hang | None:
+        """The hanging task, if any. Called several times a second: a longer gap means a delayed
+        process. `thread`: processor time of the compute thread, in seconds; None: unknown."""
         self.slow = None
         if self._looked is not None and now - self._looked > HELD_UP:
             self._excused = now
@@ -95,7 +96,11 @@ class Watch:
         task, since, usual = at
         seconds = now - max(since, self._excused)
         limit = max(self._floor, TIMES * usual) if usual else max(self._floor, self._first)
-        is_slow = thread is not None and self._own_time(since, thread, now).look(thread, now, limit)
+        is_slow = False
+        if thread is not None:
+            if self._thread is None or self._thread[0] != since:
+                self._thread = since, TaskProcessorTime(thread, now)
+            is_slow = self._thread[1].computes(thread, now, limit)
         if seconds < limit:
             return None
         hang = Hang(task, seconds, usual)
@@ -103,8 +108,3 @@ class Watch:
             self.slow = hang
             return None
         return hang
-
-    def _own_time(self, since: float, thread: float, now: float) -> ThreadTime:
-        if self._thread is None or self._thread[0] != since:
-            self._thread = since, ThreadTime(thread, now)
-        return self._thread[1]

@@ -15,7 +15,7 @@ def leave_out_current_folder() -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
 
 
-def calling(module: str) -> list[str]:
+def python_command(module: str) -> list[str]:
     """Command line of another Python that calls `main` of that module. It has the path of this one,
     but for the current folder, which notebooks and scripts may have in their path."""
     path = sys.path

@@ -125,7 +125,8 @@ class Processes:
         return ended
 
     def kill(self, slot: str) -> int | None:
-        """Send SIGKILL, and wait. Returns the process's id; None: the slot was empty."""
+        """Kill the slot's process, and wait for it. Returns the process's id; None: the slot was
+        empty."""
         process = self._running.pop(slot, None)
         if process is None:
             return None
@@ -134,8 +135,8 @@ class Processes:
         return process.pid
 
     async def stop(self, grace: float = GRACE) -> None:
-        """Send all SIGTERM, and SIGKILL `grace` seconds later. The registry is last: nodes leave
-        it."""
+        """Send all processes SIGTERM, and SIGKILL `grace` seconds later. The registry is last:
+        nodes leave it."""
         for slots in ([s for s in self._running if s != "registry"], list(self._running)):
             for slot in slots:
                 self._running[slot].terminate()
@@ -159,7 +160,7 @@ def describe_status(status: int) -> str:
         return f"was ended by signal {-status}"
 
 
-def tail(log: Path, lines: int = 12) -> str:
+def last_lines(log: Path, lines: int = 12) -> str:
     """The last lines of a log, if any."""
     try:
         with log.open("rb") as file:
@@ -181,7 +182,7 @@ def ensure_fork_server() -> None:
 
 
 def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) -> None:
-    """Initialize a child, and run its work."""
+    """Initialize a forked child process, and run its work."""
     gc.freeze()  # each collection would copy objects loaded before the fork
     os.setsid()
     heed_signals()

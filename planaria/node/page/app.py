@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from starlette.applications import Starlette
@@ -38,24 +38,25 @@ LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 State = Mapping[str, Any]
 
 
-class Shown(Protocol):
-    """Source of the page's state."""
+class PageSource:
+    """What the page shows: a live run or, with a `span`, a replay."""
+
+    span: tuple[float, float] | None = None
+    """Unix seconds of the first and the last moment to replay; None: the run is live."""
 
     def now(self) -> State:
-        """The present state, or the final one of a run that is over."""
-
-    @property
-    def span(self) -> tuple[float, float] | None:
-        """Unix seconds of the first and the last moment to replay; None: the run is live."""
+        """The page's present state, or the final one of a run that is over."""
+        raise NotImplementedError
 
     def at(self, moment: float) -> State:
-        """The state at that moment."""
+        """The page's state at a moment of the span."""
+        raise NotImplementedError
 
 
-class Parts:
-    """A state as JSON text, by part, cached for `REFRESH` seconds for all clients."""
+class CachedState:
+    """The page's state as JSON text, by part, cached for `REFRESH` seconds for all clients."""
 
-    def __init__(self, shown: Shown, clock: Callable[[], float]) -> None:
+    def __init__(self, shown: PageSource, clock: Callable[[], float]) -> None:
         self._shown, self._clock = shown, clock
         self._made = -REFRESH
         self._parts: dict[str, str] = {}
@@ -68,15 +69,15 @@ class Parts:
 
 
 def as_json(state: State) -> dict[str, str]:
-    """The state's parts as JSON. Raises ValueError for a number that JSON lacks: the page couldn't
-    read it."""
+    """The page's state as JSON text, by part. Raises ValueError for a number that JSON lacks: the
+    page couldn't read it."""
     return {
         key: json.dumps(value, allow_nan=False, separators=(",", ":"))
         for key, value in state.items()
     }
 
 
-def joined(parts: Mapping[str, str]) -> str:
+def join_parts(parts: Mapping[str, str]) -> str:
     return "{" + ",".join(f'"{key}":{text}' for key, text in parts.items()) + "}"
 
 
@@ -85,7 +86,7 @@ Figures = Callable[[], Awaitable[bytes]]
 
 
 def make_app(
-    shown: Shown,
+    shown: PageSource,
     over: asyncio.Event,
     token: str = "",
     local: bool = True,
@@ -93,19 +94,19 @@ def make_app(
 ) -> Starlette:
     """The page's application, until `over` is set. Requests need the `token`, if there is one;
     `local`: for this machine only. `figures`: of a live run."""
-    parts = Parts(shown, lambda: asyncio.get_running_loop().time())
+    parts = CachedState(shown, lambda: asyncio.get_running_loop().time())
 
     async def state(request: Request) -> Response:
         at, span = request.query_params.get("at"), shown.span
         if at is None or span is None:
-            return _json(joined(parts.now()))
+            return _json(join_parts(parts.now()))
         try:
             moment = float(at)
         except ValueError:
             return PlainTextResponse(f"at={at[:40]!r} is not a number of seconds", 400)
         if not span[0] <= moment <= span[1]:
             return PlainTextResponse(f"at={moment:g} is not between {span[0]} and {span[1]}", 400)
-        return _json(joined(as_json(shown.at(moment))))
+        return _json(join_parts(as_json(shown.at(moment))))
 
     async def stream(request: Request) -> Response:
         return StreamingResponse(_changes(parts, over), media_type="text/event-stream")
@@ -113,19 +114,19 @@ def make_app(
     async def span(request: Request) -> Response:
         return _json(json.dumps(shown.span))
 
-    routes = [Route(path, _file(*file)) for path, file in FILES.items()]
+    routes = [Route(path, _file_route(*file)) for path, file in FILES.items()]
     routes += [Route("/state", state), Route("/events", stream), Route("/span", span)]
     if figures is not None:
-        routes.append(_metrics(figures))
+        routes.append(_metrics_route(figures))
     return _guarded(routes, token, local)
 
 
 def metrics_app(figures: Figures, token: str = "", local: bool = True) -> Starlette:
-    """An application with the metrics only."""
-    return _guarded([_metrics(figures)], token, local)
+    """An HTTP application with the metrics only."""
+    return _guarded([_metrics_route(figures)], token, local)
 
 
-def _metrics(figures: Figures) -> Route:
+def _metrics_route(figures: Figures) -> Route:
     async def metrics(request: Request) -> Response:
         try:
             return Response(await figures(), headers={"Content-Type": CONTENT_TYPE})
@@ -142,7 +143,7 @@ def _guarded(routes: list[Route], token: str, local: bool) -> Starlette:
     return Starlette(routes=routes, middleware=guards)
 
 
-def _file(name: str, kind: str) -> Callable[[Request], Any]:
+def _file_route(name: str, kind: str) -> Callable[[Request], Any]:
     content = (STATIC / name).read_bytes()
 
     async def answer(request: Request) -> Response:
@@ -155,7 +156,7 @@ def _json(text: str) -> Response:
     return Response(text, media_type="application/json")
 
 
-async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
+async def _changes(parts: CachedState, over: asyncio.Event) -> AsyncIterator[str]:
     """Server-sent events: first the whole state, then changed parts. A slow reader gets fewer
     events: nothing is queued."""
     sent: dict[str, str] = {}
@@ -166,7 +167,7 @@ async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
         changed = {key: text for key, text in now.items() if sent.get(key) != text}
         sent = now
         if changed:
-            yield f"data: {joined(changed)}\n\n"
+            yield f"data: {join_parts(changed)}\n\n"
             last_sent = clock()
         elif clock() - last_sent > QUIET:
             yield ": nothing new\n\n"

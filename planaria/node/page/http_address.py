@@ -12,7 +12,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import CredentialsError
 
 
-class Keys(NamedTuple):
+class TlsFiles(NamedTuple):
     """PEM files of a server's TLS."""
 
     certificate: Path
@@ -25,14 +25,14 @@ class PageAddress:
 
     listen: Address
     token: str = ""
-    keys: Keys | None = None  # None: in plain text
+    keys: TlsFiles | None = None  # None: in plain text
     insecure: bool = False
     option: str = "--http"  # its option, for errors
     port_file: Path | None = None  # stores the chosen port, where `listen` has port 0
 
     def check(self) -> None:
-        """Raises CredentialsError for a page that anybody could read, unless `insecure`, and
-        OSError as `bind` does."""
+        """Checks the address. Raises CredentialsError for a page that anybody could read, unless
+        `insecure`, and OSError as `listen_at` does."""
         if not (self.listen.is_loopback or self.insecure or (self.token and self.keys)):
             raise CredentialsError(
                 f"{self.option} {self.listen} can be reached from other machines: give --token and "
@@ -41,15 +41,15 @@ class PageAddress:
         self.bind().close()
 
     def bind(self) -> socket.socket:
-        """A listening socket. For port 0 of `listen` it tries the kept port, then any. Raises
-        OSError, which says what to do about it."""
+        """The page's listening socket. For port 0 of `listen` it tries the kept port, then any.
+        Raises OSError, which says what to do about it."""
         if self.port_file is None or self.listen.port:
-            return bind(self.listen, self.option)
+            return listen_at(self.listen, self.option)
         try:
             previous = self.listen._replace(port=int(self.port_file.read_bytes()))
-            return bind(previous, self.option)
+            return listen_at(previous, self.option)
         except (OSError, OverflowError, ValueError):  # missing, or in use
-            bound = bind(self.listen, self.option)
+            bound = listen_at(self.listen, self.option)
         with suppress(OSError):
             self.port_file.write_text(f"{bound.getsockname()[1]}\n")
         return bound
@@ -60,7 +60,7 @@ class PageAddress:
         return "" if self.listen.is_loopback else self.token
 
 
-def bind(listen: Address, option: str) -> socket.socket:
+def listen_at(listen: Address, option: str) -> socket.socket:
     """A listening socket at that address (port 0: any); `option`: its option, for errors. Raises
     OSError, which says what to do about it."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from planaria.node.page.http_address import Keys
+from planaria.node.page.http_address import TlsFiles
 
 MOST_CONNECTIONS = 64
 """Limit of connections; beyond it, one of the address with the most connections is closed."""
@@ -71,7 +71,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(
-    app: ASGIApp, bound: socket.socket, over: asyncio.Event, keys: Keys | None = None
+    app: ASGIApp, bound: socket.socket, over: asyncio.Event, keys: TlsFiles | None = None
 ) -> AsyncIterator[None]:
     """Serve at the socket in this block, and close it. `over` is set when answers must end. Raises
     OSError where `keys` can't be used."""
@@ -87,7 +87,7 @@ async def listening(
             await serving
 
 
-def _config(app: ASGIApp, keys: Keys | None) -> uvicorn.Config:
+def _config(app: ASGIApp, keys: TlsFiles | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=PageConnection,

@@ -80,7 +80,7 @@ ALL = AT_REGISTRY | OF_NODE | AT_NODE
 
 
 class Point(NamedTuple):
-    """A sample; `labels` without `run`."""
+    """A metric's value at a moment; `labels` without `run`."""
 
     name: str
     labels: tuple[str, ...]
@@ -88,7 +88,7 @@ class Point(NamedTuple):
 
 
 def exposition(run: str, samples: Iterable[Point]) -> bytes:
-    """Prometheus text format of finite samples."""
+    """Prometheus's text format of metrics' finite values."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for name, labels, value in samples:
         if math.isfinite(value):
@@ -107,7 +107,7 @@ class _Collected(Collector):
         return self._families
 
 
-def of_registry(description: Description, history: History, run: RunFile) -> Iterator[Point]:
+def registry_points(description: Description, history: History, run: RunFile) -> Iterator[Point]:
     state = RunState(description, history.story)
     samples = run.batches.samples_until(state.committed)
     yield Point("planaria_committed_steps_total", (), state.committed)
@@ -130,18 +130,18 @@ def of_registry(description: Description, history: History, run: RunFile) -> Ite
         node = entry.member.node
         yield Point("planaria_node_silence_seconds", (node,), entry.since_renewal)
         yield Point("planaria_node_work_per_second", (node,), entry.member.speed)
-        yield from _of_report(node, entry.report, peers if len(peers) <= MOST_LINKED else set())
+        yield from _report_points(node, entry.report, peers if len(peers) <= MOST_LINKED else set())
 
 
-def of_node(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator[Point]:
+def node_points(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator[Point]:
     """Samples at a node; `seconds`: its wall time by part."""
-    yield from _of_report(node, report, {link.peer for link in report.links})
+    yield from _report_points(node, report, {link.peer for link in report.links})
     for part, spent in seconds.items():
         if part != "total":
             yield Point("planaria_node_time_seconds_total", (node, part), spent)
 
 
-def _of_report(node: str, report: Report, peers: Set[str]) -> Iterator[Point]:
+def _report_points(node: str, report: Report, peers: Set[str]) -> Iterator[Point]:
     """Samples of a node's report; `peers`: whose links count, since a report is untrusted."""
     for seat in report.seats:
         at = str(seat.stage), node

@@ -13,7 +13,7 @@ from typing import Final
 
 from planaria.bootstrap.escaping import readable
 from planaria.node.machine.processes import describe_status
-from planaria.node.page.serving import Living
+from planaria.node.page.serving import LocalPage
 from planaria.node.report.notifications import Notification, Notifier
 
 log = logging.getLogger("planaria")
@@ -27,13 +27,13 @@ LAST: Final = 10.0
 
 
 @asynccontextmanager
-async def notifying(living: Living, command: str) -> AsyncIterator[None]:
+async def notifying(living: LocalPage, command: str) -> AsyncIterator[None]:
     """Run the command, a shell's, for each notification in this block."""
     notifier, running = Notifier(), set[asyncio.Task[None]]()
 
     def look() -> None:
         for notification in living.news(notifier):
-            task = asyncio.ensure_future(tell(command, notification))
+            task = asyncio.ensure_future(run_command(command, notification))
             running.add(task)
             task.add_done_callback(running.discard)
 
@@ -52,7 +52,7 @@ async def notifying(living: Living, command: str) -> AsyncIterator[None]:
             await asyncio.wait(running, timeout=LAST)
 
 
-async def tell(command: str, notification: Notification) -> None:
+async def run_command(command: str, notification: Notification) -> None:
     """Run the command with the notification on standard input. If it fails, the log says so,
     without the command, which may contain a secret."""
     try:
@@ -68,10 +68,10 @@ async def tell(command: str, notification: Notification) -> None:
             _, errors = await process.communicate(notification.as_json())
         ended = True
     except TimeoutError:
-        kill(process)
+        kill_group(process)
         await process.communicate()
     except asyncio.CancelledError:
-        kill(process)
+        kill_group(process)
         raise
     if not ended or process.returncode:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
@@ -81,7 +81,7 @@ async def tell(command: str, notification: Notification) -> None:
         )
 
 
-def kill(process: Process) -> None:
-    """Kill the process, and what it has started."""
+def kill_group(process: Process) -> None:
+    """Kill the command's process, and what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -8,9 +8,10 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.errors import UserError
+from planaria.node.page.app import PageSource
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report import events
-from planaria.node.report.event_log import Tail
+from planaria.node.report.event_log import LineReader
 from planaria.node.report.history import History
 from planaria.node.report.ledger import MERGED, Line, merge
 from planaria.node.run_file import RunFile, load
@@ -23,8 +24,10 @@ _AT_THE_END = (events.Committed, events.Validated, events.Finished)
 """Events that still count while a swarm is being ended; exits of its processes are no losses."""
 
 
-class Replay:
+class Replay(PageSource):
     """Source of the page of a run's folder, at any moment of its `span` in Unix seconds."""
+
+    span: tuple[float, float]
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Replay:
             self._scene.play(self._all[self._next][1])
             self._next += 1
         history = self._scene.history
-        history.look(len(self._scene.nodes), moment)
+        history.count_node_seconds(len(self._scene.nodes), moment)
         rate = history.story.tokens_per_second
         began, ended = self.span
         when = Moment(moment, began, ended if moment >= ended else None, rate, self.price)
@@ -67,7 +70,7 @@ class Replay:
 
 
 class Scene:
-    """Members and their steps, from events."""
+    """A replayed run's members and their steps, from events."""
 
     def __init__(self, run: RunFile) -> None:
         self.history = History(run.steps)
@@ -80,12 +83,11 @@ class Scene:
 
     def play(self, line: Mapping[str, Any]) -> None:
         """Apply an event or a ledger line."""
+        self.history.count_node_seconds(len(self.nodes), float(line["time"]))
         if "kind" not in line:
-            self.history.look(len(self.nodes), float(line["time"]))
             self.history.record(Line(**line))  # type: ignore[typeddict-item]
             return
         entry = events.parse(line)
-        self.history.look(len(self.nodes), float(line["time"]))
         if entry is not None:
             self._hear(entry)
             if not self._ending or isinstance(entry.event, _AT_THE_END):
@@ -175,7 +177,7 @@ def replay_of(folder: Path, price: float | None = None) -> Replay:
     files = _files(folder, "events-*.jsonl", "events.jsonl")
     ledgers = [path for path in _files(folder, "ledger-*.jsonl", MERGED) if path.stat().st_size]
     try:
-        records = [line for path in files for line in Tail(path).lines() if _is_event(line)]
+        records = [line for path in files for line in LineReader(path).lines() if _is_event(line)]
         events.entries(records)
     except ValueError as error:
         raise UserError(f"an event log in {folder} is damaged: {error}") from error

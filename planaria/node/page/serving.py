@@ -17,10 +17,19 @@ from starlette.applications import Starlette
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.app import REFRESH, Figures, Parts, as_json, joined, make_app, metrics_app
+from planaria.node.page.app import (
+    REFRESH,
+    CachedState,
+    Figures,
+    PageSource,
+    as_json,
+    join_parts,
+    make_app,
+    metrics_app,
+)
 from planaria.node.page.http_address import PageAddress
 from planaria.node.page.http_server import listening
-from planaria.node.page.metrics import exposition, of_registry
+from planaria.node.page.metrics import exposition, registry_points
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.history import History
@@ -34,10 +43,8 @@ ANSWER: Final = 5.0
 """Seconds for a remote registry to answer."""
 
 
-class Living:
+class LocalPage(PageSource):
     """Source of the page of a local registry's run; `price` of a node hour."""
-
-    span = None
 
     def __init__(self, registry: RegistryServer, run: RunFile, price: float | None = None) -> None:
         self.registry, self._known, self._price = registry, run, price
@@ -53,7 +60,7 @@ class Living:
 
     @property
     def _run(self) -> RunFile:
-        """The run with its present settings."""
+        """The registry's run file, with its present settings."""
         if self.registry.run_file != self._text:
             self._text = self.registry.run_file
             self._known = loads(self._text)
@@ -63,52 +70,45 @@ class Living:
     def news(self, notifier: Notifier) -> list[Notification]:
         """What the notifier tells of the run's present state."""
         state = RunState(self.registry.describe(), self._history.story)
-        return notifier.look(state, self._history, self._run, time.time())
+        return notifier.due(state, self._history, self._run, time.time())
 
-    def look(self) -> None:
-        """Update the node-seconds."""
-        self._history.look(len(self.registry.machine.members), time.time())
+    def count_node_seconds(self) -> None:
+        """Count the node-seconds since the last call."""
+        self._history.count_node_seconds(len(self.registry.machine.members), time.time())
 
     def now(self) -> dict[str, Any]:
-        self.look()
+        self.count_node_seconds()
         moment = Moment(time.time(), self._began, price=self._price)
         return page_state(self.registry.describe(), self._history, self._run, moment)
-
-    def at(self, moment: float) -> dict[str, Any]:
-        return self.now()
 
     async def figures(self) -> bytes:
         """The exposition for Prometheus."""
         return self._exposed()
 
-    def shown(self, parts: Parts, figures: bool) -> bytes:
-        """Answer of the registry to a remote page."""
-        return self._exposed() if figures else joined(parts.now()).encode()
+    def shown(self, parts: CachedState, figures: bool) -> bytes:
+        """What the registry answers to a remote page: its state, or metrics."""
+        return self._exposed() if figures else join_parts(parts.now()).encode()
 
     def _exposed(self) -> bytes:
-        self.look()
-        samples = of_registry(self.registry.describe(), self._history, self._run)
+        self.count_node_seconds()
+        samples = registry_points(self.registry.describe(), self._history, self._run)
         return exposition(self.registry.machine.rules.run, samples)
 
 
-class RemoteRun:
+class RemotePage(PageSource):
     """Source of the page of a remote registry's run."""
-
-    span = None
 
     def __init__(self, client: RegistryClient, state: dict[str, Any]) -> None:
         self._client, self._state = client, state
         self._request_lock = asyncio.Lock()
 
     @classmethod
-    async def by(cls, client: RegistryClient) -> RemoteRun:
-        """Connect and read once. Raises JoinRefused, RegistryUnreachable, ValueError."""
-        return cls(client, read(await client.show()))
+    async def by(cls, client: RegistryClient) -> RemotePage:
+        """Connect to the registry, and read the page's state once. Raises JoinRefused,
+        RegistryUnreachable, ValueError."""
+        return cls(client, parse_state(await client.show()))
 
     def now(self) -> dict[str, Any]:
-        return self._state
-
-    def at(self, moment: float) -> dict[str, Any]:
         return self._state
 
     async def keep_looking(self) -> None:
@@ -116,7 +116,7 @@ class RemoteRun:
         while True:
             await asyncio.sleep(REFRESH)
             try:
-                self._state = read(await self._ask())
+                self._state = parse_state(await self._ask())
             except (RegistryUnreachable, ValueError) as error:
                 troubles = [f"no answer from the registry, this is its last state: {error}"]
                 self._state = {**self._state, "troubles": troubles}
@@ -131,7 +131,7 @@ class RemoteRun:
             return await self._client.show(figures, ANSWER)
 
 
-def read(content: bytes) -> dict[str, Any]:
+def parse_state(content: bytes) -> dict[str, Any]:
     """A page's state from another machine. Raises ValueError."""
     try:
         state = json.loads(content)
@@ -144,15 +144,15 @@ def read(content: bytes) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def page_beside(living: Living, place: PageAddress) -> AsyncIterator[None]:
+async def page_beside(living: LocalPage, place: PageAddress) -> AsyncIterator[None]:
     """Serve the registry's page in this block. Raises OSError, which says what to do about it."""
     registry = living.registry
-    parts = Parts(living, asyncio.get_running_loop().time)
+    parts = CachedState(living, asyncio.get_running_loop().time)
     registry.on_show = partial(living.shown, parts)
-    counting = asyncio.get_running_loop().create_task(_counting(living))
+    counting = asyncio.get_running_loop().create_task(_count_node_seconds(living))
     app = partial(make_app, living, figures=living.figures)
     try:
-        async with _served(app, place) as url:
+        async with _serve_app(app, place) as url:
             registry.page = url
             log.info("watch the run at %s", url)
             yield
@@ -161,29 +161,29 @@ async def page_beside(living: Living, place: PageAddress) -> AsyncIterator[None]
         counting.cancel()
 
 
-async def _counting(living: Living) -> None:
+async def _count_node_seconds(living: LocalPage) -> None:
     while True:
         await asyncio.sleep(REFRESH)
-        living.look()
+        living.count_node_seconds()
 
 
-async def show(
+async def serve_replay(
     replay: Replay, place: PageAddress, say: Callable[[str], None], end: Awaitable[object]
 ) -> None:
     """Serve the page of a run's files until `end`; `say` gets the URL once it listens. Raises
     OSError."""
-    async with _served(partial(make_app, replay), place) as url:
+    async with _serve_app(partial(make_app, replay), place) as url:
         say(url)
         await end
 
 
-async def show_living(
+async def serve_remote(
     client: RegistryClient, place: PageAddress, say: Callable[[str], None]
 ) -> None:
     """Serve the page of a remote registry's run, as long as `client` is admitted. Raises
     JoinRefused, RegistryUnreachable, ValueError, OSError."""
-    remote = await RemoteRun.by(client)
-    async with _served(partial(make_app, remote, figures=remote.figures), place) as url:
+    remote = await RemotePage.by(client)
+    async with _serve_app(partial(make_app, remote, figures=remote.figures), place) as url:
         say(url)
         await remote.keep_looking()
 
@@ -195,16 +195,16 @@ async def metrics_beside(place: PageAddress, figures: Figures) -> AsyncIterator[
     def app(over: asyncio.Event, token: str, local: bool) -> Starlette:
         return metrics_app(figures, token, local)
 
-    async with _served(app, place) as url:
+    async with _serve_app(app, place) as url:
         log.info("this node's metrics for Prometheus are at %smetrics", url)
         yield
 
 
 @asynccontextmanager
-async def _served(
+async def _serve_app(
     make: Callable[[asyncio.Event, str, bool], Starlette], place: PageAddress
 ) -> AsyncIterator[str]:
-    """Serve in this block. Yields the URL."""
+    """Serve a page's application in this block. Yields the URL."""
     over = asyncio.Event()
     app = make(over, place.required_token, place.listen.is_loopback)
     bound = place.bind()

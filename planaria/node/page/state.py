@@ -59,8 +59,8 @@ def page_state(
         "standbys": _nodes(state.at(None), description.view.driver),
         "links": _links(state),
         "loss": {
-            "training": _rounded(history.loss),
-            "validation": _rounded(history.validation),
+            "training": _curve_points(history.loss),
+            "validation": _curve_points(history.validation),
             "marks": [mark._asdict() for mark in history.marks],
         },
         "news": [
@@ -88,8 +88,8 @@ def _progress(state: RunState, history: History, run: RunFile, moment: Moment) -
     price = moment.price
     return {
         "step": step,
-        "loss": _figure(state.loss),
-        "validation": _figure(last[1]) if last else None,
+        "loss": _rounded_loss(state.loss),
+        "validation": _rounded_loss(last[1]) if last else None,
         "learning_rate": rate_of(max(1, step), run),
         "tokens": run.batches.samples_until(step) * run.model.config.context,
         "tokens_per_second": round(rate, 1) if 0 < rate < math.inf else None,
@@ -187,11 +187,11 @@ def _links(state: RunState) -> list[Any]:
     return sorted(links, key=lambda link: link["mbps"])[:LINKS_SHOWN]
 
 
-def _rounded(curve: Curve) -> list[list[float] | None]:
+def _curve_points(curve: Curve) -> list[list[float] | None]:
     return [point and [point[0], float(f"{point[1]:.{FIGURES}g}")] for point in curve.points]
 
 
-def _figure(loss: float) -> float | None:
+def _rounded_loss(loss: float) -> float | None:
     return float(f"{loss:.{FIGURES}g}") if math.isfinite(loss) else None
 
 

@@ -21,7 +21,13 @@ from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.operator_orders import order_in_words
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.report.events import Severity, figure, shown
-from planaria.node.report.live_view import progress, sampled, stage_table, state_words, styled
+from planaria.node.report.live_view import (
+    progress_line,
+    sample_lines,
+    stage_table,
+    state_words,
+    styled,
+)
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile, RunFileError, loads
 
@@ -43,38 +49,38 @@ async def status(client: RegistryClient, console: Console, watch: bool, as_json:
     RegistryUnreachable, with `watch` only at first, and JoinRefused."""
     description = await client.describe(PATIENCE)
     if as_json:
-        console.out(as_text(description, indent=None if watch else 2), highlight=False)
+        console.out(description_json(description, indent=None if watch else 2), highlight=False)
     elif not (watch and console.is_terminal):
-        console.print(page(description))
+        console.print(status_view(description))
     if watch and (as_json or not console.is_terminal):
         await _watch_by_lines(client, console, as_json, description)
     if not watch:
         return
-    with Live(page(description), console=console, auto_refresh=False, screen=False) as live:
+    with Live(status_view(description), console=console, auto_refresh=False, screen=False) as live:
         while True:
             await asyncio.sleep(REFRESH)
             try:
                 description = await client.describe(PATIENCE)
-                live.update(page(description), refresh=True)
+                live.update(status_view(description), refresh=True)
             except RegistryUnreachable as error:
                 stale = Text(f"last known state; {error}", style="bold red")
-                live.update(Group(page(description), stale), refresh=True)
+                live.update(Group(status_view(description), stale), refresh=True)
 
 
 async def _watch_by_lines(
     client: RegistryClient, console: Console, as_json: bool, description: Description
 ) -> NoReturn:
-    """Watch without a terminal, or as JSON."""
-    printed, trouble = set(news_of(description)), ""
+    """Print each change of the status in lines, without a terminal or as JSON."""
+    printed, trouble = set(lines_to_watch(description)), ""
     while True:
         await asyncio.sleep(REFRESH)
         try:
             description = await client.describe(PATIENCE)
-            lines, trouble = news_of(description), ""
+            lines, trouble = lines_to_watch(description), ""
         except RegistryUnreachable as error:
             lines, trouble = ([] if trouble else [str(error)]), str(error)
         if as_json and not trouble:
-            console.out(as_text(description, indent=None), highlight=False)
+            console.out(description_json(description, indent=None), highlight=False)
         elif not as_json:
             for line in lines:
                 if line not in printed:
@@ -83,7 +89,7 @@ async def _watch_by_lines(
             printed = set(lines)
 
 
-def news_of(description: Description) -> list[str]:
+def lines_to_watch(description: Description) -> list[str]:
     """Lines that are printed when they change: decisions, troubles, messages, samples, and
     progress."""
     state, run = RunState(description), _run_file(description)
@@ -97,7 +103,7 @@ def news_of(description: Description) -> list[str]:
     return [shown(line, LONGEST_LINE) for line in lines]
 
 
-def as_text(description: Description, indent: int | None = 2) -> str:
+def description_json(description: Description, indent: int | None = 2) -> str:
     """The Describe message as JSON, with the names of the .proto file; without `indent` in one
     line."""
     return MessageToJson(
@@ -108,14 +114,14 @@ def as_text(description: Description, indent: int | None = 2) -> str:
     )
 
 
-def page(description: Description) -> RenderableType:
+def status_view(description: Description) -> RenderableType:
     state, run = RunState(description), _run_file(description)
     stages = max((seat.stage for seat in state.seats if seat.stage is not None), default=0)
     if run is not None:
         stages = run.model.body_stages or stages
     parts: list[RenderableType] = [_head(state)]
     if run is not None:
-        parts += [progress(state.committed, run.steps, state.loss, state.tokens_per_second)]
+        parts += [progress_line(state.committed, run.steps, state.loss, state.tokens_per_second)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
     parts += [Rule(style="dim"), _members(state)]
     reasons = [
@@ -151,7 +157,7 @@ def _head(state: RunState) -> RenderableType:
     description, view = state.description, state.description.view
     grid = Table.grid(padding=(0, 2))
     rows: list[tuple[str, RenderableType]] = [
-        ("run", f"[bold]{escape(description.run)}[/], registry up {_span(description.uptime)}"),
+        ("run", f"[bold]{escape(description.run)}[/], registry up {_duration(description.uptime)}"),
         ("view", f"{view.number}: {escape(view.reason)}"),
         *([("order", escape(order))] if (order := order_in_words(view)) else []),
         ("driver", escape(view.driver) or "none yet"),
@@ -178,7 +184,7 @@ def _in_flight(state: RunState) -> str:
 
 
 def _news(state: RunState) -> dict[str, list[SeatState]]:
-    """Messages, with the seats that report them."""
+    """The seats' messages, each with the seats that report it."""
     news: dict[str, list[SeatState]] = {}
     for seat in state.seats:
         if seat.report.message:
@@ -187,8 +193,8 @@ def _news(state: RunState) -> dict[str, list[SeatState]]:
 
 
 def _styled(message: str, seats: Sequence[SeatState], state: RunState) -> Text:
-    """Style of a message. The driver's describes the run, and all report a stop; a message of any
-    other seat is an error."""
+    """A seat's message in its style. The driver's describes the run, and all report a stop; a
+    message of any other seat is an error."""
     if any(seat.report.stopped for seat in seats):
         return styled(message, Severity.ERROR)
     driving = state.driving
@@ -229,7 +235,7 @@ def _members(state: RunState) -> Table:
 
 
 def _by_stage(seats: Iterable[SeatState]) -> list[SeatState]:
-    """Sorted by stage, standbys last."""
+    """Seats sorted by stage, standbys last."""
     return sorted(seats, key=lambda seat: math.inf if seat.stage is None else seat.stage)
 
 
@@ -237,14 +243,14 @@ def _samples(description: Description) -> list[Text]:
     """The newest sample of each prompt."""
     samples = [sample for entry in description.members for sample in entry.report.samples]
     newest = {sample.prompt: sample for sample in sorted(samples, key=lambda sample: sample.step)}
-    return sampled((sample.step, sample.prompt, sample.text) for sample in newest.values())
+    return sample_lines((sample.step, sample.prompt, sample.text) for sample in newest.values())
 
 
 def _cuts(state: RunState) -> list[Text]:
     """A line for each pair that can't reach each other."""
     lines = []
     for cut in state.cuts():
-        since = _ago(cut.seconds)
+        since = _clock_before(cut.seconds)
         if cut.via:
             sentence = f"{cut.a} reaches {cut.b} through {cut.via}, since {since}"
             lines.append(styled(sentence, Severity.WARNING))
@@ -257,7 +263,9 @@ def _quarantine(state: RunState) -> list[Text]:
     """A line for each instance that was evicted for cause and is still excluded."""
     lines = []
     for entry in state.quarantined():
-        until = "permanently" if entry.seconds == math.inf else f"until {_ago(-entry.seconds)}"
+        until = (
+            "permanently" if entry.seconds == math.inf else f"until {_clock_before(-entry.seconds)}"
+        )
         times = "" if entry.times == 1 else f", {entry.times} times"
         lines.append(styled(f"{entry.node}, {until}{times}: {entry.why}", Severity.WARNING))
     return lines
@@ -265,16 +273,16 @@ def _quarantine(state: RunState) -> list[Text]:
 
 def _evictions(state: RunState) -> list[Text]:
     newest = list(state.evictions())[-EVICTIONS_SHOWN:]
-    return [Text(f"{_ago(eviction.seconds)} {sentence}") for eviction, sentence in newest]
+    return [Text(f"{_clock_before(eviction.seconds)} {sentence}") for eviction, sentence in newest]
 
 
-def _ago(seconds: float) -> str:
+def _clock_before(seconds: float) -> str:
     """Local time of `seconds` ago."""
     then = datetime.now().astimezone() - timedelta(seconds=seconds)
     return f"{then:%H:%M:%S}"
 
 
-def _span(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

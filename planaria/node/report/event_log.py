@@ -35,7 +35,7 @@ class EventLog:
     def write(self, event: events.Event, by: str = "", at: float | None = None) -> None:
         """Append an event. `by`: node or seat; empty: this node. `at`: Unix seconds; None: now."""
         if self.file is not None:
-            written = events.line(event, by or self.node, time.time() if at is None else at)
+            written = events.event_line(event, by or self.node, time.time() if at is None else at)
             self.file.append(json.dumps(written).encode() + b"\n")
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class EventLog:
             self.file = None
 
 
-class Tail:
+class LineReader:
     """Reader of lines appended to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Tail:
         self._position = 0
 
     def skip(self) -> None:
-        """Skip the present content."""
+        """Skip what the file contains now."""
         self._position = self.path.stat().st_size
 
     def lines(self) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Events of a run, as in event logs: one class for each kind, with its severity and its sentence.
 
-A log has one JSON object a line (`line`): `time`, `node`, `kind` and the event's fields. A float
-that isn't finite is null, and an optional field without a value is omitted. `parse` makes an
+A log has one JSON object a line (`event_line`): `time`, `node`, `kind` and the event's fields. A
+float that isn't finite is null, and an optional field without a value is omitted. `parse` makes an
 `Entry` of a line again.
 """
 
@@ -227,12 +227,7 @@ class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
     @staticmethod
     def of(parts: Mapping[str, HoldingCost]) -> CostSoFar:
         whole = sum(parts.values(), HoldingCost())
-        return CostSoFar(
-            extra_bytes=whole.extra_bytes,
-            memory_bytes=whole.memory_bytes,
-            critical_seconds=whole.critical_seconds,
-            parts=parts,
-        )
+        return CostSoFar(**vars(whole), parts=parts)
 
     def sentence(self, node: str | None) -> str:
         return f"{node} keeps {decimal(self.memory_bytes)} of redundant state"
@@ -559,18 +554,9 @@ class RelearningResult:
 
     @classmethod
     def of(cls, relearned: pb.Relearned) -> RelearningResult:
-        return cls(
-            residual_before=relearned.residual_before,
-            residual_after=relearned.residual_after,
-            passes=relearned.passes,
-            seconds=relearned.seconds,
-            bytes=relearned.fetched_bytes,
-            pairs=relearned.pairs,
-            updates=relearned.updates,
-            left=relearned.left,
-            left_out=relearned.left_out,
-            undone=relearned.undone,
-        )
+        names = {figure.name for figure in dataclasses.fields(cls)} - {"bytes"}
+        figures = {name: getattr(relearned, name) for name in names}
+        return cls(**figures, bytes=relearned.fetched_bytes)
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):
@@ -742,7 +728,8 @@ class Started(Event, kind="started", severity=Severity.INFO):
     pid: Count
 
     def sentence(self, node: str | None) -> str:
-        return f"{_process(self.slot)} started as process {self.pid}"
+        name = "the registry" if self.slot == "registry" else f"node-{self.slot}"
+        return f"{name} started as process {self.pid}"
 
 
 class Killed(Event, kind="killed", severity=Severity.WARNING):
@@ -820,10 +807,6 @@ def _rest(stage: int, left: int) -> str:
     return f"{left} node{'s' if left != 1 else ''} of stage {stage} left"
 
 
-def _process(slot: str) -> str:
-    return f"the {slot}" if slot == "registry" else f"node-{slot}"
-
-
 def is_for_all(event: Event) -> bool:
     """Whether the event concerns the run, not only the node: it is sent to the registry."""
     return event.severity >= Severity.NOTICE or isinstance(event, Committed | Sampled | Finished)
@@ -845,7 +828,7 @@ class Entry:
         return self.event.sentence(self.node)
 
 
-def line(event: Event, node: str, time: float) -> dict[str, Any]:
+def event_line(event: Event, node: str, time: float) -> dict[str, Any]:
     """The event's line in the log of `node`; `time` in Unix seconds."""
     return {"time": time, "node": node, "kind": event.kind, **fields(event)}
 

@@ -26,8 +26,8 @@ from planaria.node.report.events import Sampled, Validated, parse
 from planaria.node.report.history import History
 from planaria.node.report.ledger import Line
 from planaria.node.report.line_file import BackgroundLineFile
-from planaria.node.report.samples import markdown
-from planaria.node.run_file import RunFile, flat, loads
+from planaria.node.report.samples import sample_markdown
+from planaria.node.run_file import RunFile, flatten, loads
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ LONGEST_PARAMETER: Final = 500
 
 
 class Opening(NamedTuple):
-    """First line of the process's input."""
+    """The first line of an experiment process's input."""
 
     kind: str  # tensorboard, wandb or mlflow
     name: str  # of the sender: a node, or the run
@@ -53,8 +53,8 @@ class Opening(NamedTuple):
 
 
 class ExperimentPipe(BackgroundLineFile):
-    """Input of the process. Only this thread waits for it, and no longer than LAST_WORDS at the
-    end."""
+    """The pipe to an experiment's process. Only its thread waits for it, and no longer than
+    LAST_WORDS at the end."""
 
     taker = "its process"
 
@@ -122,7 +122,7 @@ class Experiment(Protocol):
     def figures(self, step: int, figures: Mapping[str, float], time: float) -> None: ...
 
     def text(self, about: str, step: int, text: str, time: float) -> None:
-        """Add a Markdown text."""
+        """Add a Markdown text to the experiment."""
 
     def close(self) -> None: ...
 
@@ -138,7 +138,7 @@ class TrackedRun:
         self._rebuilds = 0
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """Handle a line; lines of no run are ignored."""
+        """Pass a line of an event log or ledger on to the experiment."""
         if "kind" not in line:
             self._committed(Line(**line))  # type: ignore[typeddict-item]
         elif (entry := parse(line)) is not None:
@@ -152,7 +152,7 @@ class TrackedRun:
                     self._figures(step, {"loss/validation": loss}, entry.time)
                 case Sampled(step=step, prompt=prompt) as sample:
                     about = f"samples/{self._number_of(prompt)}"
-                    self._experiment.text(about, step, markdown(sample), entry.time)
+                    self._experiment.text(about, step, sample_markdown(sample), entry.time)
 
     def _newest_mark(self) -> Any:
         return self._history.marks[-1] if self._history.marks else None
@@ -202,7 +202,7 @@ def parameters(run_file: str) -> dict[str, str | int | float | bool]:
     """The run file's keys, joined by dots, and their values."""
     return {
         key: value if isinstance(value, int | float) else str(value)[:LONGEST_PARAMETER]
-        for key, value in flat(tomllib.loads(run_file)).items()
+        for key, value in flatten(tomllib.loads(run_file)).items()
     }
 
 
@@ -310,8 +310,9 @@ KINDS: Final[Mapping[str, Callable[[Opening], Experiment]]] = {
 }
 
 
-def keep(lines: Iterable[bytes]) -> None:
-    """Handle lines until their end. Raises ModuleNotFoundError, and exceptions of the library."""
+def track_lines(lines: Iterable[bytes]) -> None:
+    """Pass lines on to the experiment until their end. Raises ModuleNotFoundError, and exceptions
+    of the library."""
     inputs = iter(lines)
     opening = Opening(**json.loads(next(inputs)))
     experiment = KINDS[opening.kind](opening)
@@ -325,6 +326,6 @@ def keep(lines: Iterable[bytes]) -> None:
 
 if __name__ == "__main__":
     try:
-        keep(sys.stdin.buffer)
+        track_lines(sys.stdin.buffer)
     except ModuleNotFoundError as error:
         raise SystemExit(remedy(error)) from error

@@ -6,11 +6,11 @@ import json
 import math
 from collections import deque
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planaria.node.report import events
 from planaria.node.report.ledger import Line
-from planaria.node.report.live_view import Story
+from planaria.node.report.live_view import RunStory
 from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import COPIED
 
@@ -42,7 +42,7 @@ RATE_OVER = 50
 
 
 class NewsItem(NamedTuple):
-    """A piece of news."""
+    """A piece of news on the run's page."""
 
     time: float  # Unix seconds
     severity: events.Severity
@@ -84,7 +84,7 @@ class History:
     """State and history of a run from its events, with the node-seconds so far."""
 
     def __init__(self, steps: int) -> None:
-        self.story = Story(steps)
+        self.story = RunStory(steps)
         self.loss, self.validation = Curve(), Curve()
         self.news: deque[NewsItem] = deque(maxlen=MOST_NEWS)
         self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
@@ -100,11 +100,10 @@ class History:
     def hear_from(self, node: str, text: str, stages: int, now: float, driver: str) -> None:
         """Handle a line of a member's event log; `now` in Unix seconds. The content is untrusted:
         an invalid entry is dropped."""
-        line = _object(text)
-        if line is None:
-            return
         try:
-            entry = events.parse(line)
+            line = json.loads(text)
+            json.dumps(line, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
+            entry = events.parse(line) if isinstance(line, dict) else None
         except (ValueError, RecursionError):
             return
         if entry is None or not events.is_for_all(entry.event):
@@ -127,7 +126,7 @@ class History:
         return 0 <= step <= self.story.steps and 0 <= (stage or 0) <= stages
 
     def hear(self, entry: events.Entry) -> None:
-        """Handle an event."""
+        """Take an event into the curves, news, marks and counts."""
         before = self.story.committed
         self._count_skipped(entry.event)
         news = self.story.hear(entry)
@@ -150,11 +149,11 @@ class History:
         if news is not None:
             sentence = news.sentence[:LONGEST_SENTENCE]
             self.news.append(NewsItem(entry.time, news.severity, sentence))
-            if kind := _mark(entry):
+            if kind := _mark_kind(entry):
                 self.marks.append(Mark(self.story.committed, entry.time, kind, sentence))
 
     def _count_skipped(self, event: events.Event) -> None:
-        """Update `skipped`, and `paused`."""
+        """Count skipped steps in `skipped`, and update `paused`."""
         match event:
             case events.StepSkipped(step=step) if step != self._last_skipped:
                 self.skipped, self._last_skipped = self.skipped + 1, step
@@ -165,12 +164,12 @@ class History:
                 self.paused = reason
 
     def record(self, line: Line) -> None:
-        """Handle a committed step's ledger line."""
+        """Take in a committed step's ledger line."""
         self.story.record({**line})
         if line["loss"] is not None:
             self.loss.add(line["step"], line["loss"])
 
-    def look(self, nodes: int, now: float) -> None:
+    def count_node_seconds(self, nodes: int, now: float) -> None:
         """Count the node-seconds since the last call; `nodes`: present number."""
         if self._looked is not None:
             self.node_seconds += nodes * max(0.0, now - self._looked)
@@ -185,7 +184,7 @@ class History:
         return max(0.0, to - since) / (last - first)
 
 
-def _mark(entry: events.Entry) -> str:
+def _mark_kind(entry: events.Entry) -> str:
     """Kind of mark that the event is on the loss curve; empty: none."""
     match entry.event:
         case events.StageRebuilt(method=method):
@@ -199,12 +198,3 @@ def _mark(entry: events.Entry) -> str:
         case events.Exited(stage=stage):
             return "" if stage is None else "lost"
     return ""
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

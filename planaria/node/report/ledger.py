@@ -26,7 +26,6 @@ from typing import (
     Literal,
     NamedTuple,
     NotRequired,
-    Self,
     TypeVar,
 )
 
@@ -94,7 +93,8 @@ class LedgerHeader(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class Line(TypedDict):
-    """A committed step. A microbatch is (id, number of samples, hash of the samples)."""
+    """A ledger's line: a committed step. A microbatch is (id, number of samples, hash of the
+    samples)."""
 
     step: Annotated[int, Field(ge=1, le=MOST_STEPS)]
     view: Count
@@ -126,7 +126,7 @@ Fields = TypeVar("Fields")
 Kept = TypeVar("Kept")
 
 
-def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
+def ledger_line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
     """The ledger's line for a commit; `time` in Unix seconds."""
     homes = sorted(commit.microbatches, key=lambda home: home.microbatch)
     microbatches = [(home.microbatch, home.samples, home.samples_hash.hex()) for home in homes]
@@ -190,7 +190,10 @@ class Ledger:
             written = path.read_bytes() if path.exists() else b""
             whole = written.rfind(b"\n") + 1
             if whole:
-                _check_header(path, written, header)
+                existing = _parse(_HEADER, written[: written.index(b"\n")], path, 1)
+                if differs := _difference(existing, header):
+                    of_another = f"{path} is the ledger of another run ({differs})"
+                    raise LedgerError(f"{of_another}: move it away")
             if whole < len(written):
                 os.truncate(path, whole)
         except OSError as error:
@@ -205,18 +208,6 @@ class Ledger:
 
     def close(self) -> None:
         self.file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _check_header(path: Path, written: bytes, header: LedgerHeader) -> None:
-    existing = _parse(_HEADER, written[: written.index(b"\n")], path, 1)
-    if differs := _difference(existing, header):
-        raise LedgerError(f"{path} is the ledger of another run ({differs}): move it away")
 
 
 class Merged(NamedTuple):
@@ -345,7 +336,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Complete lines with their numbers, one at a time in memory; an incomplete last line is
+    """A ledger's complete lines, numbered, one at a time in memory; an incomplete last line is
     ignored. Raises LedgerError."""
     try:
         with path.open("rb") as file:
@@ -385,7 +376,7 @@ def _check_commit(written: Line, path: Path, number: int) -> None:
             f"{path}, line {number} was changed: its microbatches aren't those of the commit of "
             f"step {commit.step}; {ELSEWHERE}"
         )
-    expected: dict[str, object] = {**line(commit, written["epoch"], written["time"])}
+    expected: dict[str, object] = {**ledger_line(commit, written["epoch"], written["time"])}
     actual: dict[str, object] = {**written}
     for key in expected | actual:
         if actual.get(key) != expected.get(key):
@@ -471,7 +462,7 @@ def _ledgers_in(directory: Path) -> list[Path]:
     return [path for path in logs if path.stat().st_size]
 
 
-def check(merged: Merged) -> Audit:
+def audit_merged(merged: Merged) -> Audit:
     """The audit of merged ledgers. Raises LedgerError for a header without windows."""
     examined = [*map(_examining(merged.header), merged.lines)]
     last = max((line["step"] for line in merged.lines), default=0)
@@ -514,7 +505,7 @@ def _summarized(directory: Path) -> int:
 
 
 def _half_line(path: Path) -> str:
-    """Warning of an incomplete last line; empty: the line is complete."""
+    """Warning of a ledger's incomplete last line; empty: it is complete."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if not size:
@@ -611,7 +602,7 @@ def windows_in(header: LedgerHeader) -> Windows:
 
 
 def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> _ExaminedStep:
-    """One step against its planned microbatches: (samples, hash)."""
+    """Compares a committed step with its planned microbatches: (samples, hash)."""
     expected = dict(enumerate(planned))
     seen: set[int] = set()
     duplicates = extra = 0

@@ -49,13 +49,13 @@ class WaitingLines:
         return len(self._lines)
 
     def add(self, line: bytes, now: float) -> None:
-        """Add a line, which ends with a newline."""
+        """Queue a line, which ends with a newline."""
         with self._lock:
             self._lines.append((line, now))
             self.bytes += len(line)
 
     def trim(self) -> None:
-        """Drop lines beyond the limit."""
+        """Drop the oldest waiting lines beyond the limit."""
         with self._lock:
             kept = max(self._being_written, int(self._first_stays))
             while self.bytes > self._most and len(self._lines) > kept + 1:
@@ -75,7 +75,7 @@ class WaitingLines:
             return b"".join(self._lines[number][0] for number in range(self._being_written))
 
     def wrote(self, size: int) -> None:
-        """Remove `size` written bytes."""
+        """Remove `size` written bytes from the waiting lines."""
         with self._lock:
             self._being_written = 0
             self.bytes -= size
@@ -88,7 +88,7 @@ class WaitingLines:
                 size -= len(line)
 
     def refused(self) -> None:
-        """Keep what was taken: the write failed."""
+        """Keep the lines that were taken: their write failed."""
         with self._lock:
             self._being_written = 0
 
@@ -120,7 +120,8 @@ class LineFile:
 
     @property
     def trouble(self) -> str:
-        """Description of a failure; empty: none. A line that waits for STALLED seconds is one."""
+        """Why the file can't be written now; empty: it can. A line that waits for STALLED seconds
+        is one."""
         waited = self.waiting.waited(self._clock())
         if self._error or waited < STALLED:
             return self._error

@@ -42,7 +42,7 @@ class News(NamedTuple):
 
 
 @dataclass
-class UnderWay:
+class RebuildProgress:
     """A rebuild in progress."""
 
     stage: int
@@ -56,7 +56,7 @@ class UnderWay:
     residual: tuple[float, float] | None = None  # first, latest
 
 
-class Story:
+class RunStory:
     """State of a run, from events and ledger lines in the order of their arrival."""
 
     def __init__(self, steps: int) -> None:
@@ -65,7 +65,7 @@ class Story:
         self.loss = math.nan
         self._finished: events.Finished | None = None  # the newest
         self.stopped: events.Stopped | None = None
-        self.rebuilds: dict[str, UnderWay] = {}  # by seat
+        self.rebuilds: dict[str, RebuildProgress] = {}  # by seat
         self.samples: dict[str, events.Sampled] = {}  # the newest, by prompt
         self._steps_held: dict[str | None, int] = {}  # seat -> newest step in its weights
         self._serving: set[str | None] = set()  # seats
@@ -86,7 +86,7 @@ class Story:
         return self._finished if over else None
 
     def hear(self, entry: events.Entry) -> News | None:
-        """Handle an entry. Returns news, if it is any."""
+        """Take in an event; returns news for the terminal, if it is any."""
         if isinstance(entry.event, _TO_FIND_LOSSES):
             self._losses.append(entry)
         match entry.event:
@@ -113,7 +113,7 @@ class Story:
             case events.RebuildFailed():
                 self.rebuilds.pop(entry.node or "", None)
             case events.RebuildOrdered() as order:
-                self.rebuilds[order.node] = UnderWay(
+                self.rebuilds[order.node] = RebuildProgress(
                     order.stage, order.method, order.sources, True, entry.time
                 )
             case events.Fetching() | events.RelearningRound():
@@ -162,7 +162,7 @@ class Story:
                 return None  # redundant state, not trained
             case events.Fetching():
                 sources = [source.node for source in event.sources]
-                begun = UnderWay(event.stage, event.method, sources, False, entry.time)
+                begun = RebuildProgress(event.stage, event.method, sources, False, entry.time)
                 rebuild = self.rebuilds.setdefault(node, begun)
                 rebuild.fetching = event
                 if event.seconds < rebuild.tell_at:
@@ -170,7 +170,7 @@ class Story:
                 rebuild.tell_at = 2 * event.seconds
                 return News(entry.sentence)
             case events.RelearningRound(residual=residual):
-                begun = UnderWay(event.stage, "", (), False, entry.time)
+                begun = RebuildProgress(event.stage, "", (), False, entry.time)
                 rebuild = self.rebuilds.setdefault(node, begun)
                 if math.isnan(residual):
                     return None
@@ -199,7 +199,7 @@ class Story:
         return News(sentence) if first else None
 
     def record(self, line: Mapping[str, Any]) -> None:
-        """Handle a step's ledger line, unless another stage-0 node has already reported it."""
+        """Take in a step's ledger line, unless another stage-0 node has already reported it."""
         if line["time"] < self._rolled_back_at:
             return
         if not self._recent or line["step"] > self._recent[-1]["step"]:
@@ -224,7 +224,7 @@ class Story:
         del self._losses[:-most]
 
     def serves(self, pid: int) -> bool:
-        """Whether the process has a seat."""
+        """Whether the swarm's process has a seat."""
         return any(node_of(seat or "") == self.node_of(pid) for seat in self._serving)
 
     def held_by(self, pid: int) -> set[int]:
@@ -233,12 +233,12 @@ class Story:
         return {step for seat, step in self._steps_held.items() if node_of(seat or "") == node}
 
     def node_of(self, pid: int) -> str | None:
-        """The newest node of the process."""
+        """The newest node of a swarm's process."""
         return self._nodes.get(pid)
 
     @property
     def tokens_per_second(self) -> float:
-        """Average over the last steps, pauses included."""
+        """Tokens per second over the last steps, pauses included."""
         if not self._recent:
             return 0.0
         first, last = self._recent[0], self._recent[-1]
@@ -248,15 +248,8 @@ class Story:
 
 
 _TO_FIND_LOSSES = (
-    *(events.Started, events.Joined, events.Serving, events.GivenBack),
-    *(
-        events.Killed,
-        events.Exited,
-        events.LinkLost,
-        events.NodeLost,
-        events.RebuildOrdered,
-        events.StageRebuilt,
-    ),
+    *(events.Started, events.Joined, events.Serving, events.GivenBack, events.Killed),
+    *(events.Exited, events.LinkLost, events.NodeLost, events.RebuildOrdered, events.StageRebuilt),
 )
 
 
@@ -288,7 +281,7 @@ def stage_table(description: Description, stages: int) -> Table:
             "standby" if at is None else str(at),
             str(len(seats)),
             state_words(seats),
-            _span([seat.report.committed for seat in seats]),
+            _lowest_to_highest([seat.report.committed for seat in seats]),
             f"{sum(seat.report.microbatches for seat in seats):,}",
             decimal(sum(seat.entry.report.bytes_in for seat in seats)),
             decimal(sum(seat.entry.report.bytes_out for seat in seats)),
@@ -315,15 +308,15 @@ _STATE_STYLES = {
 }
 
 
-def _span(figures: list[int]) -> str:
+def _lowest_to_highest(figures: list[int]) -> str:
     if not figures:
         return "-"
     low, high = min(figures), max(figures)
     return str(low) if low == high else f"{low}-{high}"
 
 
-def progress(committed: int, steps: int, loss: float, rate: float) -> RenderableType:
-    """One line: step, bar, loss, tokens/s."""
+def progress_line(committed: int, steps: int, loss: float, rate: float) -> RenderableType:
+    """The terminal's line of progress: step, bar, loss, tokens/s."""
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=steps, completed=committed, width=30)
     figures = f"loss {events.figure(loss)}", f"{rate:,.0f} tokens/s"
@@ -331,7 +324,7 @@ def progress(committed: int, steps: int, loss: float, rate: float) -> Renderable
     return grid
 
 
-def under_way(story: Story, now: float) -> RenderableType:
+def rebuild_lines(story: RunStory, now: float) -> RenderableType:
     """A line for each rebuild: stage, method, sources, progress; `now` in Unix seconds. The total
     is unknown, so the bar only moves."""
     grid = Table.grid(padding=(0, 2))
@@ -350,7 +343,7 @@ def under_way(story: Story, now: float) -> RenderableType:
     return grid
 
 
-def sampled(samples: Iterable[tuple[int, str, str]]) -> list[Text]:
+def sample_lines(samples: Iterable[tuple[int, str, str]]) -> list[Text]:
     """A line for each (step, prompt, text)."""
     return [
         Text.assemble(
@@ -379,7 +372,7 @@ _STYLES = {
 }
 
 
-class Screen:
+class LiveScreen:
     """Display of `planaria up`."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -394,7 +387,7 @@ class Screen:
         self._per_line = -(-steps // LINES_A_RUN)
         self._live = Live(console=console, auto_refresh=False) if self.interactive else None
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> LiveScreen:
         if self._live is not None:
             self._live.start()
         return self
@@ -410,7 +403,7 @@ class Screen:
         if self._live is None:
             self.console.print(line, soft_wrap=True)
 
-    def show(self, story: Story, description: Description | None, stages: int) -> None:
+    def show(self, story: RunStory, description: Description | None, stages: int) -> None:
         now = time.monotonic()
         if self._live is not None:
             self._page = self._draw(story, description, stages)
@@ -430,14 +423,16 @@ class Screen:
                 f"{story.tokens_per_second:,.0f} tokens/s"
             )
 
-    def _draw(self, story: Story, description: Description | None, stages: int) -> RenderableType:
+    def _draw(
+        self, story: RunStory, description: Description | None, stages: int
+    ) -> RenderableType:
         return Group(
             stage_table(description or Description(), stages),
             Text(),
-            progress(story.committed, story.steps, story.loss, story.tokens_per_second),
-            *([under_way(story, time.time())] if story.rebuilds else []),
+            progress_line(story.committed, story.steps, story.loss, story.tokens_per_second),
+            *([rebuild_lines(story, time.time())] if story.rebuilds else []),
             Text(),
-            *sampled(
+            *sample_lines(
                 (sample.step, sample.prompt, sample.text) for sample in story.samples.values()
             ),
             *([Text()] if story.samples else []),

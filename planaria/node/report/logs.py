@@ -48,14 +48,16 @@ def find_member(name: str, description: Description) -> Member:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise UserError(f"{name} matches several nodes, give more of the name: {listed(matching)}")
+        raise UserError(
+            f"{name} matches several nodes, give more of the name: {names_of(matching)}"
+        )
     evicted = [entry for entry in description.evictions if entry.member.node.startswith(name)]
     reason = f" any more ({evicted[-1].reason})" if evicted else ""
-    listing = listed([entry.member for entry in members]) or "none yet"
+    listing = names_of([entry.member for entry in members]) or "none yet"
     raise UserError(f"there is no node {readable(name)}{reason}. Name one of: {listing}")
 
 
-def listed(members: Sequence[Member]) -> str:
+def names_of(members: Sequence[Member]) -> str:
     return ", ".join(f"{member.node} ({place_of(member)})" for member in members)
 
 
@@ -75,7 +77,7 @@ def routes_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
     ]
 
 
-class Reading:
+class LogReader:
     """Reader of one node's log."""
 
     def __init__(self, converse: Converse, member: Member, routes: Sequence[NodeRoute]) -> None:
@@ -86,7 +88,8 @@ class Reading:
         self._last = 0  # number of the newest line read
 
     async def lines(self, most: int) -> list[str]:
-        """The newest unread lines. Raises UserError when the node can't be reached."""
+        """The newest unread lines of the node's log. Raises UserError when the node can't be
+        reached."""
         reason = f"neither {self._seat[:-1]} nor a node with a link to it can be dialled"
         while self._route or self._routes:
             if self._route is None:
@@ -95,7 +98,7 @@ class Reading:
             answer = await self._ask(most)
             if not answer.error:
                 self._last = answer.last
-                return cut(answer.lines, most)
+                return shown_lines(answer.lines, most)
             reason, self._route = readable(answer.error), None
         raise UserError(f"no log of {self._seat[:-1]}: {reason}")
 
@@ -124,8 +127,8 @@ class Reading:
         await self._client.close()
 
 
-def cut(lines: Sequence[str], most: int) -> list[str]:
-    """The part of an untrusted answer to show."""
+def shown_lines(lines: Sequence[str], most: int) -> list[str]:
+    """The lines of a node's untrusted log to show."""
     shown, left = list[str](), 2 * MOST_KEPT
     for line in reversed(lines[-most:]):
         line = line[: 2 * LONGEST]
@@ -136,7 +139,7 @@ def cut(lines: Sequence[str], most: int) -> list[str]:
     return shown[::-1]
 
 
-async def logs(
+async def print_logs(
     client: RegistryClient,
     converse: Callable[[str], Converse],
     name: str,
@@ -149,7 +152,7 @@ async def logs(
     description = await client.describe(PATIENCE)
     member = find_member(name, description)
     routes = routes_to(member, [entry.member for entry in description.members])
-    reading = Reading(converse(description.run), member, routes)
+    reading = LogReader(converse(description.run), member, routes)
     try:
         for line in await reading.lines(most):
             say(line)

@@ -15,7 +15,7 @@ from planaria.bootstrap.registry_pb2 import PAUSE, STOPPED, SeatReport
 from planaria.node.report.events import Severity
 from planaria.node.report.history import LONGEST_SENTENCE, History
 from planaria.node.report.run_state import RunState
-from planaria.node.report.unsaved import named
+from planaria.node.report.unsaved import stage_names
 from planaria.node.run_file import RunFile
 
 BETWEEN: Final = 600.0
@@ -41,7 +41,8 @@ class Notification(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """What is the case now. It is told again when it is about something new."""
+    """A condition of the run that somebody should hear of. It is told again when it is about
+    something new."""
 
     kind: str
     severity: Severity
@@ -59,10 +60,10 @@ class Notifier:
         self._left_out: Counter[str] = Counter()
         self._vacant_since: dict[int, float] = {}
 
-    def look(
+    def due(
         self, state: RunState, history: History, run: RunFile, now: float
     ) -> list[Notification]:
-        """What is to be told now, in Unix seconds; `run` is resolved."""
+        """The notifications to send now, in Unix seconds; `run` is resolved."""
         notifications, conditions = [], list(self._conditions(state, history, run, now))
         for kind, severity, sentence, about in conditions:
             if about <= self._known.get(kind, frozenset()):
@@ -83,7 +84,8 @@ class Notifier:
     def _conditions(
         self, state: RunState, history: History, run: RunFile, now: float
     ) -> Iterator[Condition]:
-        """At most one of a kind. About the whole run only registry and driver are believed."""
+        """The run's conditions that somebody should hear of, at most one of a kind. About the whole
+        run only registry and driver are believed."""
         view, story = state.description.view, history.story
         driving = state.driving or SeatReport()
         if view.order == PAUSE:
@@ -101,7 +103,7 @@ class Notifier:
         if is_finished:
             yield Condition("finished", Severity.INFO, f"all {run.steps} steps are committed")
         if not (is_finished or view.order == STOPPED) and (late := self._vacant(state, run, now)):
-            sentence = f"no node has served {named(late)} for more than {VACANT:.0f} s"
+            sentence = f"no node has served {stage_names(late)} for more than {VACANT:.0f} s"
             yield Condition("waiting", Severity.WARNING, sentence, frozenset(late))
         if history.skipped >= SKIPPED:
             sentence = (
@@ -115,7 +117,7 @@ class Notifier:
             yield Condition("trouble", Severity.ERROR, troubles, nodes.union(registry))
 
     def _vacant(self, state: RunState, run: RunFile, now: float) -> list[int]:
-        """The stages that have had no node for too long."""
+        """The stages that no node has served for too long."""
         served = {stage for member in state.description.view.members for stage in stages_of(member)}
         vacant = set(range(run.model.body_stages + 1)) - served
         since = {stage: self._vacant_since.get(stage, now) for stage in sorted(vacant)}

@@ -17,10 +17,10 @@ LOOK: Final = 0.5  # seconds between two polls
 
 
 async def probe(client: RegistryClient, wait: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """`{"nodes": [..], "links": [..]}`, ready for JSON. Nodes have `node`, `stages` (none: a
-    standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product). Links have `a`,
-    the sender, `b`, `rtt_ms`, `mbps`. Nodes that don't measure within `wait` seconds are reported
-    by `say`, and their links are left out.
+    """Has all nodes measure, and returns `{"nodes": [..], "links": [..]}`. Nodes have `node`,
+    `stages` (none: a standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product).
+    Links have `a`, the sender, `b`, `rtt_ms`, `mbps`. Nodes that don't measure within `wait`
+    seconds are reported by `say`, and their links are left out.
 
     Raises UserError without nodes, and exceptions of the client.
     """
@@ -41,10 +41,10 @@ async def probe(client: RegistryClient, wait: float, say: Callable[[str], None])
             say(f"no measurement within {wait:g} s by {', '.join(pending)}")
             break
         await asyncio.sleep(LOOK)
-    return results(description, request.number)
+    return probe_results(description, request.number)
 
 
-def results(description: Description, number: int) -> dict[str, Any]:
+def probe_results(description: Description, number: int) -> dict[str, Any]:
     """Results of the measurement with that number, and of later ones."""
     members = {entry.member.node for entry in description.members}
     return {
@@ -73,7 +73,7 @@ def results(description: Description, number: int) -> dict[str, Any]:
     }
 
 
-def table(probed: dict[str, Any]) -> Iterator[Table]:
+def probe_tables(probed: dict[str, Any]) -> Iterator[Table]:
     nodes = Table(title="Nodes")
     for column in ("node", "stages", "device", "memory, GiB", "TFLOP/s"):
         nodes.add_column(column, justify="left" if column in ("node", "device") else "right")

@@ -14,7 +14,7 @@ from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.truncation import omitted_from
 
 if TYPE_CHECKING:
-    from planaria.node.report.live_view import Story
+    from planaria.node.report.live_view import RunStory
 
 _STATES = {
     "syncing": "rebuilding",
@@ -64,11 +64,11 @@ class CutLink(NamedTuple):
 
 
 class RunState:
-    """State of a run. `story`: from events; without it only the registry's description counts."""
+    """What a registry's description says of a run and, with `story`, what its events say."""
 
-    def __init__(self, description: pb.Description, story: Story | None = None) -> None:
+    def __init__(self, description: pb.Description, story: RunStory | None = None) -> None:
         self.description = description
-        self.seats = [seat for entry in description.members for seat in _seats_of(entry)]
+        self.seats = [seat for entry in description.members for seat in _seat_states(entry)]
         self._at: defaultdict[int | None, list[SeatState]] = defaultdict(list)
         for seat in self.seats:
             self._at[seat.stage].append(seat)
@@ -78,7 +78,7 @@ class RunState:
         )
         self.committed, self.loss = self._committed(story)
 
-    def _committed(self, story: Story | None) -> tuple[int, float]:
+    def _committed(self, story: RunStory | None) -> tuple[int, float]:
         """The newest committed step, and its loss. A run that went back to files is at an older
         step, of a newer lineage."""
         view, newest = self.description.view, self.newest
@@ -116,7 +116,7 @@ class RunState:
             yield f"the registry: {self.description.trouble}"
         for entry in self.description.members:
             if entry.report.trouble:
-                yield f"{named(entry.member)}: {entry.report.trouble}"
+                yield f"{name_and_place(entry.member)}: {entry.report.trouble}"
 
     def unsent(self) -> Iterator[str]:
         """Snapshots that aren't sent, and why."""
@@ -127,7 +127,9 @@ class RunState:
         return omitted_from(self.description)
 
     def cuts(self) -> Iterator[CutLink]:
-        names = {entry.member.node: named(entry.member) for entry in self.description.members}
+        names = {
+            entry.member.node: name_and_place(entry.member) for entry in self.description.members
+        }
         for cut in self.description.cuts:
             a, b, via = (names.get(node, node) for node in (cut.a, cut.b, cut.via))
             yield CutLink(a, b, via if cut.carried else "", cut.state, cut.seconds)
@@ -139,10 +141,10 @@ class RunState:
     def evictions(self) -> Iterator[tuple[pb.Eviction, str]]:
         """Evictions, each with a sentence."""
         for eviction in self.description.evictions:
-            yield eviction, f"{named(eviction.member)}: {eviction.reason}"
+            yield eviction, f"{name_and_place(eviction.member)}: {eviction.reason}"
 
 
-def _seats_of(entry: pb.MemberDescription) -> Iterator[SeatState]:
+def _seat_states(entry: pb.MemberDescription) -> Iterator[SeatState]:
     reports = {seat.stage: seat for seat in entry.report.seats}
     reasons = iter(entry.why)
     if not entry.member.seats:
@@ -151,6 +153,6 @@ def _seats_of(entry: pb.MemberDescription) -> Iterator[SeatState]:
         yield SeatState(stage, entry, reports.get(stage, pb.SeatReport()), next(reasons, ""))
 
 
-def named(member: pb.Member) -> str:
+def name_and_place(member: pb.Member) -> str:
     """The node's name with its place."""
     return f"{member.node} ({place_of(member)})"

@@ -32,14 +32,14 @@ class SamplesFile:
             self.file = self._open_file(self._path)
             if begins:
                 self.file.append(f"# Samples of {self._run}\n\n".encode())
-        self.file.append(markdown(sample).encode(errors="replace"))
+        self.file.append(sample_markdown(sample).encode(errors="replace"))
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
 
-def in_report(samples: Iterable[Sampled]) -> list[Sample]:
+def samples_to_report(samples: Iterable[Sampled]) -> list[Sample]:
     """The samples as a node reports them to the registry."""
     return [
         Sample(step=sample.step, prompt=sample.prompt[:MOST_SAMPLE], text=sample.text[:MOST_SAMPLE])
@@ -47,7 +47,7 @@ def in_report(samples: Iterable[Sampled]) -> list[Sample]:
     ]
 
 
-def markdown(sample: Sampled) -> str:
+def sample_markdown(sample: Sampled) -> str:
     """A section of `samples.md`. The fence is longer than any in the text."""
     prompt = shown(sample.prompt)
     title = f"Step {sample.step}" + (f", after {_code(prompt)}" if prompt else "")

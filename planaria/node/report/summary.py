@@ -39,7 +39,7 @@ def summarize(
 
     Figures without records are None (losses) or 0.
     """
-    counted = [entry for part in parts(entries) for entry in part]
+    counted = [entry for part in parts_of_run(entries) for entry in part]
     aborted = sum(isinstance(entry.event, events.Aborted) for entry in counted)
     rolled_back = sum(back.lost - back.to for back in rollbacks(counted))
     places = (run.model.body_stages + 1) * run.swarm.replicas
@@ -70,8 +70,8 @@ def summarize(
             "extra": audit.extra,
         },
         "goodput": len(lines) / seconds if seconds > 0 else 0.0,
-        "wall": wall(entries, places),
-        "cost": {"policy": run.recovery.policy, **cost(entries, places)},
+        "wall": wall_seconds(entries, places),
+        "cost": {"policy": run.recovery.policy, **cost_of_policy(entries, places)},
         "skipped_steps": sum(line["skipped"] for line in lines),
         "failed_saves": sum(isinstance(entry.event, events.SaveFailed) for entry in entries),
         "replicas_identical": replicas_identical(entries),
@@ -90,7 +90,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-def parts(entries: Iterable[events.Entry]) -> list[list[events.Entry]]:
+def parts_of_run(entries: Iterable[events.Entry]) -> list[list[events.Entry]]:
     """The events of each start of the swarm, without events (except commits) after the swarm is
     being ended. A part begins with a start of the registry, unless this replaces one that has just
     exited."""
@@ -117,7 +117,7 @@ def seconds_of_training(lines: Sequence[Line], entries: Iterable[events.Entry]) 
     """Seconds from the first begin to the last commit, without pauses between parts of the run."""
     if not lines:
         return 0.0
-    runs = [part for part in parts(entries) if part]
+    runs = [part for part in parts_of_run(entries) if part]
     commits = [
         entry.time for part in runs for entry in part if isinstance(entry.event, events.Committed)
     ]
@@ -155,7 +155,7 @@ def rollbacks(entries: Iterable[events.Entry]) -> Iterator[Rollback]:
 
 
 def last_validation(entries: Iterable[events.Entry]) -> float | None:
-    """The newest validation loss, nats a token."""
+    """The run's newest validation loss, nats a token."""
     losses = [entry.event.loss for entry in entries if isinstance(entry.event, events.Validated)]
     return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
@@ -168,7 +168,7 @@ def rebuilds(entries: Iterable[events.Entry]) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     committed = 0
-    for part in parts(entries):
+    for part in parts_of_run(entries):
         ordered: dict[str, events.RebuildOrdered] = {}  # by node
         with_state: set[str | None] = set()  # nodes that have had a state
         back: Rollback | None = None  # since the last commit
@@ -190,10 +190,12 @@ def rebuilds(entries: Iterable[events.Entry]) -> list[dict[str, Any]]:
                     with_state.add(node)  # no loss: the run begins
                 case events.StageRebuilt(node=node, stage=stage) as rebuilt:
                     if node in ordered or back is None:
-                        rows.append(_row(rebuilt, entry.time, ordered.pop(node, None), part))
+                        rows.append(
+                            _rebuild_row(rebuilt, entry.time, ordered.pop(node, None), part)
+                        )
                     elif node not in with_state and stage not in stages_done:
                         stages_done.add(stage)
-                        rows.append(_row(rebuilt, entry.time, back, part))
+                        rows.append(_rebuild_row(rebuilt, entry.time, back, part))
                     with_state.add(node)
     return rows
 
@@ -208,7 +210,7 @@ def _add_beside(rows: Sequence[dict[str, Any]], relearning: events.RelearnedBesi
             return
 
 
-def _row(
+def _rebuild_row(
     rebuilt: events.StageRebuilt,
     at: float,
     cause: events.RebuildOrdered | Rollback | None,
@@ -216,7 +218,7 @@ def _row(
 ) -> dict[str, Any]:
     """A rebuild's row in the summary. `at`: Unix seconds. `cause`: the driver's order, or the
     rollback."""
-    loss_entry = _replaced(rebuilt, at, entries)
+    loss_entry = _loss_before(rebuilt, at, entries)
     noticed = noticed_at(rebuilt, at, entries)
     figures = events.fields(rebuilt)
     row = {key: figures[key] for key in ("stage", "method", "step", "sources", "bytes")}
@@ -242,7 +244,7 @@ def noticed_at(rebuilt: events.StageRebuilt, at: float, entries: Sequence[events
     """When any node first noticed the loss that the rebuild repairs, Unix seconds. Without a loss
     (an evicted node returned): when the driver began to wait. `at`: time of the rebuild, Unix
     seconds."""
-    loss_entry, stage = _replaced(rebuilt, at, entries), rebuilt.stage
+    loss_entry, stage = _loss_before(rebuilt, at, entries), rebuilt.stage
     if loss_entry is not None:
         late = NOTICED_LATE if isinstance(loss_entry.event, events.Exited) else 0.0
         for entry in entries:
@@ -268,7 +270,7 @@ def stall_seconds(
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, entries))
 
 
-def _replaced(
+def _loss_before(
     rebuilt: events.StageRebuilt, at: float, entries: Sequence[events.Entry]
 ) -> events.Entry | None:
     """The newest loss in the slot of the rebuilt seat's process. It counts if it was of the same
@@ -276,7 +278,7 @@ def _replaced(
     node replaces the last loss at the stage, unless its state was copied from a replica."""
     if was_added(rebuilt.node):
         copied = rebuilt.method in COPIED
-        return None if copied else _lost_last(rebuilt.stage, at, entries)
+        return None if copied else _last_loss_at(rebuilt.stage, at, entries)
     node = node_of(rebuilt.node)
     nodes: dict[int, list[str | None]] = {}  # by process, in order
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
@@ -300,7 +302,7 @@ def _replaced(
     return None
 
 
-def _lost_last(stage: int, at: float, entries: Iterable[events.Entry]) -> events.Entry | None:
+def _last_loss_at(stage: int, at: float, entries: Iterable[events.Entry]) -> events.Entry | None:
     """The newest loss of a node with a seat at the stage, unless rebuilt since."""
     seats: set[str | None] = set()
     newest = None
@@ -318,7 +320,7 @@ def _lost_last(stage: int, at: float, entries: Iterable[events.Entry]) -> events
     return newest
 
 
-def wall(entries: Iterable[events.Entry], places: int) -> dict[str, float]:
+def wall_seconds(entries: Iterable[events.Entry], places: int) -> dict[str, float]:
     """Seconds by part, averaged over the run's places (stages times replicas), each of which may
     have had several nodes in sequence."""
     newest = {entry.node: entry.event for entry in entries if isinstance(entry.event, events.Wall)}
@@ -328,10 +330,10 @@ def wall(entries: Iterable[events.Entry], places: int) -> dict[str, float]:
     }
 
 
-def cost(entries: Iterable[events.Entry], places: int) -> dict[str, Any]:
+def cost_of_policy(entries: Iterable[events.Entry], places: int) -> dict[str, Any]:
     """Cost of the policy, by all nodes' last events: `extra_bytes` sent and written in all;
     `memory_bytes` of the present nodes in all `places`. `critical_seconds` of the compute thread
-    are averaged over the places. `parts` has the same by kind of redundant state."""
+    are averaged over the places. `parts_of_run` has the same by kind of redundant state."""
     slots: dict[int, str] = {}  # process id -> slot
     place_of: dict[str | None, str] = {}  # node -> slot
     by_node: dict[str | None, events.CostSoFar] = {}  # node -> its last event
@@ -384,7 +386,7 @@ def replicas_identical(entries: Iterable[events.Entry]) -> bool:
     return all(len(replicas) == 1 for replicas in digests.values())
 
 
-def tell(summary: dict[str, Any]) -> Iterator[str]:
+def summary_sentences(summary: dict[str, Any]) -> Iterator[str]:
     """The essence of a summary, in sentences."""
     loss = {key: "-" if value is None else f"{value:.4f}" for key, value in summary["loss"].items()}
     yield (
@@ -393,9 +395,9 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
         f"{loss['last']} at last, {loss['validation']} in validation"
     )
     for rebuild in summary["rebuilds"]:
-        if not _resumed(rebuild):
-            yield _rebuild(rebuild)
-    resumed = sorted({rebuild["step"] for rebuild in filter(_resumed, summary["rebuilds"])})
+        if not _is_of_rollback(rebuild):
+            yield _rebuild_sentence(rebuild)
+    resumed = sorted({rebuild["step"] for rebuild in filter(_is_of_rollback, summary["rebuilds"])})
     if resumed:
         yield f"resumed at step {', '.join(map(str, resumed))}"
     if summary["rolled_back_steps"]:
@@ -421,7 +423,7 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _rebuild(row: Mapping[str, Any]) -> str:
+def _rebuild_sentence(row: Mapping[str, Any]) -> str:
     fallback = " (a fallback)" if row.get("fallback") else ""
     others = {"kind": events.StageRebuilt.kind, "time": 0.0, "node": "", "fetch_seconds": 0.0}
     entry = events.parse({**others, **row})
@@ -441,7 +443,7 @@ def draw_loss(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    counted = [entry for part in parts(entries) for entry in part]
+    counted = [entry for part in parts_of_run(entries) for entry in part]
     figure = Figure(figsize=(9, 5), dpi=120)
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_axes((0.08, 0.1, 0.9, 0.83))
@@ -460,7 +462,7 @@ def draw_loss(
             zorder=4,
         )
     end = max([run.steps, *steps])
-    for number, (at, text) in enumerate(marks(counted)):
+    for number, (at, text) in enumerate(plot_marks(counted)):
         step = min(at, end)  # the run may have gone back from a later one
         beside = "left" if step < 0.8 * end else "right"
         axes.axvline(step, color=_LOSS, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
@@ -505,7 +507,7 @@ def _validations(entries: Iterable[events.Entry]) -> dict[int, float]:
     return losses
 
 
-def marks(entries: Sequence[events.Entry]) -> list[tuple[int, str]]:
+def plot_marks(entries: Sequence[events.Entry]) -> list[tuple[int, str]]:
     """Annotations of the plot by step: rebuilds of stages with their methods, nodes killed at
     stages that survived, and rollbacks."""
     counts: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
@@ -513,7 +515,7 @@ def marks(entries: Sequence[events.Entry]) -> list[tuple[int, str]]:
     for row in rebuilds(entries):
         step = row.get("rolled_back", {"from": row["step"]})["from"]
         rebuilt.add((row["stage"], step + 1))
-        if not _resumed(row):
+        if not _is_of_rollback(row):
             counts.setdefault(step, {}).setdefault(row["stage"], Counter())[row["method"]] += 1
     for entry in entries:
         match entry.event:
@@ -530,7 +532,7 @@ def marks(entries: Sequence[events.Entry]) -> list[tuple[int, str]]:
     return [(step, "\n".join(lines)) for step, lines in sorted(texts.items())]
 
 
-def _resumed(row: Mapping[str, Any]) -> bool:
+def _is_of_rollback(row: Mapping[str, Any]) -> bool:
     """Whether the row is part of a rollback of all stages."""
     return row["method"] in OWN and "fallback" not in row  # else it was ordered for its stage
 

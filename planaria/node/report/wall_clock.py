@@ -6,7 +6,7 @@ PARTS = ("compute", "average", "rebuild", "send", "idle")
 
 
 class WallClock:
-    """Seconds by part; they add up to the time between the first and the last sample."""
+    """A node's wall time in seconds, by part: in all, from the first sample to the last."""
 
     def __init__(self, now: float) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)

@@ -22,17 +22,17 @@ HALF: Final = torch.bfloat16.itemsize
 GATES: Final = (GATE, UP)
 
 
-def saved(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
+def saved_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
     """Bytes that a microbatch keeps from its forward to its backward pass."""
     row = VALUE * run.training.microbatch * config.context * config.crossing
     if stage == 0:  # tokens and their embedding
         return row + run.training.microbatch * (config.context + 1) * torch.int64.itemsize
     if run.training.recompute:
         return row * (len(config.layers_of(stage)) + 1)
-    return len(config.layers_of(stage)) * _block(run, config, narrow) + row
+    return len(config.layers_of(stage)) * _block_bytes(run, config, narrow) + row
 
 
-def _block(run: RunFile, config: ModelConfig, narrow: bool) -> int:
+def _block_bytes(run: RunFile, config: ModelConfig, narrow: bool) -> int:
     """Bytes that autograd keeps of one block: inputs of norms and of trained matrices, q, k, v,
     outputs of attention and the SwiGLU. Of a frozen norm it keeps the input alone, not its
     result. Under autocast most is half as wide, each matrix has a cast of its input, and all
@@ -50,17 +50,17 @@ def _block(run: RunFile, config: ModelConfig, narrow: bool) -> int:
         width += len(targets) * lora.rank
         casts = config.trained_in(1) // config.cut[0]
     if lora is None or not (narrow or lora.base):
-        casts += _matrices(config) // config.cut[0]
+        casts += _matrix_values(config) // config.cut[0]
     return norms + (HALF * (tokens * width + casts) if half else VALUE * tokens * width)
 
 
 @cache
-def _matrices(config: ModelConfig) -> int:
+def _matrix_values(config: ModelConfig) -> int:
     """Number of values in stage 1's matrices."""
     return sum(shape.numel() for shape in parameter_shapes(config, 1) if len(shape) == 2)
 
 
-def working(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
+def working_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
     """Temporary bytes of a backward pass: gradients of what was saved, and of a matrix; with
     recomputation a block's activations. At stage 0: the head's, and its loss.
 
@@ -72,18 +72,18 @@ def working(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False)
     values = config.dim * (config.hidden if stage else config.vocabulary)
     matrix = (VALUE + HALF if half else VALUE) * values
     if config.lora is not None:
-        matrix = _unpacked(config.base_of(stage), half) * values
+        matrix = _unpacking_bytes(config.base_of(stage), half) * values
     if stage == 0:
         logits = VALUE * tokens * config.vocabulary
         kept, cast = (logits // 2, HALF * values) if half else (logits, 0)
         cast = 0 if narrow and config.lora is not None else cast
         return max(3 * logits, kept + matrix) + cast + 5 * VALUE * tokens * config.dim
-    again = _block(run, config, narrow) if run.training.recompute else 0
+    again = _block_bytes(run, config, narrow) if run.training.recompute else 0
     hidden = 2 if config.lora is None else 3
     return VALUE * tokens * (hidden * config.hidden + config.dim) + matrix + again
 
 
-def _unpacked(base: Base | None, half: bool) -> int:
+def _unpacking_bytes(base: Base | None, half: bool) -> int:
     """Temporary bytes of a value of a packed matrix that is unpacked."""
     match base:
         case "int8":

@@ -28,12 +28,12 @@ from planaria.node.model.modules import (
 )
 from planaria.node.model.quantized import slots, words_of
 from planaria.node.ports import Learned
-from planaria.node.stage.initial import Beginning, NotHereError
+from planaria.node.stage.initial import InitialStages, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
 from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.work import TorchWork
-from planaria.node.state.boundary import Fetched
+from planaria.node.state.boundary import FetchedTensors
 from planaria.node.state.stage_state import TENSORS, StageState, StateId
 from planaria.node.state.twin import Twin, next_stage
 from planaria.node.transaction.commits import of_stage
@@ -62,7 +62,7 @@ class TorchStage:
         self,
         node: str,
         stage: int,
-        beginning: Beginning,
+        beginning: InitialStages,
         device: torch.device,
         corpus: Data | None = None,
         begun: bool = False,
@@ -80,7 +80,7 @@ class TorchStage:
         bf16 = run.training.precision == "bf16"
         self._base = None if config.lora is None else Frozen(self._module, bf16)
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
-        self.tensors = dict(self.optimizer.state(optimizer=True))
+        self.tensors = dict(self.optimizer.state())
         self.gradient = self.optimizer.gradient
         self.work = TorchWork(node, self._module, self.optimizer, run, config, corpus, room)
         self._reduced_norm = self._omega = 0.0
@@ -116,23 +116,23 @@ class TorchStage:
     def _learned(self) -> Learned:
         return Learned(self.digest(), self._omega, self.optimizer.steps)
 
-    def initial(self, stage: int, lineage: int) -> StageState:
+    def initial_state(self, stage: int, lineage: int) -> StageState:
         if self._base is None:
-            weights = self._of_checkpoint(stage)
+            weights = self._initial_weights(stage)
         else:
             weights = self._beginning.adapters(stage)
         moments = TENSORS[1 : self.config.tensors_in(stage)]
         tensors = {"weights": weights} | {name: torch.zeros_like(weights) for name in moments}
-        return StageState(_before(stage, lineage), tensors, 0.0, 0, pb.Commit(), 0)
+        return StageState(_initial_id(stage, lineage), tensors, 0.0, 0, pb.Commit(), 0)
 
-    def of_checkpoint(self, stage: int) -> StageState:
+    def checkpoint_state(self, stage: int) -> StageState:
         if self._base is None or stage != self.stage or self.weightless:
-            weights = self._of_checkpoint(stage)
+            weights = self._initial_weights(stage)
         else:
             weights = self._base.words()
-        return StageState(_before(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
+        return StageState(_initial_id(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
 
-    def _of_checkpoint(self, stage: int) -> Tensor:
+    def _initial_weights(self, stage: int) -> Tensor:
         """Flat initial weights, or words of the base, float32 [n] on the CPU. Raises
         ComplaintError."""
         try:
@@ -145,7 +145,7 @@ class TorchStage:
     def lacking(self) -> int:
         return self._base.size if self._base is not None and self.weightless else 0
 
-    def take_in(self, weights: Tensor, giver: str) -> None:
+    def take_frozen_weights(self, weights: Tensor, giver: str) -> None:
         assert self._base is not None
         self._check_origin(weights, giver)
         self._base.put(weights.to(self._device))
@@ -180,14 +180,16 @@ class TorchStage:
                 CHECKSUM,
             )
 
-    def lesson(self, fetched: Fetched, lost: Collection[int]) -> StageLesson:
+    def lesson(self, fetched: FetchedTensors, lost: Collection[int]) -> StageLesson:
         assert isinstance(self._module, BodyStage), "stage 0 is not guessed"
         bf16 = self.run.training.precision == "bf16"
         return StageLesson(self._module, self.optimizer, fetched, lost, bf16)
 
     @torch.no_grad()
-    def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
-        forms = self._forms(head, len(shown))
+    def evaluate(
+        self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None
+    ) -> Tensor:
+        forms = self._input_forms(head, len(shown))
         if [(x.dtype, x.shape[2:]) for x in shown] != forms or any(x.dim() < 2 for x in shown):
             shapes = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
             raise ValueError(f"stage {self.stage} can't evaluate {shapes}")
@@ -203,7 +205,7 @@ class TorchStage:
             if ((tokens < 0) | (tokens >= self.config.vocabulary)).any():
                 raise ValueError(f"a token outside the vocabulary of {self.config.vocabulary}")
         try:
-            module = self._module if weights is None else self._with(weights)
+            module = self._module if weights is None else self._module_with(weights)
             x, *beside = (tensor.to(self._device) for tensor in shown)
             if not isinstance(module, EmbeddingStage):
                 y: Tensor = module(x)
@@ -214,11 +216,11 @@ class TorchStage:
         except RuntimeError as error:  # out of memory, for example
             raise ValueError(f"stage {self.stage} can't evaluate it: {error}") from error
 
-    def part_of(self, name: object, first: object) -> Tensor:
+    def tokenizer_part(self, name: object, first: object) -> Tensor:
         part = bytearray(read_part(self._folders, name, first))
         return torch.from_numpy(np.frombuffer(part, np.uint8))
 
-    def _forms(self, head: bool, count: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    def _input_forms(self, head: bool, count: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Expected dtypes, and shapes without rows and tokens, of an evaluation's inputs. The
         second input is targets for the head, or document starts for block-causal attention."""
         inner: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, (self.config.crossing,))
@@ -227,7 +229,7 @@ class TorchStage:
         beside = self.stage == 0 and count > 1 and (head or self.config.block_causal)
         return [first, tokens] if beside else [first]
 
-    def _with(self, weights: Tensor) -> Stage:
+    def _module_with(self, weights: Tensor) -> Stage:
         """The stage with these weights, float32 [n] as in `tensors`; cached while they exist."""
         if self._other is None or self._other[0]() is not weights:
             on_device = weights.data.to(self._device)
@@ -247,7 +249,7 @@ class TorchStage:
 
 
 def guess_stage(
-    beginning: Beginning, stage: int, method: str, sources: Sequence[checkfree.GuessSource]
+    beginning: InitialStages, stage: int, method: str, sources: Sequence[checkfree.GuessSource]
 ) -> tuple[Tensor, float]:
     """`checkfree.guess` of each tensor that all sources have in its shape, at its relative depth.
     Others begin anew, and are named in the log. A source's ω counts in relation to its layers."""
@@ -278,7 +280,7 @@ def guess_stage(
     return weights, omega
 
 
-def _before(stage: int, lineage: int) -> StateId:
+def _initial_id(stage: int, lineage: int) -> StateId:
     """Id of the state before the first step."""
     return StateId(stage, lineage, step=0, made=NEVER)
 
@@ -292,7 +294,7 @@ def make_twin(
     """A twin of the next stage, in its state at step 0. Called in the compute thread. Raises
     NotHereError."""
     twin_stage = next_stage(seat.stage, seat.config.stages)
-    module = Beginning(seat.run, seat.config, checkpoint, own).stage(twin_stage).to(device)
+    module = InitialStages(seat.run, seat.config, checkpoint, own).stage(twin_stage).to(device)
     return Twin(
         node=seat.node,
         stage=seat.stage,

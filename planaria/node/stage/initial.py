@@ -24,9 +24,9 @@ class NotHereError(ValueError):
     """Error of a stage's initial weights that this machine lacks; the message says why."""
 
 
-class Beginning(NamedTuple):
-    """Sources of the initial state. `checkpoint`: of `model.from`; None: this machine lacks it, or
-    the run has none. `own`: what the code of `model.module` builds."""
+class InitialStages(NamedTuple):
+    """The stages before the first step, by their sources. `checkpoint`: of `model.from`; None: this
+    machine lacks it, or the run has none. `own`: what the code of `model.module` builds."""
 
     run: RunFile
     config: ModelConfig
@@ -47,7 +47,7 @@ class Beginning(NamedTuple):
         return initial_adapters(self.config, stage, self.run.seed)
 
     def base(self, stage: int) -> Stage:
-        """The stage without adapters. Raises NotHereError."""
+        """A stage's initial module without adapters. Raises NotHereError."""
         origin, content = self.run.model.origin, self.run.model.content
         if origin is None:
             return build_stage(self.config, stage, self.run.seed, self.own)

@@ -9,7 +9,7 @@ import torch
 from planaria.node.model.lora import copy_with
 from planaria.node.model.modules import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.relearn import PairSlice, PairSliceResult
 from planaria.node.wire.frames import Frame, NonFiniteError
 from planaria.node.wire.tensors import decode
@@ -28,7 +28,7 @@ class StageLesson:
         self,
         stage: BodyStage,
         optimizer: StageOptimizer,
-        fetched: Fetched,
+        fetched: FetchedTensors,
         lost: Collection[int],
         bf16: bool,
     ) -> None:
@@ -93,7 +93,8 @@ class StageLesson:
 
 
 def boundary_tensor(frame: Frame) -> torch.Tensor:
-    """bf16 [B, T, crossing] on the CPU. Raises WireError for a damaged or non-finite frame."""
+    """A frame's boundary tensor, bf16 [B, T, crossing] on the CPU. Raises WireError for a damaged
+    or non-finite frame."""
     parts = decode(frame.descriptors, frame.payload)
     if not all(torch.isfinite(part).all() for part in parts):
         raise NonFiniteError("it is not finite")

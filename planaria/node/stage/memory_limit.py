@@ -86,6 +86,6 @@ class DeviceRoom:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """PyTorch has an exception class for GPUs, and only messages for the CPU and MPS."""
+    """Whether a device is out of memory: for the CPU and MPS, PyTorch's messages alone say so."""
     match = re.search("DefaultCPUAllocator|MPS backend out of memory", str(error))
     return isinstance(error, torch.OutOfMemoryError) or match is not None

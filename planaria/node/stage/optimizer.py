@@ -41,7 +41,7 @@ TURNS = 8
 double the cost of checks."""
 
 
-def digest(*flats: Tensor, steps: int = 0) -> bytes:
+def digest_of(*flats: Tensor, steps: int = 0) -> bytes:
     """Device-independent digest, 16 bytes, of the bits of each float32 [n], and of `steps`.
 
     The bits of each block of 8 KiB are added on the device as integers of 64 bits, in one pass over
@@ -178,18 +178,15 @@ class StageOptimizer:
                     weights.sub_(orthogonalized(matrix).mul(scale))
 
     def squared_norm(self) -> float:
-        """Squared norm of the gradient, in float64; inf or nan if any element is."""
+        """Squared norm of the gradient, in float64, which float32 squares can't overflow; inf or
+        nan if any element is."""
         return squared_norm(self.gradient)
-
-    def finite(self) -> bool:
-        """Whether the gradient is finite: float32 squares can't overflow float64."""
-        return math.isfinite(self.squared_norm())
 
     def digest(self) -> bytes:
         """Digest, 16 bytes, of the weights, `steps`, and the slice `in_turn` of the moments."""
         covered = self.in_turn()
-        moments = [moment[covered] for _, moment in self.state(optimizer=True)[1:]]
-        return digest(self.weights, *moments, steps=self.steps)
+        moments = [moment[covered] for _, moment in self.state()[1:]]
+        return digest_of(self.weights, *moments, steps=self.steps)
 
     def in_turn(self) -> slice:
         """Slice of the moments that the digest covers until the next update."""
@@ -197,12 +194,12 @@ class StageOptimizer:
         first, end = size * turn // TURNS, size * (turn + 1) // TURNS
         return slice(first + first % 2, end + end % 2)  # integers of 64 bits
 
-    def state(self, optimizer: bool) -> list[tuple[str, Tensor]]:
-        """Named tensors, not copies: weights, and with `optimizer` the moments too."""
+    def state(self) -> list[tuple[str, Tensor]]:
+        """The stage's weights and moments themselves, by name."""
         tensors = [("weights", self.weights), ("first_moment", self.first_moment)]
         if not self._muon:
             tensors.append(("second_moment", self.second_moment))
-        return tensors if optimizer else tensors[:1]
+        return tensors
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
         """Copy in a `state`, from any device; the weights alone reset the moments.
@@ -212,7 +209,7 @@ class StageOptimizer:
         """
         new = dict(tensors)
         has_moments = len(new) > 1
-        own = dict(self.state(optimizer=True))
+        own = dict(self.state())
         wanted = list(own) if has_moments else ["weights"]
         if sorted(new) != sorted(wanted):
             raise ValueError(

@@ -33,7 +33,7 @@ class OwnCodeError(ValueError):
     """Error of code that can't be loaded, or is no architecture; the message says what to do."""
 
 
-def load(config: ModelConfig) -> tuple[Architecture, str]:
+def load_architecture(config: ModelConfig) -> tuple[Architecture, str]:
     """Import the code of `config.own` and build, with or without `model.parts` in the run file.
     Returns the architecture and the digest of the code. Raises OwnCodeError."""
     assert config.own is not None
@@ -68,10 +68,10 @@ def load(config: ModelConfig) -> tuple[Architecture, str]:
                 f"{name} returns {type(architecture).__name__}, which has no method {method}: "
                 "docs/own-architecture.md lists the methods"
             )
-    return architecture, digest(module)
+    return architecture, code_digest(module)
 
 
-def digest(module: ModuleType) -> str:
+def code_digest(module: ModuleType) -> str:
     """Digest of the module's file, or of all Python files of its package."""
     top = sys.modules[module.__name__.partition(".")[0]]
     files = [(Path(), Path(str(module.__file__)))]
@@ -85,7 +85,7 @@ def digest(module: ModuleType) -> str:
     return hasher.hexdigest()
 
 
-def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Shapes]:
+def trial_shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Shapes]:
     """Parameter shapes of the ends and of each block. A trial pass on the meta device, without
     computation, checks the shapes of outputs. Raises OwnCodeError."""
     assert config.own is not None
@@ -94,8 +94,10 @@ def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Sha
         with kept_random_state(), torch.device("meta"), torch.no_grad():
             ends = architecture.ends()
             blocks = [architecture.block(layer) for layer in range(config.layers)]
-            shapes_of_ends = _parameters(f"the ends of {name}", ends)
-            first, *others = (_parameters(f"block {n} of {name}", b) for n, b in enumerate(blocks))
+            shapes_of_ends = _parameter_shapes(f"the ends of {name}", ends)
+            first, *others = (
+                _parameter_shapes(f"block {n} of {name}", b) for n, b in enumerate(blocks)
+            )
             for method in ("embed", "logits"):
                 if not callable(getattr(ends, method, None)):
                     raise OwnCodeError(f"the ends of {name} have no method {method}")
@@ -107,7 +109,7 @@ def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Sha
                         "all blocks parameters of the same names and shapes in the same order, "
                         "since a lost stage is estimated from its neighbours"
                     )
-            _try(name, ends, blocks, config)
+            _try_passes(name, ends, blocks, config)
     except OwnCodeError:
         raise
     except Exception as error:
@@ -117,7 +119,7 @@ def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Sha
     return shapes_of_ends, first
 
 
-def _parameters(part: str, module: object) -> Shapes:
+def _parameter_shapes(part: str, module: object) -> Shapes:
     if not isinstance(module, nn.Module):
         raise OwnCodeError(f"{part}: {type(module).__name__} is not a torch.nn.Module")
     named = list(module.named_parameters())
@@ -134,26 +136,26 @@ def _parameters(part: str, module: object) -> Shapes:
 
 
 def _differences(first: Shapes, second: Shapes) -> Iterator[str]:
-    """The differences in words."""
+    """How two lists of parameter shapes differ, in words."""
     for (name, shape), (other_name, other_shape) in zip(first, second, strict=False):
         if (name, shape) != (other_name, other_shape):
             yield f"{name} {list(shape)} is not {other_name} {list(other_shape)}"
     yield f"{len(first)} parameters are not {len(second)}"
 
 
-def _try(name: str, ends: nn.Module, blocks: list[nn.Module], config: ModelConfig) -> None:
+def _try_passes(name: str, ends: nn.Module, blocks: list[nn.Module], config: ModelConfig) -> None:
     tokens = torch.zeros(1, min(TRIED, config.context), dtype=torch.int64)
     through = [1, tokens.shape[1], config.dim]
     x: Tensor = ends.embed(tokens)  # type: ignore[operator]
-    _check(f"embed of {name}", x, through)
+    _check_output(f"embed of {name}", x, through)
     for layer, block in enumerate(blocks):
         x = block(x)
-        _check(f"block {layer} of {name}", x, through)
+        _check_output(f"block {layer} of {name}", x, through)
     logits = ends.logits(x)  # type: ignore[operator]
-    _check(f"logits of {name}", logits, [*through[:2], config.vocabulary])
+    _check_output(f"logits of {name}", logits, [*through[:2], config.vocabulary])
 
 
-def _check(part: str, output: object, wanted: list[int]) -> None:
+def _check_output(part: str, output: object, wanted: list[int]) -> None:
     shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != wanted:
         raise OwnCodeError(
@@ -162,12 +164,12 @@ def _check(part: str, output: object, wanted: list[int]) -> None:
         )
 
 
-def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
-    """The code on this machine, if it matches the run file. Raises OwnCodeError."""
+def load_checked(run: RunFile, config: ModelConfig) -> Architecture:
+    """Loads the run's own architecture, if it matches the run file. Raises OwnCodeError."""
     assert config.own is not None
     if config.own.decoder:
-        return _decoder_as_said(config)
-    architecture, source = load(config)
+        return _load_checked_decoder(config)
+    architecture, source = load_architecture(config)
     name, parts = config.own.module, run.model.parts
     if parts is None:
         raise OwnCodeError(
@@ -179,14 +181,14 @@ def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
             f"{name} on this machine, {path}, differs from the run's code: its digest is {source}"
             f", not {parts.source}: copy the code from the machine where the run was begun"
         )
-    for expected, built in zip(config.own[2:4], shapes(architecture, config), strict=True):
+    for expected, built in zip(config.own[2:4], trial_shapes(architecture, config), strict=True):
         if expected != built:
             difference = next(_differences(expected, built))
             raise OwnCodeError(f"{name} builds another model than in the run file: {difference}")
     return architecture
 
 
-def _decoder_as_said(config: ModelConfig) -> Architecture:
+def _load_checked_decoder(config: ModelConfig) -> Architecture:
     """The class of transformers, if it matches the run file and passes the trial here, too. Raises
     OwnCodeError."""
     from planaria.node.model.decoder import Decoder, DecoderError
@@ -210,20 +212,20 @@ def _decoder_as_said(config: ModelConfig) -> Architecture:
     return decoder
 
 
-def fill_in(run: RunFile) -> RunFile:
+def add_parts(run: RunFile) -> RunFile:
     """Add `model.parts` to a run file that has its vocabulary. Raises OwnCodeError."""
     config = run.model.config
     if config.own is None or run.model.vocabulary is None:
         raise OwnCodeError("the run file must have model.module and model.vocabulary")
-    architecture, source = load(config)
-    ends, block = shapes(architecture, config)
+    architecture, source = load_architecture(config)
+    ends, block = trial_shapes(architecture, config)
     return override(run, model__parts={"source": source, "ends": ends, "block": block})
 
 
 def main() -> None:
     """Read a run file from stdin, and write it with `model.parts` to stdout."""
     try:
-        sys.stdout.write(dumps(fill_in(loads(sys.stdin.read()))))
+        sys.stdout.write(dumps(add_parts(loads(sys.stdin.read()))))
     except (OwnCodeError, RunFileError) as error:
         sys.exit(" ".join(str(error).split()))
 

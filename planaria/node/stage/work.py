@@ -31,7 +31,7 @@ from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.model.modules import BodyStage, EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.activations import saved, working
+from planaria.node.stage.activations import saved_bytes, working_bytes
 from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.transaction.attempt import NoRoomError, PassResult, Visit
@@ -56,7 +56,7 @@ AHEAD = 2
 
 @dataclass
 class _AttemptState:
-    """State of the latest attempt."""
+    """What a stage keeps of the latest attempt, for its passes."""
 
     ballot: Ballot
     begin: pb.Begin
@@ -98,14 +98,16 @@ class TorchWork:
         self.corpus = corpus
         codecs = {"activation": run.wire.activations, "gradient": run.wire.gradients}
         self._forms = {
-            kind: forms(config, run.training.microbatch, codec, kind)
+            kind: frame_forms(config, run.training.microbatch, codec, kind)
             for kind, codec in codecs.items()
         }
         self._attempt = _AttemptState(NEVER, pb.Begin())
         self._room = room or DeviceRoom(self.device)
         stage = 0 if isinstance(module, EmbeddingStage) else 1
-        self._needs = saved(run, config, stage) + (working(run, config, stage) if stage else 0)
-        passes = passes_of(module, run)
+        self._needs = saved_bytes(run, config, stage) + (
+            working_bytes(run, config, stage) if stage else 0
+        )
+        passes = stage_passes(module, run)
         if isinstance(module, EmbeddingStage):
             self._embed, self._loss = passes
         else:
@@ -141,14 +143,14 @@ class TorchWork:
     def rehearse(self) -> None:
         """Run a body stage's passes for one microbatch of zeros."""
         shape = self.run.training.microbatch, self.config.context, self.config.crossing
-        with self._mode():
+        with self._pass_context():
             y = self._blocks(torch.zeros(shape, device=self.device, requires_grad=True))
         y.backward(torch.zeros_like(y))
 
     # --- passes
 
-    def _takes_up(self, ballot: Ballot, visit: Visit) -> bool:
-        """Whether this pass is still wanted."""
+    def _is_wanted(self, ballot: Ballot, visit: Visit) -> bool:
+        """Whether a visit's pass is still wanted; if so, its microbatch counts as begun here."""
         if ballot != self._attempt.ballot or visit.microbatch in self._attempt.given_up:
             return False
         self._attempt.touched.add(visit.microbatch)
@@ -156,7 +158,7 @@ class TorchWork:
 
     @contextmanager
     def _room_for(self, visit: Visit) -> Iterator[None]:
-        """Guard a pass that keeps something. Raises NoRoomError."""
+        """Guard a visit's pass that keeps tensors on the device. Raises NoRoomError."""
         kept = len(self._attempt.saved)
         try:
             if visit.waits:
@@ -168,7 +170,7 @@ class TorchWork:
             raise
 
     def embed(self, ballot: Ballot, visit: Visit) -> PassResult | None:
-        if not self._takes_up(ballot, visit):
+        if not self._is_wanted(ballot, visit):
             return None
         with self._room_for(visit):
             started = time.perf_counter()
@@ -176,32 +178,32 @@ class TorchWork:
             self._attempt.homes[visit.microbatch] = pb.Home(
                 microbatch=visit.microbatch, samples=len(ids), samples_hash=samples_hash(ids)
             )
-            with self._mode():
+            with self._pass_context():
                 x = self._embed(*inputs)
-            done = self._onward("activation", visit, x, started)
+            done = self._frame_onward("activation", visit, x, started)
         self._save(visit, targets, x)
         return done
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
-        if not self._takes_up(ballot, visit):
+        if not self._is_wanted(ballot, visit):
             return None
         if visit.at_head:
             with self._room.guarding(len(self._attempt.saved), waits=False):
-                return self._head(visit, self._decoded(visit, peer, frame))
+                return self._head(visit, self._decode_valid(visit, peer, frame))
         with self._room_for(visit):
-            x = self._decoded(visit, peer, frame)
+            x = self._decode_valid(visit, peer, frame)
             started = time.perf_counter()
-            with self._mode():
+            with self._pass_context():
                 y = self._blocks(x.requires_grad_(not self._evaluating))
-            done = self._onward("activation", visit, y, started)
+            done = self._frame_onward("activation", visit, y, started)
         self._save(visit, x, y)
         return done
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
-        if not self._takes_up(ballot, visit):
+        if not self._is_wanted(ballot, visit):
             return None
         with self._room.guarding(len(self._attempt.saved), waits=False):
-            return self._backward(visit, self._decoded(visit, peer, frame))
+            return self._backward(visit, self._decode_valid(visit, peer, frame))
 
     def _backward(self, visit: Visit, gradient: Tensor) -> PassResult:
         started = time.perf_counter()
@@ -213,26 +215,26 @@ class TorchWork:
             done = PassResult()
         else:
             assert into.grad is not None
-            done = self._onward("gradient", visit, into.grad, started)
+            done = self._frame_onward("gradient", visit, into.grad, started)
         return done._replace(seconds=self._attempt.spent.pop(visit.microbatch))
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> PassResult | None:
         if ballot != self._attempt.ballot:
             return None
-        tensor, doubles = self._decoded(visit, peer, frame), self._attempt.doubles
+        tensor, doubles = self._decode_valid(visit, peer, frame), self._attempt.doubles
         if frame.kind == "activation":
-            with self._mode():
+            with self._pass_context():
                 y = self._blocks(tensor.requires_grad_())
             doubles[visit.key] = tensor, y
         else:
             into, out = doubles.pop(visit.key)
             (y,) = torch.autograd.grad(out, into, tensor)
-        return self._onward(frame.kind, visit, y, time.perf_counter())
+        return self._frame_onward(frame.kind, visit, y, time.perf_counter())
 
     def difference(self, first: Frame, second: Frame) -> float:
         try:
-            x, *beside = self._parts(first)
-            y, *others = self._parts(second)
+            x, *beside = self._decode(first)
+            y, *others = self._decode(second)
         except WireError:
             return UNLIKE
         if not all(map(torch.equal, beside, others)):
@@ -245,7 +247,7 @@ class TorchWork:
         scored = 0 if self._evaluating else self._scored_in_window()
         started = time.perf_counter()
         targets, _ = self._attempt.saved[visit.microbatch, 0]
-        with self._mode():
+        with self._pass_context():
             loss = self._loss(x.requires_grad_(not self._evaluating), targets)
         home = self._attempt.homes.pop(visit.microbatch)
         home.loss, home.tokens = loss.item(), int((targets != UNSCORED).sum())
@@ -255,7 +257,7 @@ class TorchWork:
         # Each scored token weighs the same in the window, on any node: gradients simply add up.
         (loss / max(1, scored)).backward()
         assert x.grad is not None
-        return self._onward("gradient", visit, x.grad, started)._replace(home=home)
+        return self._frame_onward("gradient", visit, x.grad, started)._replace(home=home)
 
     def _scored_in_window(self) -> int:
         """Scored tokens of the window, a function of the step and the data."""
@@ -267,7 +269,8 @@ class TorchWork:
         return self._attempt.scored
 
     def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor, list[Tensor]]:
-        """Ids, targets and inputs; for block-causal attention also where documents begin."""
+        """A microbatch's ids, targets and inputs; for block-causal attention also the beginnings of
+        documents."""
         assert self.corpus is not None
         size = self.run.training.microbatch
         if self._evaluating:
@@ -284,10 +287,10 @@ class TorchWork:
         y, *x = (torch.from_numpy(array).to(self.device) for array in arrays)
         return ids, y, x
 
-    def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
-        """Tensor of a frame, validated. Raises ComplaintError."""
+    def _decode_valid(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
+        """The tensor of a microbatch's frame, validated. Raises ComplaintError."""
         try:
-            figures, *beside = self._parts(frame)
+            figures, *beside = self._decode(frame)
             if not (self._attempt.begin.non_finite or finite(figures)):
                 raise NonFiniteError("it is not finite")
             if self.config.block_causal and beside and (beside[0][..., -1] > 1).any():
@@ -295,16 +298,16 @@ class TorchWork:
         except WireError as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error
-        return put_together([figures, *beside], self.config)
+        return join_features([figures, *beside], self.config)
 
-    def _parts(self, frame: Frame) -> list[Tensor]:
-        """Tensors of a frame. Raises WireError."""
+    def _decode(self, frame: Frame) -> list[Tensor]:
+        """The tensors of a microbatch's frame. Raises WireError."""
         check_forms(frame.descriptors, self._forms[frame.kind])
         return decode(frame.descriptors, frame.payload, self.device)
 
-    def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> PassResult:
+    def _frame_onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> PassResult:
         figures, *_ = self._forms[kind]
-        parts = taken_apart(tensor.detach(), self.config, kind)
+        parts = split_features(tensor.detach(), self.config, kind)
         descriptors, buffers = encode(parts, figures.codec)
         onward = visit.after(kind)
         fields = {"microbatch": onward.microbatch, "position": onward.position}
@@ -323,10 +326,10 @@ class TorchWork:
     def _evaluating(self) -> bool:
         return self._attempt.begin.kind == pb.Begin.EVALUATE
 
-    def _mode(self) -> AbstractContextManager[Any]:
+    def _pass_context(self) -> AbstractContextManager[Any]:
         if self._evaluating:
             return torch.no_grad()
-        return in_precision(self.run, self.device)
+        return autocast_of(self.run, self.device)
 
     # --- gradients
 
@@ -344,21 +347,21 @@ class TorchWork:
 # where documents begin, are sent as bytes: exactly, with any codec. Only figures have gradients.
 
 
-def forms(config: ModelConfig, rows: int, codec: Codec, kind: str) -> list[Form]:
+def frame_forms(config: ModelConfig, rows: int, codec: Codec, kind: str) -> list[Form]:
     """Tensor forms of an "activation" or "gradient" of `rows` samples."""
     figures = Form("float32", (rows, config.context, config.written), codec)
     beside = Form("uint8", (rows, config.context, config.beside))
     return [figures, beside] if config.beside and kind == "activation" else [figures]
 
 
-def taken_apart(x: Tensor, config: ModelConfig, kind: str) -> list[Tensor]:
+def split_features(x: Tensor, config: ModelConfig, kind: str) -> list[Tensor]:
     """Split float [B, T, crossing] into the tensors of such a frame."""
     figures, beside = x[..., : config.written], x[..., config.written :]
     return [figures, beside.byte()] if config.beside and kind == "activation" else [figures]
 
 
-def put_together(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Inverse of `taken_apart`, float [B, T, crossing]; a gradient is 0 beside the figures."""
+def join_features(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Inverse of `split_features`, float [B, T, crossing]; a gradient is 0 beside the figures."""
     figures, *beside = parts
     if not config.beside:
         return figures
@@ -369,7 +372,7 @@ def put_together(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
     return x
 
 
-def passes_of(module: EmbeddingStage | BodyStage, run: RunFile) -> list[Callable[..., Any]]:
+def stage_passes(module: EmbeddingStage | BodyStage, run: RunFile) -> list[Callable[..., Any]]:
     """The pass of a body stage, or embedding and loss of stage 0, as `run.training` says."""
     if isinstance(module, EmbeddingStage):
         passes: list[Callable[..., Any]] = [module.embed, module.loss]
@@ -379,7 +382,7 @@ def passes_of(module: EmbeddingStage | BodyStage, run: RunFile) -> list[Callable
     return [torch.compile(each) for each in passes] if run.training.compile else passes
 
 
-def in_precision(run: RunFile, device: torch.device) -> AbstractContextManager[Any]:
+def autocast_of(run: RunFile, device: torch.device) -> AbstractContextManager[Any]:
     if run.training.precision == "float32":
         return nullcontext()  # not every device has autocast
     return torch.autocast(device.type, torch.bfloat16)

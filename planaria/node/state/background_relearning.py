@@ -24,13 +24,13 @@ from planaria.recovery.relearning import ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from planaria.node.state.relearn import Course, Lesson
+    from planaria.node.state.relearn import Lesson, RelearningCourse
 
 
 class BackgroundRelearning:
     """The rest of one lesson. Belongs to the compute thread, except where stated otherwise."""
 
-    def __init__(self, lesson: Lesson, course: Course, done: pb.Relearned) -> None:
+    def __init__(self, lesson: Lesson, course: RelearningCourse, done: pb.Relearned) -> None:
         self.lesson, self.course, self.done = lesson, course, done
         terms = course.terms
         self.progress = RelearningProgress(
@@ -59,18 +59,18 @@ class BackgroundRelearning:
         return self.progress.is_due and self.update()
 
     def offer(self) -> tuple[int, int]:
-        """How many updates may enter, and how many are left then. No more are made until the
-        commit, and none at all once the learned weights aren't finite."""
+        """How many updates may enter the weights, and how many are left then. No more are made
+        until the commit, and none at all once the learned weights aren't finite."""
         made = self.progress.offer()
         self.over = self.over or not self.lesson.is_finite()
         return (0, 0) if self.over else (made, self.progress.left_then)
 
     def goes_on(self) -> None:
-        """Withdraw the offer: another attempt begins, or the same with another plan."""
+        """Withdraws the offer of updates: another attempt begins, or the same by another plan."""
         self.progress.goes_on()
 
-    def enters(self, fixed: int) -> Tensor | None:
-        """The change to add to the weights after the step's update: float32 [n], or None. Call
+    def take_change(self, fixed: int) -> Tensor | None:
+        """The learned change, to be added to the weights with a step: float32 [n], or None. Call
         `renew` next."""
         self.progress.commit(fixed)
         return self.lesson.changed() if fixed else None
@@ -104,9 +104,9 @@ class GapRelearning:
     def begin(self, task: BackgroundRelearning | None) -> None:
         self.task, self._member.relearning = task, 0 if task is None else task.left
 
-    def attempted(self, begin: pb.Begin) -> None:
-        """An attempt begins or goes on. If another node is to have the stage's weights, too, the
-        task ends."""
+    def attempt_begins(self, begin: pb.Begin) -> None:
+        """Runs background relearning in an attempt that begins or goes on. If another node is to
+        have the stage's weights, too, the task ends."""
         if self.task is None:
             return
         if other := other_holder(begin, self._member.node, self._member.stage):

@@ -59,7 +59,7 @@ class Crossing(NamedTuple):
 
 
 class KeptTensor(NamedTuple):
-    """A tensor as it crossed, or narrowed."""
+    """A boundary tensor in memory, as it crossed, or narrowed to bf16."""
 
     stages: Sequence[int]  # of the route
     descriptors: list[Descriptor]
@@ -67,7 +67,7 @@ class KeptTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Size of the kept tensor in bytes."""
         return sum(descriptor.size for descriptor in self.descriptors)
 
     @property
@@ -128,21 +128,21 @@ class BoundaryKeeper:
         """Make the attempt's tensors those of the last committed step; none, if it wasn't at
         `step`. `lineage`: how often the run has gone back to files."""
         attempt, self._attempt = self._attempt, _Step(NEVER, 0)
-        self.stand_at(step - 1, lineage)
+        self.set_state_step(step - 1, lineage)
         self._newest = lineage, step
         if attempt.step == step:
             self._committed.append(attempt)
         else:
             self._committed.clear()
 
-    def stand_at(self, step: int, lineage: int) -> None:
+    def set_state_step(self, step: int, lineage: int) -> None:
         """Set the step of this node's state; tensors that lead to another one are dropped."""
         if self._newest != (lineage, step):
             self._committed.clear()
             self._newest = lineage, step
 
     def drop(self) -> None:
-        """Drop a failed attempt."""
+        """Drop the boundary tensors of a failed attempt."""
         self._attempt = _Step(NEVER, 0)
 
     async def narrow(self) -> None:
@@ -180,12 +180,11 @@ class BoundaryKeeper:
         crossing = Crossing(int(fields["microbatch"]), int(fields["position"]), side)
         attempt.add(crossing, KeptTensor(stages, frame.descriptors, frame.payload))
 
-    def sides(
+    def tensors_for(
         self, step: int, stage: int, lost: frozenset[int]
     ) -> list[tuple[BoundaryPair, str, KeptTensor]]:
-        """Tensors for a joiner of `stage`, of the steps up to `step`, as (pair, side, tensor):
-        newest step first, each in order. Raises ValueError if there is nothing; the message says
-        why."""
+        """Boundary tensors for a joiner of `stage`, of steps up to `step`, as (pair, side, tensor):
+        newest step first, each in order. Raises ValueError that says why there are none."""
         _, newest = self._newest
         if newest != step:
             raise ValueError(
@@ -216,7 +215,7 @@ class BoundaryPair(NamedTuple):
 
 
 class BoundaryServer:
-    """Answers joiners, without state: each request says where to continue."""
+    """Sends joiners the boundary tensors kept here; each request says where to continue."""
 
     def __init__(
         self,
@@ -237,7 +236,7 @@ class BoundaryServer:
                     f"stage {request.stage} is not among the {len(request.lost)} lost stages "
                     f"(at most {LOST_LIMIT})"
                 )
-            sides = self._keeper.sides(request.step, request.stage, frozenset(request.lost))
+            sides = self._keeper.tensors_for(request.step, request.stage, frozenset(request.lost))
         except ValueError as error:
             manifest.error = str(error)
             sides = []
@@ -259,7 +258,7 @@ class BoundaryServer:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedTensors:
     """A joiner's request for boundary tensors."""
 
     step: int  # the newest step
@@ -272,8 +271,8 @@ class Wanted:
 
 
 @dataclass
-class Fetched:
-    """Fetched tensors of `shape`: bf16 on the CPU, all of them finite."""
+class FetchedTensors:
+    """Boundary tensors that a joiner has fetched, of `shape`: bf16 on the CPU, and finite."""
 
     shape: tuple[int, int, int]
     inputs: dict[BoundaryPair, Tensor] = field(default_factory=dict)
@@ -281,8 +280,8 @@ class Fetched:
     bytes: int = 0
     complaints: list[str] = field(default_factory=list)  # what is missing, and why
 
-    def whole(self) -> list[BoundaryPair]:
-        """Pairs with both sides, in order."""
+    def complete_pairs(self) -> list[BoundaryPair]:
+        """The fetched pairs with both sides, in order."""
         return sorted(self.inputs.keys() & self.outputs.keys())
 
 
@@ -309,8 +308,8 @@ class BoundaryClient:
         self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0, open_limit=limit)
 
     async def fetch(
-        self, ballot: Ballot, wanted: Wanted, neighbours: Sequence[str], deadline: float
-    ) -> Fetched:
+        self, ballot: Ballot, wanted: WantedTensors, neighbours: Sequence[str], deadline: float
+    ) -> FetchedTensors:
         """Fetch what `neighbours` have of the wanted tensors within `deadline` seconds.
 
         A neighbour that has none, is lost or silent, or sends damaged data costs only its own
@@ -339,8 +338,8 @@ class BoundaryClient:
 
 
 @dataclass
-class _Neighbour:
-    """Progress of one neighbour."""
+class _NeighbourProgress:
+    """What one neighbour was asked for, and has sent."""
 
     requested: int = 0  # frames requested so far
     received: int = 0
@@ -348,18 +347,20 @@ class _Neighbour:
 
 
 class _BoundaryFetch:
-    def __init__(self, client: BoundaryClient, number: int, ballot: Ballot, wanted: Wanted) -> None:
+    def __init__(
+        self, client: BoundaryClient, number: int, ballot: Ballot, wanted: WantedTensors
+    ) -> None:
         self._client, self._number = client, number
         self._ballot, self._wanted = ballot, wanted
-        self._waiting: dict[str, _Neighbour] = {}  # neighbours that still owe frames
+        self._waiting: dict[str, _NeighbourProgress] = {}  # neighbours that still owe frames
         self._accused: set[str] = set()
-        self._fetched = Fetched(wanted.shape)
+        self._fetched = FetchedTensors(wanted.shape)
 
     async def run(
         self, inbox: ExchangeInbox[_Answer], neighbours: Sequence[str], deadline: float
-    ) -> Fetched:
+    ) -> FetchedTensors:
         until = self._client.exchanges.now + deadline
-        self._waiting = {node: _Neighbour() for node in neighbours}
+        self._waiting = {node: _NeighbourProgress() for node in neighbours}
         for node in neighbours:
             self._ask(node)
         try:
@@ -398,7 +399,7 @@ class _BoundaryFetch:
         self._fetched.complaints.append(complaint)
 
     def _accuse(self, node: str, reason: str, cause: Cause) -> None:
-        """Accuse a node, at most once."""
+        """Accuse a node that sent invalid boundary tensors, at most once."""
         if node not in self._accused:
             self._accused.add(node)
             self._client.accuse(node, reason, cause)
@@ -434,7 +435,7 @@ class _BoundaryFetch:
     async def _take_frame(self, peer: str, frame: Frame) -> None:
         fetched = self._fetched
         try:
-            pair, side = self._expect(frame)
+            pair, side = self._wanted_pair(frame)
             tensors = fetched.inputs if side == "input" else fetched.outputs
             if any(pair[:2] == other[:2] for other in tensors):
                 name = f"microbatch {pair.microbatch} in step {pair.step}"
@@ -450,8 +451,8 @@ class _BoundaryFetch:
         tensors[pair] = tensor
         fetched.bytes += frame.size
 
-    def _expect(self, frame: Frame) -> tuple[BoundaryPair, str]:
-        """The pair and side of a frame. Raises WireError for an unwanted one."""
+    def _wanted_pair(self, frame: Frame) -> tuple[BoundaryPair, str]:
+        """The pair and side that a frame belongs to. Raises WireError for an unwanted one."""
         wanted = self._wanted
         match frame.fields:
             case {
@@ -473,12 +474,12 @@ class _BoundaryFetch:
         repeated = len(set(stages)) < len(stages)
         if repeated or not wanted.lost.issuperset(stages) or stages[index] != wanted.stage:
             raise FiguresError(f"the {side} of stages {stages[:9]} was not requested")
-        _check_due(frame.descriptors, wanted)
+        _check_wanted_form(frame.descriptors, wanted)
         return pair, side
 
 
-def _check_due(descriptors: Sequence[Descriptor], wanted: Wanted) -> None:
-    """Raises WireError unless the tensors have the wanted form."""
+def _check_wanted_form(descriptors: Sequence[Descriptor], wanted: WantedTensors) -> None:
+    """Checks that a frame's boundary tensors have the wanted form. Raises WireError."""
     if not descriptors or not _is_narrow(first := descriptors[0]):
         raise WireError("it is not one tensor of at most two bytes a value")
     samples, tokens, features = wanted.shape

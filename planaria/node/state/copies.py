@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import count
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError
@@ -27,7 +27,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, SnapshotSection
 from planaria.node.state.stage_state import TENSORS, Age, StageState, StateId
-from planaria.node.state.transfer import shorten
+from planaria.node.state.transfer import shorten, views_of
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -59,7 +59,7 @@ from planaria.recovery.snapshot_pace import MOST, Pace, share_of_rows
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Kind = Literal["snapshot", "deposit"]
+CopyKind = Literal["snapshot", "deposit"]
 Send = Callable[[str, pb.Message | Frame], bool]
 """Sends to a peer; False: there is no link to it."""
 Accuse = Callable[[str, str, Cause], None]
@@ -113,7 +113,7 @@ class Allowance:
         self._free = -math.inf  # when the next item may leave
 
     def wait(self, now: float) -> float:
-        """Seconds until an item may leave."""
+        """Seconds until the next item may leave, by the bytes per second."""
         return max(0.0, self._free - now)
 
     def spend(self, size: int, now: float) -> None:
@@ -125,10 +125,10 @@ class Allowance:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutgoingCopies:
     """A stage's updates for its holders: contents and pace."""
 
-    kind: Kind
+    kind: CopyKind
     stage: int
     period: int  # least number of steps between updates
     bytes_per_second: float
@@ -136,14 +136,14 @@ class Outgoing:
     pace: Pace | None = None  # None: it is sent however slow the link is
 
     @classmethod
-    def deposit(cls, layout: Layout) -> Outgoing:
+    def deposit(cls, layout: Layout) -> OutgoingCopies:
         """Stage 0's weights and moments, once, when its last node leaves."""
         return cls("deposit", 0, 1, math.inf, lambda: SentWhole(layout))
 
     @classmethod
     def snapshots(
         cls, stage: int, layout: Layout, snapshot: SnapshotSection, oldest: int | None = None
-    ) -> Outgoing:
+    ) -> OutgoingCopies:
         """A running snapshot: the fraction r of the blocks every rC steps. `oldest`: steps that
         rows may be old on average; a link that is too slow for that gets no snapshot."""
         period = steps_between(snapshot.fraction, snapshot.period)
@@ -156,7 +156,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class UpdateHeader:
-    """The fields of each frame of an update."""
+    """The fields of each frame of a copy's update."""
 
     kind: str
     stage: int
@@ -171,11 +171,12 @@ class UpdateHeader:
     omega: float
     boosted_at: int
     optimizer_step: int
-    perturbation: float = field(compare=False)  # may be NaN
+    # ||x - held|| of the weights when it was taken, int8's rounding included; NaN: not known
+    perturbation: float = field(compare=False)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> UpdateHeader:
-        """Raises FiguresError for a missing field, or one of a wrong type or range."""
+        """Reads a frame's fields. Raises FiguresError for a missing or invalid one."""
         values: dict[str, Any] = {}
         for header_field in fields(cls):
             value = raw.get(header_field.name)
@@ -198,7 +199,7 @@ class UpdateHeader:
 
 @dataclass
 class _Recipient:
-    """The sender's record of a holder."""
+    """What a sender knows of one holder of its copies."""
 
     sent: Sent
     started: int = -1  # step of the newest update begun
@@ -207,7 +208,7 @@ class _Recipient:
 
 @dataclass
 class _Update:
-    """The update in progress."""
+    """The update of a copy that is being sent."""
 
     holder: str
     transfer: int
@@ -223,7 +224,7 @@ class _Update:
             self.news.fulfil(None)
 
 
-class Sender:
+class CopySender:
     """Sends the state of this node's stage to its holders, to one at a time.
 
     `state` is called on the event loop, as by StateServer: a commit must change its step no later
@@ -236,7 +237,7 @@ class Sender:
     def __init__(
         self,
         exchanges: Exchanges,
-        outgoing: Outgoing,
+        outgoing: OutgoingCopies,
         state: Callable[[], StageState | None],
         send: Send,
         silence: float = SILENCE,
@@ -262,7 +263,7 @@ class Sender:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes kept here for the holders."""
+        """Bytes that the sender keeps for its holders."""
         states = {id(recipient.sent): recipient.sent for recipient in self._recipients.values()}
         update_bytes = self._update.memory_bytes if self._update else 0
         return sum(sent.memory_bytes for sent in states.values()) + update_bytes
@@ -270,7 +271,7 @@ class Sender:
     # --- events
 
     def set_holders(self, nodes: Iterable[str]) -> None:
-        """Set the holders; none: this node doesn't send."""
+        """Set the holders of this stage's copies; none: this node doesn't send."""
         wanted = set(nodes)
         for node in sorted(self._recipients.keys() - wanted):
             del self._recipients[node]
@@ -289,7 +290,7 @@ class Sender:
         self._start()
 
     def on_kept(self, peer: str, kept: pb.Kept) -> None:
-        """Handle a holder's answer."""
+        """Handle a holder's answer to a frame or an update."""
         update = self._update
         if kept.received:
             self._outstanding[peer] = max(0, self._outstanding[peer] - 1)
@@ -335,7 +336,7 @@ class Sender:
         recipient = self._recipients[holder]
         recipient.started, recipient.filling = state.id.step, False
         self._update = _Update(holder, next(self._transfers), state.id.step)
-        self._exchanges.start(self._bring(self._update, recipient, state))
+        self._exchanges.start(self._send_update(self._update, recipient, state))
 
     def _take(self, sent: Sent, state: StageState) -> snapshot.SnapshotUpdate:
         started = time.perf_counter()
@@ -361,30 +362,25 @@ class Sender:
         await self._transfer(update, header, payload)
         await self._wait(update, lambda: update.kept, "the confirmation")
 
-    def _judge(self, update: _Update, arrived: bool) -> None:
+    def _judge_link(self, update: _Update, arrived: bool) -> None:
         """Judge the link by an update: the next one leaves with the next commit."""
         pace = self._outgoing.pace
         steps = self._applied.step + 1 - update.step if arrived else RECENT
         if pace is not None and pace.arrived(steps):
             self._on_pace(update.holder, pace)
 
-    async def _bring(self, update: _Update, recipient: _Recipient, state: StageState) -> None:
+    async def _send_update(self, update: _Update, recipient: _Recipient, state: StageState) -> None:
         sent = recipient.sent
         try:
             await self._deliver(update, sent, state)
-            self._judge(update, arrived=True)
+            self._judge_link(update, arrived=True)
             recipient.filling = sent.lacks_blocks
         except ComplaintError as lost:
-            self._judge(update, arrived=False)
+            self._judge_link(update, arrived=False)
             sent.lost(update.step)
-            log.warning(
-                "the %s of stage %d at step %d did not reach %s: %s",
-                self._outgoing.kind,
-                self._outgoing.stage,
-                update.step,
-                update.holder,
-                lost,
-            )
+            copied = f"the {self._outgoing.kind} of stage {self._outgoing.stage}"
+            step, holder = update.step, update.holder
+            log.warning("%s at step %d did not reach %s: %s", copied, step, holder, lost)
         finally:
             self._update = None
         self._start()
@@ -420,12 +416,12 @@ class Sender:
         header: UpdateHeader,
         payload: list[torch.Tensor],
     ) -> None:
-        """Raises ComplaintError when it can't be sent to its holder."""
+        """Sends an update's frames to its holder. Raises ComplaintError when it can't."""
         holder = update.holder
         header_fields = vars(header)
         for offset in range(0, header.size, self._frame):
             end = min(offset + self._frame, header.size)
-            parts = _slice(payload, offset, end)
+            parts = views_of(payload, offset, end)
             frame = Frame("copy", NEVER, header_fields | {"offset": offset}, *encode(parts, "none"))
             size = frame.size + len(frame.head())
             await self._wait(
@@ -442,7 +438,7 @@ class Sender:
             self.bytes_sent += size
 
     async def _wait(self, update: _Update, done: Callable[[], bool], expected: str) -> None:
-        """Wait until `done`. Raises ComplaintError, also when the holder is silent."""
+        """Wait for the holder until `done`. Raises ComplaintError, also when it is silent."""
         self._check(update)
         while not done():
             update.news = Outcome(self._exchanges)
@@ -460,23 +456,12 @@ class Sender:
             raise ComplaintError(update.lost, [update.holder])
 
 
-def _slice(payload: list[torch.Tensor], start: int, end: int) -> list[torch.Tensor]:
-    """Bytes [start, end) of the payload, as views."""
-    parts = []
-    for part in payload:
-        piece = part[max(start, 0) : max(end, 0)]
-        if len(piece):
-            parts.append(piece)
-        start, end = start - len(part), end - len(part)
-    return parts
-
-
 # The holder's side
 
 
 @dataclass
-class _Arriving:
-    """An update, until it counts."""
+class _PartialUpdate:
+    """An update of a copy that arrives, or that doesn't count yet."""
 
     peer: str
     header: UpdateHeader
@@ -486,7 +471,7 @@ class _Arriving:
 
 
 @dataclass
-class _Held:
+class _HeldCopy:
     header: UpdateHeader  # of the newest update
     last: pb.Commit
     state: HeldSnapshot
@@ -497,15 +482,7 @@ class _Held:
         return StateId.after(self.last, header.stage, header.lineage, header.step)
 
 
-class Fidelity(NamedTuple):
-    """How close a held state is to the sender's."""
-
-    staleness: snapshot.Staleness
-    perturbation: float  # ||x - held|| of the weights when the newest update was taken, int8's
-    # rounding included; NaN: not known
-
-
-class Holder:
+class CopyHolder:
     """Holds copies of other stages' states.
 
     `holds` says what may be held here, and its layout in memory: nothing else is accepted. Each is
@@ -515,7 +492,7 @@ class Holder:
     def __init__(
         self,
         exchanges: Exchanges,
-        holds: Mapping[tuple[Kind, int], Layout],
+        holds: Mapping[tuple[CopyKind, int], Layout],
         send: Send,
         accuse: Accuse,
     ) -> None:
@@ -523,9 +500,11 @@ class Holder:
         self._accuse = accuse
         self._layouts: dict[tuple[str, int], Layout] = dict(holds.items())
         self._send = send
-        self._arriving: dict[tuple[str, int], _Arriving] = {}
-        self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, until this node's own commit
-        self._held: dict[tuple[str, int], _Held] = {}
+        self._arriving: dict[tuple[str, int], _PartialUpdate] = {}
+        self._waiting: dict[
+            tuple[str, int], _PartialUpdate
+        ] = {}  # whole, until this node's own commit
+        self._held: dict[tuple[str, int], _HeldCopy] = {}
         self._applied = Age(0, 0)
         self._own: deque[StateId] = deque(maxlen=REMEMBERED)
         self.critical_seconds = 0.0  # in the compute thread
@@ -540,12 +519,19 @@ class Holder:
         )
 
     def holdings(self) -> list[pb.Holding]:
-        """Holdings to rebuild a stage from; none has a part newer than this node's own step."""
-        return [
-            held.id.holding(kind)
-            for (kind, _), held in sorted(self._held.items())
-            if not held.state.missing
-        ]
+        """The whole copies held here, none newer than this node's own step; of snapshots with
+        their rows' steps, and their distance from the sender's weights at the newest update."""
+        holdings = []
+        for (kind, _), held in sorted(self._held.items()):
+            if held.state.missing:
+                continue
+            holding = held.id.holding(kind)
+            if kind == "snapshot":
+                staleness = held.state.staleness()
+                holding.mean_step, holding.oldest_step = staleness.mean, staleness.oldest
+                holding.perturbation = held.header.perturbation
+            holdings.append(holding)
+        return holdings
 
     def state(self, kind: str, stage: int) -> StageState | None:
         """A held state, for StateServer; None: nothing is held, or blocks are missing."""
@@ -560,13 +546,6 @@ class Holder:
             last=held.last,
             optimizer_step=held.header.optimizer_step,
         )
-
-    def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
-        """How close the result of `state` is to the sender's state."""
-        held = self._held.get((kind, stage))
-        if held is None or held.state.missing:
-            return None
-        return Fidelity(held.state.staleness(), held.header.perturbation)
 
     # --- events
 
@@ -590,7 +569,7 @@ class Holder:
         for key, update in list(self._waiting.items()):
             if update.header.age <= self._applied:
                 del self._waiting[key]
-                self._judge(key, update, waited=True)
+                self._check_commit(key, update, waited=True)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """Handle a frame of kind "copy". An invalid one is answered, and changes nothing. Its
@@ -599,7 +578,7 @@ class Holder:
         try:
             header = UpdateHeader.parse(raw)
             key = header.kind, header.stage
-            update = self._place(peer, key, header, raw.get("offset"), frame)
+            update = self._put_bytes(peer, key, header, raw.get("offset"), frame)
         except (UpdateError, WireError) as error:
             reason = shorten(str(error))
             log.warning("refused part of an update from %s: %s", peer, reason)
@@ -610,7 +589,7 @@ class Holder:
         self._answer(peer, raw, received=update.received)
         if update.received == header.size:
             del self._arriving[key]
-            self._take_up(key, update)
+            self._check_whole(key, update)
 
     def _answer(
         self, peer: str, raw: Mapping[str, Any], received: int = 0, error: str = ""
@@ -628,10 +607,11 @@ class Holder:
 
     # --- an update
 
-    def _place(
+    def _put_bytes(
         self, peer: str, key: tuple[str, int], header: UpdateHeader, offset: Any, frame: Frame
-    ) -> _Arriving:
-        """Copy the frame's bytes to their place. Raises UpdateError or WireError."""
+    ) -> _PartialUpdate:
+        """Copy a frame's bytes to their place in the arriving update. Raises UpdateError or
+        WireError."""
         update = self._arriving.get(key)
         if offset == 0:
             update = self._arriving[key] = self._begin(peer, key, header)
@@ -655,7 +635,7 @@ class Holder:
             raise
         return update
 
-    def _begin(self, peer: str, key: tuple[str, int], header: UpdateHeader) -> _Arriving:
+    def _begin(self, peer: str, key: tuple[str, int], header: UpdateHeader) -> _PartialUpdate:
         layout = self._layouts.get(key)
         if layout is None:
             raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")
@@ -670,9 +650,9 @@ class Holder:
         if header.kind == "deposit" and form != (layout.blocks, layout.tensors, "none"):
             contents = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
             raise FiguresError(f"a {header.kind} of {contents}")
-        return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))
+        return _PartialUpdate(peer, header, torch.empty(header.size, dtype=torch.uint8))
 
-    def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
+    def _check_whole(self, key: tuple[str, int], update: _PartialUpdate) -> None:
         """Handle a whole update: it counts once this node has committed its step."""
         split = update.header.size - update.header.commit
         try:
@@ -688,9 +668,9 @@ class Holder:
                 self._refuse(older, "a newer one arrived before its step was committed here")
             self._waiting[key] = update
         else:
-            self._judge(key, update, waited=False)
+            self._check_commit(key, update, waited=False)
 
-    def _judge(self, key: tuple[str, int], update: _Arriving, waited: bool) -> None:
+    def _check_commit(self, key: tuple[str, int], update: _PartialUpdate, waited: bool) -> None:
         """Check that an update no newer than this node's step was made by the same commit."""
         lineage, step = update.header.age
         newest = self._applied.lineage
@@ -701,33 +681,30 @@ class Holder:
         if (commits and commits[-1] != Ballot.of(update.last.ballot)) or (waited and not commits):
             self._refuse(update, f"step {step} was made by another commit here")
             return
-        self._exchanges.start(self._count_in(key, update))
+        self._exchanges.start(self._accept(key, update))
 
-    def _refuse(self, update: _Arriving, reason: str, cause: Cause = SILENT) -> None:
+    def _refuse(self, update: _PartialUpdate, reason: str, cause: Cause = SILENT) -> None:
         """Refuse an update; its sender is accused, unless the cause is SILENT."""
         log.warning("refused an update from %s: %s", update.peer, reason)
         self._answer(update.peer, vars(update.header), error=reason)
         if cause != SILENT:
             self._accuse(update.peer, f"an update from {update.peer}: {reason}", cause)
 
-    async def _count_in(self, key: tuple[str, int], update: _Arriving) -> None:
+    async def _accept(self, key: tuple[str, int], update: _PartialUpdate) -> None:
         """Check the values, then let the update count: at once on the event loop, and in the
         compute thread before work that is posted there afterwards."""
         header, layout = update.header, self._layouts[key]
         codec: Any = header.codec
         try:
-            blocks, values = await self._exchanges.compute(
-                lambda: self._timed(
-                    partial(
-                        snapshot.decode,
-                        layout,
-                        update.payload,
-                        count=header.blocks,
-                        tensors=header.tensors,
-                        codec=codec,
-                    )
-                )
+            decode_update = partial(
+                snapshot.decode,
+                layout,
+                update.payload,
+                count=header.blocks,
+                tensors=header.tensors,
+                codec=codec,
             )
+            blocks, values = await self._exchanges.compute(partial(self._timed, decode_update))
         except UpdateError as error:
             # Replicas of the sender have the same non-finite values.
             self._refuse(update, str(error), SILENT if isinstance(error, ValuesError) else SHAPE)
@@ -738,16 +715,15 @@ class Holder:
             return
         if header.kind != "snapshot":
             state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)
-            self._held[key] = _Held(header, update.last, state)
+            self._held[key] = _HeldCopy(header, update.last, state)
         else:
             if held is not None and held.header.tensors == header.tensors:
                 state = held.state
             else:
                 state = HeldSnapshot(layout, header.tensors)
-            self._held[key] = _Held(header, update.last, state)
-            await self._exchanges.compute(
-                lambda: self._timed(partial(state.overlay, header.step, blocks, values))
-            )
+            self._held[key] = _HeldCopy(header, update.last, state)
+            overlay = partial(state.overlay, header.step, blocks, values)
+            await self._exchanges.compute(partial(self._timed, overlay))
         self._answer(update.peer, vars(header))
 
     def _timed(self, work: Callable[[], T]) -> T:

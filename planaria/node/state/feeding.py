@@ -33,16 +33,6 @@ FEWEST: Final = 4
 """Number of gradients that may wait, however large they are."""
 
 
-def backlog(gradient: Tensor) -> int:
-    """Bytes of such gradients that may wait to be applied."""
-    return max(BACKLOG, FEWEST * gradient.nbytes)
-
-
-def unsent(gradient: Tensor) -> int:
-    """Bytes of such gradients that may wait for one joiner."""
-    return max(UNSENT, FEWEST * gradient.nbytes)
-
-
 class StatePins:
     """Copies of this stage's past states, by step, for nodes that still fetch them."""
 
@@ -70,7 +60,7 @@ class StatePins:
         return copy
 
     def forget_others(self, steps: Collection[int]) -> None:
-        """Forget the pins of all steps but these."""
+        """Forget the pinned states of all steps but these."""
         self._states = {step: pin for step, pin in self._states.items() if step in steps}
 
 
@@ -81,7 +71,7 @@ def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:
     return Frame("follow", ballot, {}, *tensors.encode([copy], "none"))
 
 
-def no_gradient(ballot: Ballot) -> Frame:
+def missed_gradient_frame(ballot: Ballot) -> Frame:
     """The frame sent instead of a gradient when too many wait."""
     return Frame("follow", ballot, {}, [], b"")
 
@@ -99,9 +89,11 @@ class ReducedGradients:
 
     @contextmanager
     def parsing(self, frame: Frame) -> Iterator[bool]:
-        """Reserve memory for a frame while it is parsed. False: too many wait already."""
-        waiting = len(self._waiting) * self._like.nbytes + self._parsing
-        fits = waiting + frame.size <= backlog(self._like)
+        """Reserve memory for a gradient's frame while it is parsed. False: too many wait
+        already."""
+        size = self._like.nbytes
+        waiting = len(self._waiting) * size + self._parsing
+        fits = waiting + frame.size <= max(BACKLOG, FEWEST * size)
         self._parsing += frame.size * fits
         try:
             yield fits
@@ -109,24 +101,20 @@ class ReducedGradients:
             self._parsing -= frame.size * fits
 
     def parse(self, frame: Frame) -> Tensor:
-        """The gradient, float32 [n] on the CPU. Raises WireError."""
+        """The reduced gradient of a frame, float32 [n] on the CPU. Raises WireError."""
         check_forms(frame.descriptors, [Form("float32", tuple(self._like.shape))])
         (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
         return gradient
 
-    def put(self, ballot: Ballot, gradient: Tensor) -> bool:
-        """Add a gradient. False: too many wait already."""
-        waiting = (len(self._waiting) + 1) * gradient.nbytes
-        if waiting > backlog(gradient):
-            return False
+    def put(self, ballot: Ballot, gradient: Tensor) -> None:
+        """Adds a gradient whose frame has just been parsed, in the memory reserved for it."""
         self._waiting[ballot] = gradient
-        return True
 
     def get(self, ballot: Ballot) -> Tensor:
         return self._waiting[ballot]
 
     def forget(self, through: Ballot) -> None:
-        """Forget gradients of that ballot, and of older ones."""
+        """Forget the reduced gradients of that ballot, and of older ones."""
         self._waiting = {b: g for b, g in self._waiting.items() if b > through}
 
 
@@ -148,8 +136,9 @@ class GradientFeed:
             partial(gradient_frame, ballot, gradient, seat.tensors)
         )
         for joiner in joiners:
-            fits = seat.net.unacknowledged_by(joiner) + frame.size <= unsent(gradient)
-            seat.send(joiner, frame if fits else no_gradient(ballot))
+            unsent = seat.net.unacknowledged_by(joiner) + frame.size
+            fits = unsent <= max(UNSENT, FEWEST * gradient.nbytes)
+            seat.send(joiner, frame if fits else missed_gradient_frame(ballot))
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         self._seat.exchanges.start(self._take(peer, frame))
@@ -169,10 +158,8 @@ class GradientFeed:
                 reason = f"{peer} sent an invalid gradient for a joiner: {error}"
                 seat.carry_out(member.gradient_refused(reason, peer, error.cause))
                 return
-        if self.gradients.put(ballot, gradient):
-            seat.carry_out(member.gradient_came(ballot, peer))
-        else:
-            seat.carry_out(member.gradient_missed(ballot))
+        self.gradients.put(ballot, gradient)
+        seat.carry_out(member.gradient_came(ballot, peer))
 
     async def adopt(self, ballot: Ballot) -> None:
         """Adopts a replica's reduced gradient as this node's own."""

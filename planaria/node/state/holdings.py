@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from planaria.node.ports import Disk, OpenDisk
 from planaria.node.report.events import HoldingCost, SnapshotPaced
 from planaria.node.state.boundary import BoundaryKeeper
-from planaria.node.state.copies import Holder, Outgoing, Sender, snapshot_section
-from planaria.node.state.copies import Kind as CopyKind
+from planaria.node.state.copies import CopyHolder, CopySender, OutgoingCopies, snapshot_section
+from planaria.node.state.copies import CopyKind as CopyKind
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId, is_milestone
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
@@ -39,7 +39,7 @@ MOST_STEPS: Final = 64
 """Saves that a node reports."""
 
 
-class Files:
+class SaveFolder:
     """Saves of the node's own stage: one kind of holding, every so many steps. Those of steps that
     the run has undone are removed."""
 
@@ -56,7 +56,7 @@ class Files:
         return [save for save in self.disk.listed(self.refused) if not self._is_undone(save)]
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
-        """Load a save. Raises SaveError; a save that can't be loaded isn't offered again."""
+        """Load a save from disk. Raises SaveError; one that can't be loaded isn't offered again."""
         loaded: Outcome[StageState] = Outcome(exchanges)
         self.disk.load(save, loaded.settle)
         try:
@@ -90,12 +90,12 @@ class Holdings:
         if run.recovery.relearn.passes > 0 and self.policy.relearns:
             steps = run.recovery.relearn.steps
             self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
-        self.sender: Sender | None = None
+        self.sender: CopySender | None = None
         self.unsent = ""  # why this stage's snapshot isn't sent; empty: it is, or there is none
-        self.depositor: Sender | None = None  # at stage 0
-        self.holder: Holder | None = None
-        self._carry_copies(layout)
-        self.files: list[Files] = []
+        self.depositor: CopySender | None = None  # at stage 0
+        self.holder: CopyHolder | None = None
+        self._set_up_copies(layout)
+        self.files: list[SaveFolder] = []
         self._open_disk, self._closed = open_disk, False
         if save_dir is not None:
             saves = run.saves
@@ -103,7 +103,7 @@ class Holdings:
         if checkpoint_dir is not None:
             self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
 
-    def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
+    def _set_up_copies(self, layout: Callable[[int], Layout]) -> None:
         """Set up sending and holding of snapshots and of what stage 0's last node leaves."""
         host, snapshot = self.host, snapshot_section(self.run, self.config)
         trained = [
@@ -118,19 +118,21 @@ class Holdings:
         if self.stage and 0 in trained:
             layouts["deposit", 0] = layout(0)
         if layouts:
-            self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
-        sender = partial(Sender, host.exchanges, state=host.own_state, send=self._send_at_once)
+            self.holder = CopyHolder(host.exchanges, layouts, host.send, host.accuse)
+        sender = partial(CopySender, host.exchanges, state=host.own_state, send=self._send_at_once)
         if own_layout is not None:
-            outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, self._oldest_of_use())
-            self.sender = sender(outgoing, on_pace=self._paced)
+            outgoing = OutgoingCopies.snapshots(
+                self.stage, own_layout, snapshot, self._oldest_useful()
+            )
+            self.sender = sender(outgoing, on_pace=self._report_pace)
         if self.stage == 0 and 0 in trained:
-            self.depositor = sender(Outgoing.deposit(layout(0)))
+            self.depositor = sender(OutgoingCopies.deposit(layout(0)))
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Send now or never: once a link comes up, a newer state is sent."""
         return self.host.net.linked(peer) and self.host.send(peer, item)
 
-    def _oldest_of_use(self) -> int | None:
+    def _oldest_useful(self) -> int | None:
         """Steps from which on the policy's guess of this stage costs no more than its snapshot;
         None: there is no such guess."""
         inner = 1 < self.stage < self.config.stages and self.config.alike
@@ -138,27 +140,28 @@ class Holdings:
             return None
         return FRESH if self.run.recovery.relearn.passes else RECENT
 
-    def _paced(self, holder: str, pace: Pace) -> None:
-        """A link has become too slow for this stage's snapshot, or fast enough again."""
+    def _report_pace(self, holder: str, pace: Pace) -> None:
+        """Report a link that has become too slow for this stage's snapshot, or fast enough
+        again."""
         event = SnapshotPaced(stage=self.stage, holder=holder, kept=pace.kept, age=pace.age)
         self.unsent = "" if pace.kept else event.sentence(self.host.node)
         self.host.record.tell(event)
-        self.host.record.changed()
+        self.host.record.report_changed()
 
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
         saved, failed = partial(self.host.own_saves.saved, kind), self.host.own_saves.failed
         disk = self._open_disk(folder, keep, saved, failed)
-        self.files.append(Files(kind, disk, every, self.run))
+        self.files.append(SaveFolder(kind, disk, every, self.run))
 
     # --- training
 
-    def attempted(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Record the start of an attempt."""
+    def attempt_begins(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Begin to keep an attempt's boundary tensors, and choose the holders of copies."""
         if self.boundary is not None and begin.kind == pb.Begin.TRAIN:
             self.boundary.start(ballot, begin.step)
-        self.follow(begin)
+        self.choose_holders(begin)
 
-    def follow(self, begin: pb.Begin) -> None:
+    def choose_holders(self, begin: pb.Begin) -> None:
         """Choose the holders that this node sends to, from the attempt's members."""
         if self.sender is not None:
             members = [(place.node, place.stage) for place in begin.members]
@@ -170,17 +173,18 @@ class Holdings:
             self.sender.set_holders(holders)
 
     def dropped(self) -> None:
-        """Drop a failed attempt."""
+        """Drop what is kept of a failed attempt."""
         if self.boundary is not None:
             self.boundary.drop()
 
     def forget(self, before: Ballot) -> None:
-        """Forget ballots older than `before`: they are void."""
+        """Forget the twin's gradients of attempts older than `before`."""
         if self.twin is not None:
             self.twin.forget(before)
 
-    def committing(self, step: int, lineage: int) -> None:
-        """Call before the commit of `step` is posted to the compute thread."""
+    def before_commit(self, step: int, lineage: int) -> None:
+        """Keep the attempt's boundary tensors as those of `step`. Call it before the commit is
+        posted to the compute thread."""
         if self.boundary is not None:
             self.boundary.commit(step, lineage)
 
@@ -201,7 +205,7 @@ class Holdings:
     def in_place(self, own: StateId) -> None:
         """Record that this node has a state of its stage: applied, fetched or loaded."""
         if self.boundary is not None:
-            self.boundary.stand_at(own.step, own.lineage)
+            self.boundary.set_state_step(own.step, own.lineage)
             self.host.exchanges.start(self.boundary.narrow())
         if self.sender is not None:
             self.sender.committed(own)
@@ -249,17 +253,8 @@ class Holdings:
     # --- holdings
 
     def listed(self) -> list[pb.Holding]:
-        """All holdings, for the driver."""
+        """All states that this node holds, for the driver."""
         holdings = self.holder.holdings() if self.holder is not None else []
-        for holding in holdings:
-            if holding.kind == "snapshot" and self.holder is not None:
-                fidelity = self.holder.fidelity("snapshot", holding.stage)
-                assert fidelity is not None
-                holding.mean_step, holding.oldest_step = (
-                    fidelity.staleness.mean,
-                    fidelity.staleness.oldest,
-                )
-                holding.perturbation = fidelity.perturbation
         if self.twin is not None:
             twin = self.twin.state.id.holding("redundant")
             state_id, digest = self._twin_digest
@@ -276,7 +271,7 @@ class Holdings:
         recent = newest[: saves.keep - 1]
         return [s for s in newest if s in recent or is_milestone(s, saves.milestones)][:MOST_STEPS]
 
-    def served(self, kind: str, stage: int) -> StageState | None:
+    def held_state(self, kind: str, stage: int) -> StageState | None:
         """The held state that a joiner requests; None: this node has none."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
             state_id, digest = self._twin_digest
@@ -298,20 +293,15 @@ class Holdings:
         raise ComplaintError(problem)
 
     def costs(self) -> dict[str, HoldingCost]:
-        """Costs of holding, by purpose."""
+        """Costs of the states that this node holds, by purpose."""
         costs: dict[str, HoldingCost] = {}
         if self.boundary is not None:
             costs["boundary"] = HoldingCost(memory_bytes=self.boundary.memory_bytes)
-        if self.twin is not None:
-            twin = self.twin
-            costs["redundant"] = HoldingCost(
-                twin.bytes_sent, twin.memory_bytes, twin.critical_seconds
-            )
-        if self.sender is not None:
-            sender = self.sender
-            costs["snapshot"] = HoldingCost(
-                sender.bytes_sent, sender.memory_bytes, sender.critical_seconds
-            )
+        for purpose, copies in (("redundant", self.twin), ("snapshot", self.sender)):
+            if copies is not None:
+                costs[purpose] = HoldingCost(
+                    copies.bytes_sent, copies.memory_bytes, copies.critical_seconds
+                )
         if self.holder is not None:
             held = HoldingCost(0, self.holder.memory_bytes, self.holder.critical_seconds)
             if held != HoldingCost():

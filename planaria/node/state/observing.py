@@ -32,7 +32,7 @@ class ObserverService:
         self.computing_for: set[str] = set()
 
     def pin(self, peer: str, message: pb.Message) -> None:
-        """An observer requests the weights of a step for export."""
+        """Pins, or keeps pinned, the weights of a step that an observer exports."""
         seat, now, request = self._seat, self._seat.exchanges.now, message.pin_request
         state, member = seat.own_state(), seat.member
         answer = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
@@ -51,7 +51,7 @@ class ObserverService:
         seat.send(peer, pb.Message(pinned=answer))
 
     def compute(self, peer: str, frame: Frame, now: float) -> None:
-        """An observer sends a tensor for the stage to compute with."""
+        """Computes the stage with an observer's tensor, and sends the result to the observer."""
         if peer not in self.computing_for and len(self.computing_for) < AT_A_TIME:
             self._seat.exchanges.start(self._compute(peer, frame))
 
@@ -77,7 +77,7 @@ class ObserverService:
     async def _result(
         self, frame: Frame, fields: dict[str, object]
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Computes the stage's result for the frame. Raises WireError, ValueError."""
+        """Computes the stage's result for an observer's frame. Raises WireError, ValueError."""
         seat, step = self._seat, frame.fields.get("step") or 0
         while True:
             state = own = seat.own_state()
@@ -100,13 +100,14 @@ class ObserverService:
     def _forward(
         self, frame: Frame, weights: Tensor | None
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Runs in the compute thread. Raises WireError, ValueError."""
+        """The stage's outputs for an observer's frame. Runs in the compute thread. Raises
+        WireError, ValueError."""
         seat = self._seat
         inputs = seat.tensors.decode(frame.descriptors, frame.payload)
-        outputs = seat.arithmetic.look(inputs, frame.fields.get("head") is True, weights)
+        outputs = seat.arithmetic.evaluate(inputs, frame.fields.get("head") is True, weights)
         return seat.tensors.encode([outputs], "none")
 
     def _part_of_file(self, frame: Frame) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
         """Part of a tokenizer file; runs in the compute thread. Raises ValueError."""
-        part = self._seat.arithmetic.part_of(frame.fields["file"], frame.fields.get("first"))
+        part = self._seat.arithmetic.tokenizer_part(frame.fields["file"], frame.fields.get("first"))
         return self._seat.tensors.encode([part], "none")

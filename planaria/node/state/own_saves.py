@@ -18,7 +18,7 @@ AGAIN: Final = 15.0
 
 
 class OwnSaves:
-    """The saves of one seat's state."""
+    """What is on disk of one seat's state, and what fails to be."""
 
     def __init__(self, seat: Agent) -> None:
         self._seat = seat
@@ -54,15 +54,15 @@ class OwnSaves:
         self._seat.exchanges.start(self.save_now())
 
     async def save_now(self) -> None:
-        """Saves the current step."""
+        """Saves the seat's state of the current step."""
         seat = self._seat
-        await self._settled()
+        await self._wait_for_update()
         state = seat.own_state()
         if state is not None and state.id.step > 0:
             save = partial(seat.holdings.save, state, first=False, always=True)
             await seat.exchanges.compute(save)
 
-    async def _settled(self) -> None:
+    async def _wait_for_update(self) -> None:
         """Waits until no update of the state is under way."""
         while self._seat.member.changing:
             await self._seat.exchanges.compute(lambda: None)  # behind the update
@@ -72,13 +72,13 @@ class OwnSaves:
         that node. Raises ComplaintError."""
         seat = self._seat
         seat.carry_out(seat.driver.rest("the last node of stage 0 leaves", seat.exchanges.now))
-        await self._settled()
+        await self._wait_for_update()
         staying = {member.node for member in seat.driver.view.members if not member.leaving}
         stages = {node: seat.peers[node] for node in staying & seat.peers.keys()}
         linked = [n for n in sorted(stages) if stages[n] and node_of(n) != node_of(seat.node)]
         return await seat.holdings.deposit(filter(seat.net.linked, linked))
 
-    def save_beside(self) -> None:
+    def save_despite_hang(self) -> None:
         """Saves the state in place although the compute thread hangs and is abandoned. Runs in any
         thread, once nothing else runs here."""
         state = self._seat.own_state()
@@ -91,14 +91,14 @@ class OwnSaves:
         self.exported(save)
 
     def exported(self, state: Age) -> None:
-        """The state is on disk, or an observer has exported it."""
+        """Records that a state is on disk, or that an observer has exported it."""
         self._newest = max(self._newest, state)
         if self._seat.finished:
-            self._seat.record.changed()
+            self._seat.record.report_changed()
 
     def failed(self, reason: str) -> None:
         if self._seat.finished:
             reason += ". The run is over: this one is tried again, or take it away by export"
         self.trouble = reason
         self._seat.record.tell(SaveFailed(reason=reason))
-        self._seat.record.changed()
+        self._seat.record.report_changed()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from planaria.node.report.events import Fetching, Origin
 from planaria.node.state.background_relearning import BackgroundRelearning
-from planaria.node.state.boundary import Wanted
-from planaria.node.state.relearn import Course, RelearningBlock, Terms
+from planaria.node.state.boundary import WantedTensors
+from planaria.node.state.relearn import RelearningBlock, RelearningCourse, RelearningTerms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, Delivery, WantedState
 from planaria.node.transaction.effects import Ballot
@@ -39,7 +39,7 @@ BOUNDARY_PATIENCE: Final = 15.0  # seconds to wait for boundary tensors
 
 
 class Rebuilt(NamedTuple):
-    """The result of a rebuild."""
+    """What a rebuild of a stage's state has produced."""
 
     synced: pb.Synced
     state: StageState
@@ -55,18 +55,18 @@ class Rebuilding:
         self.run, self.config = seat.run, seat.config
         self.member, self.stage, self.holdings = seat.member, seat.member.stage, seat.holdings
         self.states, self.boundary, self.relearning = seat.states, seat.crossings, seat.relearning
-        self.own_state, self.account = seat.in_place, seat.account
+        self.own_state, self.account = seat.committed_state, seat.account
         self.fetched = 0  # bytes, of the state that comes or has come
 
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
-        """The new state, which is in place when this returns; None: it was no longer wanted.
+        """Gets the seat its stage's state, in place when this returns; None: no longer wanted.
 
         Raises ComplaintError when it can't be done; report that to the driver.
         """
         compute, started = self.exchanges.compute, self.exchanges.now
         self.fetched = 0
         frozen_bytes = await self._fetch_frozen(ballot, sync)
-        deliveries = await self._fetch(ballot, sync)
+        deliveries = await self._fetch_sources(ballot, sync)
         states = [delivery.state for delivery in deliveries]
         put_in_place = partial(self.arithmetic.put_in_place, sync, states)
         relearned: pb.Relearned | None = None
@@ -105,7 +105,7 @@ class Rebuilding:
         twin = self.holdings.twin
         assert twin is not None
         self.fetched = 0
-        (delivery,) = await self._fetch(ballot, sync)
+        (delivery,) = await self._fetch_sources(ballot, sync)
         if not self.member.arrived(ballot):
             return None
         await self.exchanges.compute(partial(twin.load, delivery.state))
@@ -125,23 +125,25 @@ class Rebuilding:
         if not lacking:
             return 0
         wanted = WantedState(self.stage, Age(0, 0), {WEIGHTS: lacking}, kind=ORIGIN, ballot=ballot)
-        deadline, report = self.run.swarm.progress, self._fetching(sync, 0)
+        deadline, report = self.run.swarm.progress, self._progress_report(sync, 0)
         (delivery,) = await self.exchanges.together(
             [self.states.fetch(wanted, [sync.giver], deadline, report)]
         )
         weights = delivery.state.tensors[WEIGHTS]
-        await self.exchanges.compute(partial(self.arithmetic.take_in, weights, sync.giver))
+        await self.exchanges.compute(
+            partial(self.arithmetic.take_frozen_weights, weights, sync.giver)
+        )
         return delivery.bytes
 
-    async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
-        """The states to make the new one from: one of each source stage, in order."""
+    async def _fetch_sources(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
+        """Gets the states to make the new one from: one of each source stage, in order."""
         if sync.method in ("memory", "joiner"):
             return [Delivery(self._state_in_memory(sync), bytes=0)]
         if sync.method == WEIGHTS:
             arrived = self._arrived_weights(sync)
             return [Delivery(arrived, arrived.bytes)]
         if sync.method == PRETRAINED and self.arithmetic.origin:  # also available here
-            read_checkpoint = partial(self.arithmetic.of_checkpoint, self.stage)
+            read_checkpoint = partial(self.arithmetic.checkpoint_state, self.stage)
             return [Delivery(await self.exchanges.compute(read_checkpoint), bytes=0)]
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
@@ -150,7 +152,7 @@ class Rebuilding:
         if from_checkpoint or not (initialise or sync.method in FROM_FILES):
             return await self._fetch_from_peers(ballot, sync)
         if initialise:
-            initial = partial(self.arithmetic.initial, self.stage, sync.lineage)
+            initial = partial(self.arithmetic.initial_state, self.stage, sync.lineage)
             return [Delivery(await self.exchanges.compute(initial), bytes=0)]
         own = next(source for source in sync.sources if source.stage == self.stage)
         state = await self.holdings.load(own, sync.method)
@@ -185,7 +187,7 @@ class Rebuilding:
             tensors = self.holdings.twin.state.tensors
         own = {name: tensor.numel() for name, tensor in tensors.items()}
         received = dict.fromkeys(by_stage, 0)
-        report = self._fetching(sync, self.fetched)
+        report = self._progress_report(sync, self.fetched)
         report(0)
 
         def received_from(stage: int, size: int) -> None:
@@ -212,7 +214,7 @@ class Rebuilding:
             [fetch(stage, sources) for stage, sources in sorted(by_stage.items())]
         )
 
-    def _fetching(self, sync: pb.Sync, before: int) -> Callable[[int], None]:
+    def _progress_report(self, sync: pb.Sync, before: int) -> Callable[[int], None]:
         """A function that takes the bytes received so far, beside those received `before`, and
         reports them now and then."""
         started, reported_at = self.exchanges.now, -math.inf
@@ -245,7 +247,7 @@ class Rebuilding:
         """Train the guess on what crossed the lost stages' boundaries in the last steps."""
         recovery, training = self.run.recovery, self.run.training
         joiners = {place.stage: place.node for place in sync.lost}
-        wanted = Wanted(
+        wanted = WantedTensors(
             step=sync.step,
             steps=recovery.relearn.steps,
             stage=self.stage,
@@ -261,7 +263,7 @@ class Rebuilding:
         seconds = recovery.relearn.seconds
         if sync.HasField("relearning"):
             seconds = min(seconds, sync.relearning)
-        terms = Terms(
+        terms = RelearningTerms(
             samples=samples_at_a_time(recovery.relearn.tokens, self.config.context),
             passes=pass_count(recovery.relearn.passes, joiners),
             seconds=seconds,
@@ -278,5 +280,5 @@ class Rebuilding:
         relearned = await self.relearning.run(block, lesson, fetched, terms)
         if not relearned.left:
             return relearned, None
-        course = Course(fetched.whole(), fetched.shape[0], terms)
+        course = RelearningCourse(fetched.complete_pairs(), fetched.shape[0], terms)
         return relearned, BackgroundRelearning(lesson, course, relearned)

@@ -43,14 +43,15 @@ class Reducing:
         self._exchange = self._seat.exchanges.start(self._reduce(ballot, attempt))
 
     def hurry(self, ballot: Ballot) -> None:
-        """All microbatches are home."""
+        """All microbatches are home: from now on, sums and twins wait for frames in vain for so
+        long."""
         self._seat.averaging.hurry(ballot)
         if self._seat.holdings.twin is not None:
             self._seat.holdings.twin.hurry(ballot)
         self._all_home.fulfil(None)
 
     def forget(self, before: Ballot) -> None:
-        """Ballots older than that are void."""
+        """Cancels the sums of attempts older than `before`."""
         if self._exchange is not None and self.ballot < before:
             self._exchange.cancel()
         self._seat.averaging.forget(before)
@@ -66,7 +67,7 @@ class Reducing:
             else:
                 seat.attempt_failed(ballot, str(error), error.accused, error.cause)
             return
-        await self._is_noted()
+        await self._wait_for_ledger()
         seconds = seat.workplace.seconds_per_microbatch
         relearned, relearning = await seat.gaps.offer(self._all_home)
         digest = await seat.exchanges.compute(seat.arithmetic.digest)
@@ -85,7 +86,7 @@ class Reducing:
         result = await self._seat.auditor.run(audit)
         self._seat.carry_out(self._seat.driver.audit_over(result))
 
-    async def _is_noted(self) -> None:
+    async def _wait_for_ledger(self) -> None:
         """Waits until the previous step is in this member's ledger, or can't be written. Votes come
         after that, so each step is in a ledger, whichever nodes are lost when."""
         while self._seat.record.recording() == pb.LEDGER_WRITING:
@@ -113,7 +114,7 @@ class Reducing:
             await seat.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
         return norm
 
-    async def answer(self, commit: pb.Commit) -> None:
+    async def answer_audit(self, commit: pb.Commit) -> None:
         """Answers the audit that the commit asks for, beside the next step."""
         seat = self._seat
         evidence = seat.averaging.take_evidence(Ballot.of(commit.ballot))
@@ -122,7 +123,7 @@ class Reducing:
             seat.send(seat.member.decider, frame)
 
 
-def averaging_of(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
+def make_averaging(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
     """What averages a seat's gradient, and what audits that. `slack`: bytes of frames' heads."""
     some = 2 * seat.arithmetic.gradient.nbytes + slack  # of two attempts, for one node
     shapes = trained_shapes(seat.config, seat.stage).values()

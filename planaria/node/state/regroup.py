@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planaria.node.model.shape import BETAS, ModelConfig
-from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
+from planaria.node.state.saves import Bytes, Pieces, SaveFile, Saves
 from planaria.node.state.stage_state import TENSORS, SaveError, StageState, StateId
 from planaria.node.transaction.commits import has_for, of_stage
 from planaria.node.wire import stage_pb2 as pb
@@ -37,7 +37,7 @@ class LayerRange(NamedTuple):
     of: int  # layers of the whole stage
 
 
-def pieces(stage: int, before: ModelConfig, after: ModelConfig) -> list[LayerRange]:
+def layer_ranges(stage: int, before: ModelConfig, after: ModelConfig) -> list[LayerRange]:
     """The pieces of a stage of the model `after`, in order, whose layers were divided as in
     `before`. Stage 0 isn't divided: it counts as one layer, and stays."""
     if stage == 0:
@@ -51,7 +51,9 @@ def pieces(stage: int, before: ModelConfig, after: ModelConfig) -> list[LayerRan
     return ranges
 
 
-def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFile]]) -> StageState:
+def regrouped_state(
+    stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFile]]
+) -> StageState:
     """The state of a stage of `stages` body stages, without its tensors.
 
     Its layers share one count of Adam's steps, the least of theirs: as after a rebuild, estimates
@@ -85,8 +87,9 @@ def moment_scale(decay: float, before: int, after: int) -> float:
     return (1 - decay**after) / (1 - decay**before) if before else 1.0
 
 
-def _as_it_is(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
-    """`as_saved` for layers that differ along the depth: other stages can't be made of them."""
+def _check_same_stages(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
+    """The model of saves whose layers differ in shape along the depth, so that other stages can't
+    be made of them. Raises SaveError unless the saves are of these very stages."""
     for save in saves:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
         wanted = config.trained_in(stage) if stage <= config.stages else 0
@@ -99,11 +102,11 @@ def _as_it_is(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
     return config
 
 
-def as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
+def model_as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
     """The model in the body stages of one run's saves. Raises SaveError if they are of another
     model than `config`."""
     if config.own is not None and config.own.others:
-        return _as_it_is(saves, config)
+        return _check_same_stages(saves, config)
     first, layer = config.trained[0], config.trained_in(1) // config.cut[0]
     lengths, stages, sizes = set[tuple[int, int]](), 0, tuple[int, ...]()
     for save in saves:
@@ -138,7 +141,9 @@ def whole_steps(saves: Iterable[SaveFile], stages: int) -> list[int]:
     return sorted(step for step, of in having.items() if len(of) > stages)
 
 
-def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, list[SaveFile]]]:
+def choose_saves(
+    saves: Sequence[SaveFile], stages: int
+) -> tuple[Resume, dict[int, list[SaveFile]]]:
     """Where a run of `stages` body stages resumes with these saves, and the whole saves of each
     stage for that; the log names damaged ones. Raises SaveError if there is none."""
     candidates, sound = {str(save.path): save for save in saves}, set[str]()
@@ -170,7 +175,7 @@ def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, li
             }
 
 
-def regroup(
+def regroup_newest(
     saves: Sequence[SaveFile],
     config: ModelConfig,
     open_folder: Callable[[int], Saves],
@@ -179,36 +184,36 @@ def regroup(
     """Write one run's newest saves anew for the stages of `config`, into the folder that
     `open_folder` has for each; `betas` are the run's. Returns what they were made of. Raises
     SaveError, OSError."""
-    chosen = choose(saves, as_saved(saves, config).stages)
-    rewrite(chosen, config, open_folder, betas)
+    chosen = choose_saves(saves, model_as_saved(saves, config).stages)
+    rewrite_saves(chosen, config, open_folder, betas)
     return chosen[0]
 
 
-def rewrite(
+def rewrite_saves(
     chosen: tuple[Resume, Mapping[int, Sequence[SaveFile]]],
     config: ModelConfig,
     open_folder: Callable[[int], Saves],
     betas: tuple[float, float],
 ) -> None:
-    """Like `regroup`, for the saves that `choose` has chosen."""
+    """Like `regroup_newest`, for the saves that `choose_saves` has chosen."""
     resumed, parts_of = chosen
-    before = as_saved(chain.from_iterable(parts_of.values()), config)
+    before = model_as_saved(chain.from_iterable(parts_of.values()), config)
     if not resumed.exact and before.cut != config.cut:
         raise SaveError(
             f"{resumed.reason}. Layers are regrouped at one step: bring the saves that lack, or "
             f"go on with {before.stages} stages, as it was, until each has saved"
         )
     for stage in range(config.stages + 1):
-        parts = pieces(stage, before, config)
+        parts = layer_ranges(stage, before, config)
         if all(piece.stage in parts_of for piece in parts):
             made_of = [(piece, parts_of[piece.stage][0]) for piece in parts]
-            state = regrouped(stage, config.stages, made_of)
+            state = regrouped_state(stage, config.stages, made_of)
             names = TENSORS[: config.tensors_in(stage)]
-            _write(open_folder(stage), state, made_of, names, betas)
+            _write_stage(open_folder(stage), state, made_of, names, betas)
 
 
-def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
-    """All saves but those of the run `but`, whose folders may be among the others. Raises
+def saves_of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
+    """All saves but those of the run `excluded`, whose folders may be among the others. Raises
     SaveError for none, and for saves of several runs."""
     others = [save for save in saves if save.run != excluded]
     runs = sorted({save.run for save in others})
@@ -226,7 +231,7 @@ def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
     return others
 
 
-def _write(
+def _write_stage(
     folder: Saves,
     state: StageState,
     parts: Sequence[tuple[LayerRange, SaveFile]],
@@ -237,16 +242,18 @@ def _write(
         names = TENSORS[:1]  # the moments of some are unknown, or of another optimizer
         state = replace(state, optimizer_step=0)
     decays = dict(zip(TENSORS[1:], betas, strict=True))
-    tensors = {name: _joined(name, parts, state.optimizer_step, decays.get(name)) for name in names}
+    tensors = {
+        name: _joined_layers(name, parts, state.optimizer_step, decays.get(name)) for name in names
+    }
     folder.write_pieces(state, tensors)
 
 
-def _joined(
+def _joined_layers(
     name: str,
     parts: Sequence[tuple[LayerRange, SaveFile]],
     optimizer_step: int,
     decay: float | None,
-) -> Values:
+) -> Pieces:
     """A new stage's tensor; `decay` is a moment's decay in an update, None for weights."""
     sizes = [save.tensors[name] // piece.of for piece, save in parts]  # values in a layer
     counts = [size * piece.layers for size, (piece, _) in zip(sizes, parts, strict=True)]
@@ -261,4 +268,4 @@ def _joined(
                     chunk.view(np.float32)[:] *= np.float32(scale)
                 yield chunk
 
-    return Values(sum(counts), read_pieces)
+    return Pieces(sum(counts), read_pieces)

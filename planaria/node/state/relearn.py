@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlia
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Tensors
 from planaria.node.report.events import RelearningResult
-from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
@@ -61,7 +61,7 @@ EARLY_LIMIT: Final = 16 << 20
 
 
 class PairSlice(NamedTuple):
-    """Samples [first, end) of a pair."""
+    """A piece of a lesson: samples [first, end) of a pair of boundary tensors."""
 
     pair: BoundaryPair
     first: int
@@ -82,7 +82,7 @@ class Lesson(Protocol):
     as a second tensor."""
 
     def start(self, piece: PairSlice, with_start: bool) -> list[Tensor]:
-        """The input of the run of stages."""
+        """A piece's input to its run of lost stages."""
 
     def pass_on(self, inputs: list[Tensor], lr: float | None) -> list[Tensor]:
         """Forward pass; with a learning rate, call `pass_back` next."""
@@ -94,7 +94,7 @@ class Lesson(Protocol):
         self, piece: PairSlice, inputs: list[Tensor], norm: float | None, lr: float | None
     ) -> PairSliceResult:
         """Forward pass and comparison with the run's output; with a learning rate, an update.
-        `norm`: the denominator, unless the run's input is in `given`."""
+        `norm`: the denominator, unless the run's input is in `inputs`."""
 
     def finish(self, undo: bool) -> None:
         """Make the learned weights the stage's; with `undo` those stay as they are, and Adam is
@@ -112,7 +112,7 @@ class Lesson(Protocol):
 
 
 @dataclass(frozen=True)
-class Terms:
+class RelearningTerms:
     """How long a block relearns, and how."""
 
     samples: int  # trained on at a time, at most
@@ -125,10 +125,10 @@ class Terms:
     within: int = 1  # number of such steps after which it has learned enough
 
 
-class Course:
-    """The piece and the learning rate of each update."""
+class RelearningCourse:
+    """Which piece of the boundary tensors each relearning update takes, and its learning rate."""
 
-    def __init__(self, pairs: Sequence[BoundaryPair], samples: int, terms: Terms) -> None:
+    def __init__(self, pairs: Sequence[BoundaryPair], samples: int, terms: RelearningTerms) -> None:
         """`samples`: of each pair."""
         self.terms = terms
         self.pieces = [
@@ -191,7 +191,11 @@ class Relearning(Hearing):
         super().__init__(exchanges, EARLY_LIMIT, limit)
 
     async def run(
-        self, block: RelearningBlock, lesson: Lesson, fetched: Fetched, terms: Terms
+        self,
+        block: RelearningBlock,
+        lesson: Lesson,
+        fetched: FetchedTensors,
+        terms: RelearningTerms,
     ) -> pb.Relearned:
         """Train the stage of `lesson` on what was fetched.
 
@@ -233,7 +237,7 @@ def whole_pairs(
     inputs, outputs = set(), set()
     for stage, report in reports.items():
         for pair_report in report:
-            pair = _pair(pair_report)
+            pair = _parse_pair(pair_report)
             if not pair.stages or not reports.keys() >= set(pair.stages):
                 continue
             if pair_report.input and stage == pair.stages[0]:
@@ -243,7 +247,7 @@ def whole_pairs(
     return sorted(inputs & outputs), len(inputs ^ outputs)
 
 
-def _pair(report: pb.BoundaryPair) -> BoundaryPair:
+def _parse_pair(report: pb.BoundaryPair) -> BoundaryPair:
     return BoundaryPair(report.step, report.microbatch, tuple(report.stages))
 
 
@@ -252,22 +256,22 @@ def _pair_report(pair: BoundaryPair, **sides: bool) -> pb.BoundaryPair:
 
 
 class _Joiner:
-    """Relearning of a block at one node."""
+    """One node's part in the relearning of a block."""
 
     def __init__(
         self,
         node: Relearning,
         block: RelearningBlock,
         lesson: Lesson,
-        fetched: Fetched,
-        terms: Terms,
+        fetched: FetchedTensors,
+        terms: RelearningTerms,
         mailbox: _Mailbox,
     ) -> None:
         self.node, self.block, self.lesson = node, block, lesson
         self.fetched, self.terms, self.mailbox = fetched, terms, mailbox
         self.over = False
         self.round = 0
-        self.course = Course([], 0, terms)
+        self.course = RelearningCourse([], 0, terms)
         self.updates = 0
         # Of pieces that end here: the residual's denominator, and the error when last measured.
         self.norms: dict[PairSlice, float] = {}
@@ -307,7 +311,7 @@ class _Joiner:
         return result
 
     async def _train(self, target: int, end: float, begin: float | None = None) -> None:
-        """Train until `wanted` updates are made, or the time is over. The rate falls with the time
+        """Train until `target` updates are made, or the time is over. The rate falls with the time
         since `begin`, if given."""
         per_round = TOGETHER if self.block.others else 1
         while self.updates < target and (now := self.node.exchanges.now) < end:
@@ -364,7 +368,7 @@ class _Joiner:
 
     async def _obey(self, order: pb.Relearn) -> None:
         if order.pairs:
-            self._take_pairs([_pair(report) for report in order.pairs])
+            self._take_pairs([_parse_pair(report) for report in order.pairs])
         if order.work == pb.Relearn.TRAIN:
             await self._update(order)
             return
@@ -404,7 +408,7 @@ class _Joiner:
         )
 
     def _take_pairs(self, pairs: Sequence[BoundaryPair]) -> None:
-        """Set the pairs that the leader wants measured and trained on."""
+        """Set the boundary pairs that the leader wants measured and trained on."""
         for pair in pairs:
             first_and_last = pair.stages[:1], pair.stages[-1:]
             this_stage = (self.block.stage,)
@@ -418,7 +422,7 @@ class _Joiner:
                 shown = str(pair)[:REASON_LIMIT]
                 reason = f"{leader} requested training on {shown}, which is not possible"
                 raise ComplaintError(reason, [leader], NUMBERS)
-        self.course = Course(pairs, self.fetched.shape[0], self.terms)
+        self.course = RelearningCourse(pairs, self.fetched.shape[0], self.terms)
 
     # --- one piece
 
@@ -515,7 +519,7 @@ class _Mailbox:
         self._lost: dict[str, Lost] = {}  # by node: why nothing more comes from it
 
     async def take(self, peer: str, key: object, expected: str, patience: float) -> Item:
-        """Raises ComplaintError that names the peer it waited for."""
+        """Waits for another joiner's message or frame. Raises ComplaintError that names it."""
         until = self._exchanges.now + patience
         while (peer, key) not in self._items:
             if peer in self._lost:

@@ -91,7 +91,7 @@ Listed: TypeAlias = tuple[str, int, str]
 """A tensor in a header: name, number of values, checksum of the values."""
 
 
-class Values(NamedTuple):
+class Pieces(NamedTuple):
     """A tensor made piece by piece, each time that it is read."""
 
     length: int
@@ -162,9 +162,9 @@ class Saves:
                 )
 
     def listed(self) -> list[Age]:
-        """The existing saves, newest first, unread. Raises OSError."""
+        """The saves in the folder, newest first, unread. Raises OSError."""
         with os.scandir(self.folder) as entries:
-            ages = [_parse(entry.name) for entry in entries if entry.is_file()]
+            ages = [_parse_file_name(entry.name) for entry in entries if entry.is_file()]
         return sorted((save for save in ages if save is not None), reverse=True)
 
     def sound(self) -> list[Age]:
@@ -181,33 +181,33 @@ class Saves:
         return sound
 
     def id_of(self, save: Age) -> StateId:
-        """The state's id, from the header alone. Raises SaveError."""
-        with _opened(self._path(save)) as (_, fields):
-            state_id = _state(fields).id
+        """The id of a saved state, from the header alone. Raises SaveError."""
+        with _open_save(self._path(save)) as (_, fields):
+            state_id = _state_in(fields).id
             return replace(state_id, stage=self.stage, lineage=save.lineage, step=save.step)
 
     def load(self, save: Age) -> StageState:
-        """Raises SaveError for a missing, unreadable or damaged save, or one of another run or
-        stage. Tensors' names and sizes are as saved; the caller checks whether they fit."""
+        """Reads a save. Raises SaveError if it is missing, unreadable, damaged, or of another run
+        or stage. Tensors' names and sizes are as saved; the caller checks whether they fit."""
         return self._read(save, keep_tensors=True)
 
     def check(self, state: StageState) -> None:
-        """Raises ValueError for a state of another stage, for tensors that are not flat, contiguous
-        float32, for negative numbers and an omega that is not finite."""
+        """Checks a state to be saved. Raises ValueError for one of another stage, for tensors that
+        aren't flat, contiguous float32, negative numbers, and an omega that isn't finite."""
         if state.id.stage != self.stage:
             raise ValueError(
                 f"stage {state.id.stage} is not saved in {self.folder}, which is for stage "
                 f"{self.stage}"
             )
-        file_name = name_of(state.id.age)
-        if wrong := _no_number(state):
-            raise ValueError(f"{file_name}: {wrong} is not a finite number of at least 0")
+        file = file_name(state.id.age)
+        if wrong := _invalid_number(state):
+            raise ValueError(f"{file}: {wrong} is not a finite number of at least 0")
         for name, tensor in state.tensors.items():
             if name == METADATA:
-                raise ValueError(f"{file_name}: no tensor can be named {name}")
+                raise ValueError(f"{file}: no tensor can be named {name}")
             if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{file_name}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
+                    f"{file}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
                     "contiguous torch.float32 is saved"
                 )
 
@@ -217,30 +217,31 @@ class Saves:
         self.check(state)
         tensors = {name: _bytes(t.detach().cpu()) for name, t in state.tensors.items()}
         self.write_pieces(
-            state, {n: Values(len(v) // VALUE, partial(iter, [v])) for n, v in tensors.items()}
+            state,
+            {n: Pieces(len(v) // VALUE, partial(iter, [v])) for n, v in tensors.items()},
         )
 
-    def write_pieces(self, state: StageState, tensors: Mapping[str, Values]) -> None:
+    def write_pieces(self, state: StageState, tensors: Mapping[str, Pieces]) -> None:
         """As `write`, for a state with these tensors; each is made twice."""
         self.check(state)
         for name, (length, _) in tensors.items():
             if length != self.contents.values:
                 raise ValueError(
-                    f"{name_of(state.id.age)}: {name} has {length} values, and the parameters of "
+                    f"{file_name(state.id.age)}: {name} has {length} values, and the parameters of "
                     f"stage {self.stage} {self.contents.values}"
                 )
         listed = [(name, values.length, _digest(values)) for name, values in tensors.items()]
-        header = _encode(_fields(self.run, state, listed, self.contents))
+        header = _encode_header(_header_fields(self.run, state, listed, self.contents))
         contents = chain.from_iterable(values.pieces() for values in tensors.values())
-        self._put(name_of(state.id.age), chain([header], contents))
+        self._put(file_name(state.id.age), chain([header], contents))
         try:
             # The newest of all: a replica may have been faster.
-            self._put(LATEST, [_as_bytes(name_of(self.listed()[0]).encode() + b"\n")])
+            self._put(LATEST, [_as_bytes(file_name(self.listed()[0]).encode() + b"\n")])
         finally:
             self._prune()
 
     def _path(self, save: Age) -> Path:
-        return self.folder / name_of(save)
+        return self.folder / file_name(save)
 
     def _put(self, name: str, parts: Iterable[Bytes]) -> None:
         """Write a file whole or not at all, for other processes and after a power cut."""
@@ -277,7 +278,7 @@ class Saves:
     def _run_of(self, save: Age) -> str | None:
         """The run in a save's header; None: it can't be read."""
         try:
-            with _opened(self._path(save)) as (_, fields):
+            with _open_save(self._path(save)) as (_, fields):
                 return fields["run"]
         except SaveError:
             return None  # `load` says why
@@ -285,8 +286,8 @@ class Saves:
     def _read(self, save: Age, keep_tensors: bool) -> StageState:
         """Read a save, without its tensors if not `keep_tensors`. Raises SaveError."""
         path = self._path(save)
-        with _opened(path) as (file, fields):
-            state, run = _state(fields), fields["run"]
+        with _open_save(path) as (file, fields):
+            state, run = _state_in(fields), fields["run"]
             saved = state.id
             if (run, saved.stage, saved.age) != (self.run, self.stage, save):
                 raise SaveError(
@@ -294,7 +295,7 @@ class Saves:
                     f"{saved.stage} of the run {run}; its name says step {save.step}, lineage "
                     f"{save.lineage} of stage {self.stage} of {self.run}: remove it"
                 )
-            return replace(state, tensors=dict(_tensors(path, file, fields, keep_tensors)))
+            return replace(state, tensors=dict(_read_tensors(path, file, fields, keep_tensors)))
 
 
 @dataclass(frozen=True)
@@ -311,15 +312,22 @@ class SaveFile:
 
     @classmethod
     def open(cls, path: Path) -> SaveFile:
-        """Raises SaveError for an unreadable file, a damaged header or a wrong length."""
-        with _opened(path) as (file, fields):
-            sizes = {name: values for name, values, _ in _listed(fields)}
-            return cls(path, fields["run"], _state(fields), sizes, file.tell(), *_cut(fields))
+        """Reads a save's header. Raises SaveError if it or the length is wrong."""
+        with _open_save(path) as (file, fields):
+            sizes = {name: values for name, values, _ in _tensors_in(fields)}
+            return cls(
+                path,
+                fields["run"],
+                _state_in(fields),
+                sizes,
+                file.tell(),
+                *_stages_in(fields),
+            )
 
     def check(self) -> None:
-        """Read all of it, at most a chunk in memory. Raises SaveError."""
-        with _opened(self.path) as (file, fields):
-            for _ in _tensors(self.path, file, fields, keep=False):
+        """Reads the whole save for its checksums, at most a chunk in memory. Raises SaveError."""
+        with _open_save(self.path) as (file, fields):
+            for _ in _read_tensors(self.path, file, fields, keep=False):
                 raise AssertionError
 
     def values(self, tensor: str, first: int, count: int) -> Iterator[Bytes]:
@@ -337,7 +345,7 @@ class SaveFile:
     def copy(self, to: Saves) -> None:
         """Copy the save to another folder. Raises SaveError, OSError."""
         tensors = {
-            n: Values(size, partial(self.values, n, 0, size)) for n, size in self.tensors.items()
+            n: Pieces(size, partial(self.values, n, 0, size)) for n, size in self.tensors.items()
         }
         to.write_pieces(self.state, tensors)
 
@@ -348,7 +356,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
     saves = []
     for folder in folders:
         for path in sorted({*folder.glob("stage-*/step-*"), *folder.glob("*/stage-*/step-*")}):
-            if _parse(path.name) is None:
+            if _parse_file_name(path.name) is None:
                 continue
             try:
                 save = SaveFile.open(path)
@@ -356,39 +364,39 @@ def find_saves(*folders: Path) -> list[SaveFile]:
                 log.warning("refused a save: %s", error)
                 continue
             state_id = save.state.id
-            if (f"stage-{state_id.stage}", name_of(state_id.age)) == (path.parent.name, path.name):
+            if (f"stage-{state_id.stage}", file_name(state_id.age)) == (
+                path.parent.name,
+                path.name,
+            ):
                 saves.append(save)
             else:
-                log.warning(
-                    "refused a save: %s contains %s of stage %d",
-                    path,
-                    name_of(state_id.age),
-                    state_id.stage,
-                )
+                contents = f"{file_name(state_id.age)} of stage {state_id.stage}"
+                log.warning("refused a save: %s contains %s", path, contents)
     return saves
 
 
 @dataclass(frozen=True, eq=False)
 class PendingSave:
-    """A state given to a Writer that is not on disk."""
+    """A state that is to be saved, and not yet on disk."""
 
     state: StageState
     buffers: dict[str, Tensor]  # of its tensors, by name
     since: float  # seconds, of `time.perf_counter`
 
 
-class Writer:
-    """Writes saves for training, which neither an error nor a delay of the disk may stop.
+class SavesOnDisk:
+    """The port `Disk`: writes a stage's saves for training, which no error or delay of the disk may
+    stop, and reads them.
 
-    `save` belongs to the compute thread, right after a commit was applied. It copies the state to
+    `write` belongs to the compute thread, right after a commit was applied. It copies the state to
     host memory, in one of `in_flight` reused buffers (fresh memory costs many times the copy), and
-    a thread writes it. `save` never waits for the disk. When no buffer is free, the state replaces
-    the newest one whose write has not begun; the replaced state is left out, or this one if there
-    is none. `save` skips a state given before: the end of a run is reported more than once.
+    a thread writes it. When no buffer is free, the state replaces the newest one whose write has
+    not begun; the replaced state is left out, or this one if there is none. `write` skips a state
+    given before: the end of a run is reported more than once.
 
-    `on_saved(save)` and `on_error(sentence)` are called from the writing thread, `on_error` also
-    from `close`, and from the compute thread when a save is left out because the disk has held the
-    oldest one up for STALLED seconds.
+    `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
+    there. A save that is left out has failed if the disk has held the oldest one up for STALLED
+    seconds.
 
     Raises ValueError when `saves` keeps too few for stages to share a step (see `Saves`).
     """
@@ -397,8 +405,9 @@ class Writer:
         self,
         saves: Saves,
         in_flight: int,
-        on_error: Callable[[str], object],
-        on_saved: Callable[[Age], object],
+        on_loop: Callable[..., object],
+        saved: Callable[[Age], None],
+        failed: Callable[[str], None],
     ) -> None:
         if in_flight < 1:
             raise ValueError(f"{in_flight} writes in flight; at least 1")
@@ -407,10 +416,11 @@ class Writer:
                 f"{saves.keep} saves are kept, but {2 + in_flight} are needed ({in_flight} in "
                 "flight) for the stages to have one of the same step"
             )
-        self.critical_seconds = 0.0  # of the compute thread, spent in `save`
+        self.critical_seconds = 0.0  # of the compute thread, spent in `write`
         self.bytes_written = 0
         self.left_out = 0
-        self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
+        self._saves, self._on_loop = saves, on_loop
+        self._on_error, self._on_saved = partial(on_loop, failed), partial(on_loop, saved)
         self._changed = Condition()  # guards the rest; not held while the disk is used
         self._free: list[dict[str, Tensor]] = [{} for _ in range(in_flight)]  # buffers
         self._waiting: list[PendingSave] = []  # for the disk, the oldest first
@@ -421,8 +431,7 @@ class Writer:
         # A daemon: a hung disk must not keep the process from exiting.
         Thread(target=self._write_all, name="saves", daemon=True).start()
 
-    def save(self, state: StageState) -> None:
-        """Hand a state over. Raises only ValueError, as `Saves.check` does."""
+    def write(self, state: StageState) -> None:
         started = time.perf_counter()
         self._saves.check(state)
         with self._changed:
@@ -431,9 +440,9 @@ class Writer:
             self._on_error(error)
         self.critical_seconds += time.perf_counter() - started
 
-    def close(self, seconds: float) -> list[Age]:
-        """Wait, blocking, for states on their way to the disk; returns those not on disk in time,
-        and the last one if it was left out. A later save is an error."""
+    def finish(self, seconds: float) -> None:
+        """Waits, blocking, for states on their way to the disk. Those not on disk in time have
+        failed, and so has the last one if it was left out. A later `write` is an error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -445,10 +454,9 @@ class Writer:
                 f"{self._action(pending.state.id.age)} failed: not on disk after "
                 f"{seconds_since:.1f} s"
             )
-        return [pending.state.id.age for pending in missing]
 
     def _take(self, state: StageState, now: float) -> str:
-        """Copy the state for the writing thread. Returns an error to report; "": none."""
+        """Copy a state to be saved for the writing thread. Returns an error to report; "": none."""
         key, error = replace(state, tensors={}), ""
         if self._newest == key:
             return ""
@@ -502,7 +510,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _write(self, state: StageState) -> bool:
-        """Write a state. False: it failed."""
+        """Write a save to disk, in the writing thread. False: it failed."""
         try:
             self._saves.write(state)
         except OSError as error:
@@ -518,24 +526,7 @@ class Writer:
     def _action(self, save: Age) -> str:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
 
-
-class SavesOnDisk(Writer):
-    """The port `Disk`: saves, written by one thread of their own and read by another.
-
-    `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
-    there. Raises ValueError as `Writer` does.
-    """
-
-    def __init__(
-        self,
-        saves: Saves,
-        in_flight: int,
-        on_loop: Callable[..., object],
-        saved: Callable[[Age], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        super().__init__(saves, in_flight, partial(on_loop, failed), partial(on_loop, saved))
-        self._on_loop = on_loop
+    # --- reading
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         try:
@@ -559,10 +550,7 @@ class SavesOnDisk(Writer):
     def remove(self, saves: Collection[Age]) -> None:
         for save in saves:
             with suppress(OSError):
-                (self._saves.folder / name_of(save)).unlink()
-
-    def write(self, state: StageState) -> None:
-        self.save(state)
+                (self._saves.folder / file_name(save)).unlink()
 
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
         def read() -> None:
@@ -574,9 +562,6 @@ class SavesOnDisk(Writer):
 
         # A daemon: a hung disk must not keep the process from exiting.
         Thread(target=read, name="load", daemon=True).start()
-
-    def finish(self, seconds: float) -> None:
-        self.close(seconds)
 
 
 def saves_on_disk(
@@ -605,7 +590,9 @@ def saves_on_disk(
 # of this format are in the header's "__metadata__", text by name.
 
 
-def _fields(run: str, state: StageState, tensors: Sequence[Listed], contents: Contents) -> Fields:
+def _header_fields(
+    run: str, state: StageState, tensors: Sequence[Listed], contents: Contents
+) -> Fields:
     for_others = {**contents._asdict(), "commit": state.id.made}
     return {
         "format": FORMAT,
@@ -618,7 +605,7 @@ def _fields(run: str, state: StageState, tensors: Sequence[Listed], contents: Co
     }
 
 
-def _digest(values: Values) -> str:
+def _digest(values: Pieces) -> str:
     digest = xxh3_64()
     for piece in values.pieces():
         digest.update(piece.data)
@@ -626,7 +613,7 @@ def _digest(values: Values) -> str:
 
 
 def _numbers(state: StageState) -> dict[str, int | float]:
-    """The state's numbers in the header, in order."""
+    """A state's numbers in the header of its save, in order."""
     return {
         "stage": state.id.stage,
         "step": state.id.step,
@@ -637,13 +624,13 @@ def _numbers(state: StageState) -> dict[str, int | float]:
     }
 
 
-def _no_number(state: StageState) -> str:
-    """The first invalid number, as text; "": none."""
+def _invalid_number(state: StageState) -> str:
+    """The first invalid number of a state, as text; "": none."""
     wrong = (f"{f} {v}" for f, v in _numbers(state).items() if not (math.isfinite(v) and v >= 0))
     return next(wrong, "")
 
 
-def _state(fields: Fields) -> StageState:
+def _state_in(fields: Fields) -> StageState:
     """A save's state without its tensors."""
     last = pb.Commit.FromString(b64decode(fields["last"]))
     stage, lineage, step = (int(fields[name]) for name in ("stage", "lineage", "step"))
@@ -658,7 +645,7 @@ def _state(fields: Fields) -> StageState:
     )
 
 
-def _cut(fields: Fields) -> tuple[int, tuple[int, ...]]:
+def _stages_in(fields: Fields) -> tuple[int, tuple[int, ...]]:
     try:
         config = json.loads(fields["config"])
         return int(config["stages"]), tuple(map(int, config.get("sizes", ())))
@@ -666,8 +653,8 @@ def _cut(fields: Fields) -> tuple[int, tuple[int, ...]]:
         return 0, ()
 
 
-def _listed(fields: Fields) -> list[Listed]:
-    """The tensors in a header. Raises one of `_NO_SENSE`."""
+def _tensors_in(fields: Fields) -> list[Listed]:
+    """The tensors in a save's header. Raises one of `_NO_SENSE`."""
     listed: list[Listed] = json.loads(fields["tensors"])
     for name, values, checksum in listed:
         if not (isinstance(name, str) and isinstance(checksum, str)):
@@ -677,10 +664,10 @@ def _listed(fields: Fields) -> list[Listed]:
     return listed
 
 
-def _encode(fields: Fields) -> Bytes:
+def _encode_header(fields: Fields) -> Bytes:
     header: dict[str, object] = {METADATA: {**fields, "xxh3": _checksum(fields)}}
     offset = 0
-    for name, shape in _entries(fields):
+    for name, shape in _parameter_entries(fields):
         end = offset + VALUE * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -689,10 +676,10 @@ def _encode(fields: Fields) -> Bytes:
     return _as_bytes(len(text).to_bytes(8, "little") + text)
 
 
-def _entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
+def _parameter_entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
     """Names and shapes of the tensors for other readers, in order."""
     parameters = json.loads(fields["parameters"])
-    for tensor, _, _ in _listed(fields):
+    for tensor, _, _ in _tensors_in(fields):
         for name, shape in parameters.items():
             yield (name if tensor == "weights" else f"{tensor}.{name}"), shape
 
@@ -702,7 +689,7 @@ def _checksum(fields: Fields) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[io.FileIO, Fields]]:
+def _open_save(path: Path) -> Iterator[tuple[io.FileIO, Fields]]:
     """A save, open at its tensors, and its header. Raises SaveError."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -732,10 +719,10 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
             "the version that wrote it, or move it away"
         )
     try:
-        whole = np.array_equal(_encode(fields)[8:], text)
-        if wrong := _no_number(_state(fields)):
+        whole = np.array_equal(_encode_header(fields)[8:], text)
+        if wrong := _invalid_number(_state_in(fields)):
             raise ValueError(wrong)
-        expected = 8 + length + VALUE * sum(values for _, values, _ in _listed(fields))
+        expected = 8 + length + VALUE * sum(values for _, values, _ in _tensors_in(fields))
     except _NO_SENSE as error:
         raise SaveError(f"{path} is damaged: its header has invalid values ({error!r})") from error
     if not whole or not isinstance(fields.get("run"), str):
@@ -745,12 +732,12 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
     return fields
 
 
-def _tensors(
+def _read_tensors(
     path: Path, file: io.FileIO, fields: Fields, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, with checked checksums; none if not `keep`. Raises SaveError, OSError."""
+    """A save's tensors, with checked checksums; none if not `keep`. Raises SaveError, OSError."""
     scratch = np.empty(CHUNK, np.uint8)
-    for name, values, checksum in _listed(fields):
+    for name, values, checksum in _tensors_in(fields):
         size = VALUE * values
         tensor = torch.empty(values if keep else 0)
         digest = xxh3_64()
@@ -789,10 +776,10 @@ def _as_bytes(text: bytes) -> Bytes:
 
 def saved_stages(folder: Path) -> list[int]:
     """The stages saved last in a node's folder, the newest first. Raises OSError."""
-    return newest_stages(_saved_stages(folder))
+    return stages_by_age(_saved_stages(folder))
 
 
-def newest_stages(saves: Iterable[tuple[Age, int]]) -> list[int]:
+def stages_by_age(saves: Iterable[tuple[Age, int]]) -> list[int]:
     """The stages of saves, the newest first, without those that lack `RECENT` steps."""
     newest: dict[int, Age] = {}
     for save, stage in sorted(saves, reverse=True):
@@ -805,7 +792,10 @@ def saved_run(folder: Path) -> str:
     """The run of the newest readable save in a node's folder; empty: there is none. Raises
     OSError."""
     for save, stage in sorted(_saved_stages(folder), reverse=True):
-        with suppress(SaveError), _opened(folder / f"stage-{stage}" / name_of(save)) as (_, fields):
+        with (
+            suppress(SaveError),
+            _open_save(folder / f"stage-{stage}" / file_name(save)) as (_, fields),
+        ):
             return str(fields["run"])
     return ""
 
@@ -816,22 +806,22 @@ def _saved_stages(folder: Path) -> list[tuple[Age, int]]:
         for path in folder.glob("stage-*")
         if path.name.removeprefix("stage-").isdecimal()
         for entry in os.scandir(path)
-        if (save := _parse(entry.name)) is not None
+        if (save := _parse_file_name(entry.name)) is not None
     ]
 
 
-def name_of(save: Age) -> str:
+def file_name(save: Age) -> str:
     """The file name of a save."""
     return f"step-{save.step:08d}-{save.lineage}.safetensors"
 
 
-def _parse(name: str) -> Age | None:
+def _parse_file_name(name: str) -> Age | None:
     """The save with this file name; None: it is no save's name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     save = Age(step=int(match[1]), lineage=int(match[2]))
-    return save if name_of(save) == name else None  # no leading zeros: a save has one name
+    return save if file_name(save) == name else None  # no leading zeros: a save has one name
 
 
 def _make_folder(folder: Path) -> None:

@@ -31,7 +31,11 @@ class StateService:
         self._seat = seat
         self._pins = StatePins(seat.tensors)
         self._server = StateServer(
-            seat.exchanges, seat.tensors, seat.send, self._served, lambda: bool(seat.member.hang)
+            seat.exchanges,
+            seat.tensors,
+            seat.send,
+            self._find,
+            lambda: bool(seat.member.hang),
         )
         self._checkpoint: dict[int, StageState] = {}
         self._requested = 0.0  # when a stage of it was last requested
@@ -49,8 +53,8 @@ class StateService:
         if now - self._requested > REQUESTED_AGAIN:
             self._checkpoint.clear()
 
-    def committing(self, fetched: Collection[int], state: StageState) -> Callable[[], None]:
-        """A commit is about to change `state`. Pins it if joiners fetch it: the steps `fetched`.
+    def before_commit(self, fetched: Collection[int], state: StageState) -> Callable[[], None]:
+        """Pins `state`, which a commit is about to change, if joiners fetch its step: `fetched`.
         Run the returned function in the compute thread before the change."""
         if self._seat.run.training.lora is None:
             self._checkpoint.clear()
@@ -79,21 +83,21 @@ class StateService:
     async def _read_and_serve(self, peer: str, message: pb.Message, stage: int) -> None:
         seat = self._seat
         try:
-            read = seat.exchanges.compute(lambda: seat.arithmetic.of_checkpoint(stage))
+            read = seat.exchanges.compute(lambda: seat.arithmetic.checkpoint_state(stage))
             self._checkpoint[stage] = await read
         except ComplaintError as error:
             log.warning("%s", error)
         self._server.on_message(peer, message)
 
-    def _served(self, kind: str, stage: int, step: int) -> StageState | None:
-        """The requested state; None: it isn't here."""
+    def _find(self, kind: str, stage: int, step: int) -> StageState | None:
+        """The state that another node requests; None: it isn't here."""
         seat, hangs = self._seat, bool(self._seat.member.hang)
         if kind == PIN:
             return seat.observers.pins.get(step, None if hangs else seat.own_state())
         if kind == ORIGIN:
             return self._of_checkpoint(stage)
         if kind:
-            return None if hangs else seat.holdings.served(kind, stage)
+            return None if hangs else seat.holdings.held_state(kind, stage)
         if hangs and not seat.is_readable():
             seat.leave_unread(seat.member.hang)
             return None

@@ -76,7 +76,7 @@ class Delivery:
 
 
 class StateShard(NamedTuple):
-    """Bytes [offset, offset + size) of the state."""
+    """A shard of a state: bytes [offset, offset + size)."""
 
     offset: int
     size: int
@@ -94,16 +94,16 @@ class Manifest:
 
     @classmethod
     def parse(cls, message: pb.StateManifest, step: int, allowed: Sequence[Due]) -> Manifest:
-        """Raises ValueError if the source has no such state; the message says why. Raises WireError
-        if no source of a state of `step` with `allowed` tensors may send this."""
+        """Checks a StateManifest. Raises ValueError if the source has no such state, and says why.
+        Raises WireError if no source of a state of `step` with `allowed` tensors may send this."""
         if message.error:
             raise ValueError(shorten(message.error))
         if message.step != step:
             raise FiguresError(f"its manifest is of step {message.step}, not {step}")
         tensors = _parse_tensors(message.tensors)
         if tensors not in [tuple(due.items()) for due in allowed]:
-            due = " or ".join(_name(due.items()) for due in allowed)
-            raise WireError(f"its manifest has {_name(tensors)} instead of {due}")
+            due = " or ".join(_describe_tensors(due.items()) for due in allowed)
+            raise WireError(f"its manifest has {_describe_tensors(tensors)} instead of {due}")
         size = VALUE * sum(values for _, values in tensors)
         if message.size != size:
             raise FiguresError(
@@ -119,7 +119,7 @@ class Manifest:
         return cls(tensors, size, message.optimizer_step, message.digest, message)
 
 
-def _name(tensors: Iterable[tuple[str, int]]) -> str:
+def _describe_tensors(tensors: Iterable[tuple[str, int]]) -> str:
     named = [f"{name} {Form('float32', (values,))}" for name, values in tensors]
     more = f" and {len(named) - TENSORS_NAMED} more" if len(named) > TENSORS_NAMED else ""
     return (", ".join(named[:TENSORS_NAMED]) or "no tensor") + more
@@ -196,7 +196,7 @@ class StateServer:
         self._serving[peer] -= 1
 
     def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> StageState:
-        """The requested state. Raises ValueError that says why it isn't served."""
+        """The state that a joiner requests. Raises ValueError that says why it isn't served."""
         state = self._state(request.kind, request.stage, request.step)
         if state is None:
             requested = f"{request.kind} of stage {request.stage}" if request.kind else "state"
@@ -221,7 +221,7 @@ class StateServer:
         except ValueError as error:
             manifest.error = str(error)
         else:
-            tensors = _offered(state, request.optimizer)
+            tensors = _tensors_offered(state, request.optimizer)
             manifest.tensors = msgpack.packb(
                 [[name, "float32", [tensor.numel()]] for name, tensor in tensors]
             )
@@ -237,8 +237,8 @@ class StateServer:
         request = message.shard_request
         shard = StateShard(request.offset, request.size)
         try:
-            tensors = _offered(self._pinned(request), request.optimizer)
-            values = _values_of([tensor for _, tensor in tensors], shard)
+            tensors = _tensors_offered(self._pinned(request), request.optimizer)
+            values = _shard_views([tensor for _, tensor in tensors], shard)
         except ValueError as error:
             refusal = pb.ShardRefusal(
                 transfer=request.transfer, offset=request.offset, reason=str(error)
@@ -259,11 +259,11 @@ class StateServer:
         self._send(peer, Frame("state", ballot, fields, descriptors, payload))
 
 
-def _offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:
+def _tensors_offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in state.tensors.items() if optimizer or name == WEIGHTS]
 
 
-def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
+def _shard_views(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
     """The shard's part of each tensor, as views. Raises ValueError for an invalid shard."""
     total = VALUE * sum(tensor.numel() for tensor in tensors)
     if not 0 < shard.size <= SHARD_LIMIT or shard.offset + shard.size > total:
@@ -273,8 +273,12 @@ def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
         )
     if shard.offset % VALUE or shard.size % VALUE:
         raise ValueError(f"offset {shard.offset} or size {shard.size} is not a multiple of {VALUE}")
+    return views_of(tensors, shard.offset // VALUE, (shard.offset + shard.size) // VALUE)
+
+
+def views_of(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Elements [start, stop) of the concatenated flat tensors, as views of these."""
     parts = []
-    start, stop = shard.offset // VALUE, (shard.offset + shard.size) // VALUE
     for tensor in tensors:
         part = tensor.detach()[max(start, 0) : max(stop, 0)]
         if part.numel():
@@ -300,7 +304,7 @@ class _Source:
         return self.answered + silence + owed / SLOWEST if owed else math.inf
 
 
-def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShard]:
+def cut_into_shards(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShard]:
     """The shards of consecutive tensors of these sizes in bytes, from the byte `first` on. None
     spans two tensors, so a tensor is whole when its own shards are there."""
     if shard_size <= 0 or shard_size % VALUE:
@@ -333,7 +337,7 @@ class ShardPlan:
 
     @property
     def sources(self) -> list[str]:
-        """The sources in use."""
+        """The sources that shards are requested from."""
         return list(self._sources)
 
     @property
@@ -342,12 +346,12 @@ class ShardPlan:
         return min((s.due(self._silence) for s in self._sources.values()), default=math.inf)
 
     def add(self, source: str) -> None:
-        """Add a source. A known one stays as it is."""
+        """Add a source of shards. A known one stays as it is."""
         if source not in self.dropped:
             self._sources.setdefault(source, _Source())
 
     def ask(self, now: float) -> list[tuple[str, StateShard]]:
-        """Requests to send now, as (source, shard)."""
+        """Requests for shards to send now, as (source, shard)."""
         requests = []
         while self._pending and (source := self._free()) is not None:
             state, shard = self._sources[source], self._pending.pop(0)
@@ -423,7 +427,7 @@ class StateClient:
         self.silence = silence
         self._numbers = count(1)
         self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0)
-        self._arriving: dict[int, Arriving] = {}  # whole states, by stage: the newest
+        self._arriving: dict[int, PartialState] = {}  # whole states, by stage: the newest
 
     async def fetch(
         self,
@@ -444,13 +448,13 @@ class StateClient:
         with self._inboxes.open(number) as inbox:
             return await fetch.run(inbox)
 
-    def arriving(self, wanted: WantedState, manifest: Manifest) -> Arriving:
+    def arriving(self, wanted: WantedState, manifest: Manifest) -> PartialState:
         """The state as far as it has arrived, or empty room for it. Raises MemoryError."""
         whole = wanted.optimizer and wanted.part is None and manifest.digest
         state = self._arriving.pop(wanted.stage, None) if whole else None
         if state is None or (state.wanted.age, state.manifest) != (wanted.age, manifest):
             del state  # memory may not suffice for two
-            state = Arriving.none_of(wanted, manifest, self)
+            state = PartialState.empty(wanted, manifest, self)
         if whole:
             self._arriving[wanted.stage] = state
         return state
@@ -496,7 +500,7 @@ class WantedState:
     part: tuple[int, int] | None = None  # first value and number of values of the weights
 
     def allowed(self) -> list[Due]:
-        """The tensors that a source may offer."""
+        """The tensors of the state that a source may offer."""
         weights = {WEIGHTS: self.due[WEIGHTS]}
         if not self.optimizer:
             return [weights]
@@ -521,8 +525,8 @@ class WantedState:
 
 
 @dataclass
-class Arriving:
-    """A state as far as it has arrived."""
+class PartialState:
+    """A fetched state as far as its shards have arrived."""
 
     wanted: WantedState
     manifest: Manifest
@@ -533,13 +537,13 @@ class Arriving:
     bytes: int = 0  # received
 
     @classmethod
-    def none_of(cls, wanted: WantedState, manifest: Manifest, client: StateClient) -> Arriving:
-        """An empty one. Raises MemoryError."""
+    def empty(cls, wanted: WantedState, manifest: Manifest, client: StateClient) -> PartialState:
+        """Room for a state of which nothing has arrived. Raises MemoryError."""
         part = wanted.part
         first = VALUE * part[0] if part else 0
         lengths = [part[1]] if part else [values for _, values in manifest.tensors]
         values = client.tensors.empty(sum(lengths))
-        shards = cut([VALUE * length for length in lengths], client.shard_size, first)
+        shards = cut_into_shards([VALUE * length for length in lengths], client.shard_size, first)
         missing = {shard.offset: shard for shard in shards}
         return cls(wanted, manifest, values, lengths, first, missing)
 
@@ -558,7 +562,7 @@ class Arriving:
             position += part.numel()
 
     def state(self) -> StageState:
-        """The whole state, or its weights alone, which Adam begins anew with."""
+        """The fetched state, whole, or its weights alone, with which Adam begins anew."""
         lengths = self.lengths[:1] if self.missing else self.lengths
         names = [name for name, _ in self.manifest.tensors][: len(lengths)]
         parts = [self.values[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
@@ -576,7 +580,7 @@ class Arriving:
 
 
 class _TransferFetch:
-    """Runs a transfer at the joiner.
+    """Fetches one state at the joiner.
 
     The other sources must agree with the first valid manifest. Shards are requested from then on; a
     source with a later manifest joins in. Sources beyond SOURCES replace dropped ones, those
@@ -601,7 +605,7 @@ class _TransferFetch:
         self.unused = deque(sources)
         self.silent: dict[str, float] = {}  # no manifest yet; time of the request
         self.given_up: dict[str, str] = {}  # reasons, by source, before the plan knew it
-        self.arriving: Arriving | None = None  # set by the first manifest
+        self.arriving: PartialState | None = None  # set by the first manifest
         self.plan = ShardPlan([], client.silence)
         self.served = dict.fromkeys(sources, 0)
 
@@ -739,16 +743,11 @@ class _TransferFetch:
             self.on_progress(self.arriving.bytes)
 
     def _shard_failed(self, peer: str, offset: int, reason: str) -> None:
-        log.warning(
-            "could not fetch the shard at %d of %s from %s: %s",
-            offset,
-            self._name_of_state(),
-            peer,
-            reason,
-        )
+        shard = f"the shard at {offset} of {self._name_of_state()}"
+        log.warning("could not fetch %s from %s: %s", shard, peer, reason)
         self.plan.failed(peer, offset, reason, self._now)
 
-    def _place(self, frame: Frame, shard: StateShard, arriving: Arriving) -> None:
+    def _place(self, frame: Frame, shard: StateShard, arriving: PartialState) -> None:
         """Put a shard in its place, in the compute thread. Raises WireError when it is damaged, or
         not the requested one."""
         if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):

@@ -51,8 +51,8 @@ def next_stage(stage: int, stages: int) -> int:
     return (stage + 1) % (stages + 1)
 
 
-def servers(stage: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
-    """Map from each holder of a twin of stage `of` to the replica that sends it the gradient.
+def senders_by_holder(stage: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
+    """Map from each holder of a twin of `stage` to the replica that sends it the gradient.
 
     Replica j of R, in the order of the ids, serves the holders k with k mod R = j.
     Raises ValueError when the stage has no member.
@@ -93,7 +93,7 @@ class Twin(Hearing):
         self._tensors, self._send = tensors, send
         # Stale: not of the node's committed step.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
-        state = dict(optimizer.state(optimizer=True))
+        state = dict(optimizer.state())
         self.state = StageState(initial, state, 0.0, 0, pb.Commit(), 0)
         self._reduced = (NEVER, 0.0)  # ballot of the optimizer's gradient; its squared norm
         # Costs
@@ -102,8 +102,8 @@ class Twin(Hearing):
 
     @property
     def memory_bytes(self) -> int:
-        """Weights, gradient and moments."""
-        state = self.optimizer.state(optimizer=True)
+        """Bytes of the twin's weights, gradient and moments."""
+        state = self.optimizer.state()
         return sum(tensor.nbytes for _, tensor in state) + self.optimizer.gradient.nbytes
 
     @property
@@ -128,8 +128,8 @@ class Twin(Hearing):
         was called. Raises ComplaintError, and PeerLostError when a holder can't be reached.
         """
         started = self._exchanges.now
-        server = servers(self.stage, self._stages, members)[self._node]
-        gathering = _Gathering(self.stage, server, self.optimizer.gradient, self._tensors)
+        server = senders_by_holder(self.stage, self._stages, members)[self._node]
+        gathering = _GradientAssembly(self.stage, server, self.optimizer.gradient, self._tensors)
         try:
             with self._inboxes.open(ballot) as inbox:
                 await self._serve(ballot, members, gradient, squared_norm)
@@ -146,7 +146,7 @@ class Twin(Hearing):
         gradient: Tensor,
         squared_norm: float,
     ) -> None:
-        plan = servers(self._own_stage, self._stages, members)
+        plan = senders_by_holder(self._own_stage, self._stages, members)
         holders = [holder for holder, server in plan.items() if server == self._node]
         if not holders:
             return
@@ -165,7 +165,7 @@ class Twin(Hearing):
         return Frame("twin", ballot, fields, *self._tensors.encode([part.clone()], "none"))
 
     async def _gather(
-        self, inbox: ExchangeInbox[Frame], gathering: _Gathering, patience: float
+        self, inbox: ExchangeInbox[Frame], gathering: _GradientAssembly, patience: float
     ) -> None:
         while gathering.missing:
             try:
@@ -175,12 +175,8 @@ class Twin(Hearing):
             if isinstance(frame, Lost):
                 continue  # lost frames are sent again
             if peer != gathering.server:
-                log.warning(
-                    "dropped a gradient for the twin of stage %d from %s: only %s sends it",
-                    self.stage,
-                    peer,
-                    gathering.server,
-                )
+                dropped = f"a gradient for the twin of stage {self.stage} from {peer}"
+                log.warning("dropped %s: only %s sends it", dropped, gathering.server)
                 continue
             await self._exchanges.compute(partial(gathering.absorb, frame))
 
@@ -215,7 +211,7 @@ class Twin(Hearing):
         self.state = replace(state, tensors=self.state.tensors)
 
 
-class _Gathering:
+class _GradientAssembly:
     """Assembles the next stage's reduced gradient in the twin's optimizer."""
 
     def __init__(self, stage: int, server: str, gradient: Tensor, tensors: Tensors) -> None:
@@ -255,5 +251,5 @@ class _Gathering:
 
 
 def _pieces(gradient: Tensor) -> list[Tensor]:
-    """Views of the gradient's pieces."""
+    """Views of the pieces in which a gradient is sent to a twin."""
     return [gradient[first : first + PIECE] for first in range(0, gradient.numel(), PIECE)]

@@ -40,7 +40,8 @@ class WeightPins:
         self._pins = StatePins(tensors)
 
     def want(self, observer: str, step: int, now: float) -> str:
-        """Replace the observer's request. Returns why that fails; "": the step will be kept."""
+        """Replace an observer's request for a step's weights. Returns why that fails; "": the step
+        will be kept."""
         self.expire(now)
         others = {wish.step for name, wish in self._wishes.items() if name != observer}
         if len(others | {step}) > MOST:
@@ -54,7 +55,7 @@ class WeightPins:
             self.want(observer, step, now)
 
     def forget(self, observer: str) -> None:
-        """Drop the observer's request."""
+        """Drop an observer's request for a step's weights."""
         self._wishes.pop(observer, None)
 
     def expire(self, now: float) -> None:
@@ -63,7 +64,7 @@ class WeightPins:
         self._pins.forget_others(self._steps())
 
     def _steps(self) -> set[int]:
-        """The requested steps."""
+        """The steps whose weights observers request."""
         return {wish.step for wish in self._wishes.values()}
 
     def keep(self, state: StageState, next_step: int, now: float) -> Callable[[], None]:

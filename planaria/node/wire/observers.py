@@ -34,9 +34,9 @@ BANNED: Final = "the run's operator has banned you; ask them to allow you again"
 class ObservedSeats(Protocol):
     """The seats of the node, which hear its observers. `now`: by the loop's clock."""
 
-    def on_asked(self, observer: str, message: pb.Message, now: float) -> None: ...
-    def on_shown(self, observer: str, frame: Frame, now: float) -> None: ...
-    def on_gone(self, observer: str) -> None: ...
+    def on_observer_message(self, observer: str, message: pb.Message, now: float) -> None: ...
+    def on_observer_frame(self, observer: str, frame: Frame, now: float) -> None: ...
+    def on_observer_gone(self, observer: str) -> None: ...
 
 
 class Observers:
@@ -78,7 +78,7 @@ class Observers:
         finally:
             del self._open[name]
             listening.cancel()
-            self.seats.on_gone(name)
+            self.seats.on_observer_gone(name)
 
     async def _listen(self, name: str, answers: _Answers, stream: AcceptedStream) -> None:
         try:
@@ -99,16 +99,16 @@ class Observers:
     def leave(self, name: str) -> None:
         """Remove an observer of this process."""
         del self._inside[name]
-        self.seats.on_gone(name)
+        self.seats.on_observer_gone(name)
 
     def ask(self, name: str, message: pb.Message) -> None:
         """Handle an observer's message. Raises WireError for an invalid frame."""
         now = asyncio.get_running_loop().time()
         if message.WhichOneof("body") == "carried":
             head, payload = message.carried.head, message.carried.payload
-            self.seats.on_shown(name, Frame.parse(head, payload, FRAME_LIMIT), now)
+            self.seats.on_observer_frame(name, Frame.parse(head, payload, FRAME_LIMIT), now)
         else:
-            self.seats.on_asked(name, message, now)
+            self.seats.on_observer_message(name, message, now)
 
     def tell(self, name: str, item: pb.Message | Frame) -> None:
         """Send an answer to an observer; without effect when it has left."""

@@ -96,10 +96,10 @@ def test_ids_pass_only_when_each_is_there_once(found: dict[str, list[int]]) -> N
 @given(st.integers(1, 5), st.integers(0, 150))
 def test_pieces_are_the_gradient_and_cut_no_row_in_two(replicas: int, size: int) -> None:
     for matrices in ((), SHAPES):
-        pieces = [piece for part in coding.spans(size, replicas, matrices) for piece in part]
+        pieces = [piece for part in coding.piece_spans(size, replicas, matrices) for piece in part]
         places = [place for start, stop in pieces for place in range(start, stop)]
         assert places == [*range(size)]
-        assert len(coding.spans(size, replicas, matrices)) == replicas
+        assert len(coding.piece_spans(size, replicas, matrices)) == replicas
         if matrices:
             firsts = {0, 1, 2, *range(3, 63, 2), 63, *range(64, 145, 2), *range(144, size)}
             assert all(start in firsts for start, stop in pieces if start < stop)

@@ -12,8 +12,8 @@ import torch
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.averaging import coding, evidence, reduction
 from planaria.node.averaging.coding import Averaged, Coding, GradientPiece, ReductionRound
-from planaria.node.averaging.evidence import Evidence, drawn
-from planaria.node.averaging.examination import AuditResult, examine
+from planaria.node.averaging.evidence import Evidence, drawn_blocks
+from planaria.node.averaging.examination import AuditResult, examine_answers
 from planaria.node.averaging.outliers import SILENT
 from planaria.node.run_file import AUDITED
 from planaria.node.transaction.effects import AuditSum, Ballot
@@ -73,7 +73,7 @@ def audited(
     answers.pop(away, None)
     signing = Network([node for node in nodes if node != left]).signing("driver")
     coding = Coding(tensors, codec)
-    return examine(audit_of(nodes), answers, {away} - {""}, coding, SIZE, signing)
+    return examine_answers(audit_of(nodes), answers, {away} - {""}, coding, SIZE, signing)
 
 
 def answers_in(network: Network) -> dict[str, bytes]:
@@ -105,7 +105,7 @@ def test_honest_replicas_pass(codec: Averaged, count: int) -> None:
 
 def test_numbers_draw_every_block_and_no_other() -> None:
     layout = coding.PieceLayout(nodes_of(4), SIZE, Coding(tensors))
-    blocks = drawn(ALL, layout)
+    blocks = drawn_blocks(ALL, layout)
     spans = [(b.piece.start + BLOCK * b.number, b.values) for b in blocks]
     covered = sorted({*spans})
     assert sum(values for _, values in covered) == SIZE
@@ -116,24 +116,24 @@ def adds_up(
     monkeypatch: pytest.MonkeyPatch,
     liar: str,
     factor: float,
-    phase: str = "_tell",
+    phase: str = "_send_sum",
     fits: bool = True,
 ) -> None:
     """The liar multiplies the sums that it makes. `fits`: it claims the contribution that fits."""
     honest = getattr(reduction.Reduction, phase)
-    step = {"_tell": 1, "_coded": 3}[phase]
+    step = {"_send_sum": 1, "_coded": 3}[phase]
 
     def lies(self: reduction.Reduction, *arguments: Any) -> Any:
         given = list(arguments)
-        is_sum = phase == "_tell" or given[0] == "row sum"
+        is_sum = phase == "_send_sum" or given[0] == "row sum"
         if self.node == liar and is_sum:
-            piece = self.own[given[0]] if phase == "_tell" else given[2]
+            piece = self.own[given[0]] if phase == "_send_sum" else given[2]
             total = given[step]
             given[step] = factor * total
             if fits:
                 assert self.evidence is not None
-                own = self._given(piece) + given[step] - total
-                self.evidence.keep_own(piece, own)
+                own = self._own_values(piece) + given[step] - total
+                self.evidence.keep_contribution(piece, own)
         return honest(self, *given)
 
     monkeypatch.setattr(reduction.Reduction, phase, lies)
@@ -162,7 +162,7 @@ def test_an_adder_whose_own_part_makes_its_sum_fit_stands_out(
     assert {"adder against", "adder long"} <= {*standing_out(result)["n01"]}
 
 
-@pytest.mark.parametrize("phase", ["_tell", "_coded"])
+@pytest.mark.parametrize("phase", ["_send_sum", "_coded"])
 def test_in_rows_a_wrong_sum_names_its_adder(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     adds_up(monkeypatch, "n04", 3.0, phase, fits=False)
     result = audited(nodes_of(9))
@@ -277,7 +277,7 @@ def test_who_sends_unlike_sums_to_two_replicas_has_signed_both() -> None:
     network.passes = passes
     assert set(reduce_all(network, values_of(nodes))) == {None}
     answers, signing = answers_in(network), network.signing("driver")
-    result = examine(audit_of(nodes), answers, (), Coding(tensors), SIZE, signing)
+    result = examine_answers(audit_of(nodes), answers, (), Coding(tensors), SIZE, signing)
     assert result.wrong == {"n00": "it has signed two digests for one block"}
 
 

@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement
 import pytest
 import torch
 
-from planaria.node.averaging.outliers import SILENT, Suspicions, compare
+from planaria.node.averaging.outliers import SILENT, SuspicionScores, compare_gradients
 
 WIDTH = 512
 Lie = Callable[[torch.Tensor], torch.Tensor]
@@ -23,7 +23,7 @@ class Stage:
         self.generator = torch.Generator().manual_seed(seed)
         self.names = [f"n{number}" for number in range(len(shares))]
         self.shares, self.signal = shares, signal
-        self.suspicions = Suspicions(steps)
+        self.suspicions = SuspicionScores(steps)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Sums over tokens, of which some have far more noise than others."""
@@ -47,7 +47,7 @@ class Stage:
         pairs = combinations_with_replacement(self.names, 2)
         products = {(a, b): float(gradients[a] @ gradients[b]) for a, b in pairs}
         for name in self.names:
-            for test, stands_out in compare(name, products, self.tokens()).items():
+            for test, stands_out in compare_gradients(name, products, self.tokens()).items():
                 self.suspicions.note(name, f"contributor {test}", stands_out)
         return self.suspicions.outliers(len(self.names))
 
@@ -104,12 +104,15 @@ def test_who_lies_by_far_is_named_even_if_it_seldom_lies() -> None:
 
 def test_of_two_nobody_is_compared() -> None:
     assert (
-        compare("a", {("a", "a"): 1.0, ("a", "b"): -9.0, ("b", "b"): 90.0}, {"a": 1, "b": 1}) == {}
+        compare_gradients(
+            "a", {("a", "a"): 1.0, ("a", "b"): -9.0, ("b", "b"): 90.0}, {"a": 1, "b": 1}
+        )
+        == {}
     )
 
 
 def test_who_owes_answers_is_named_but_not_for_one() -> None:
-    suspicions = Suspicions(1000)
+    suspicions = SuspicionScores(1000)
     suspicions.note("a", SILENT, True)
     assert suspicions.outliers(3) == {}
     for _ in range(10):

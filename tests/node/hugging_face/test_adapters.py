@@ -24,7 +24,7 @@ from planaria.node.model.lora import copy_with, initial_adapters
 from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, from_fields, override
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from tests.node.hugging_face.test_folders import exported, logits_of, some_tokens
 from tests.node.stage.shapes import GROUPED, QWEN2
 
@@ -77,7 +77,7 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     write(tmp_path / "merged", run, True)
     flat, x = trained(run.config), some_tokens(run.config, 20)
     checkpoint = Checkpoint.open(tmp_path / "base")
-    begun = Beginning(run, run.config, checkpoint)
+    begun = InitialStages(run, run.config, checkpoint)
     ends, *body = (copy_with(begun.stage(of), flat[of]) for of in flat)
     assert isinstance(ends, EmbeddingStage)
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.shape import FINE_TUNING, ModelConfig, model_config
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning, NotHereError
+from planaria.node.stage.initial import InitialStages, NotHereError
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from tests.node.hugging_face.test_folders import exported, logits_of, some_tokens
@@ -56,7 +56,7 @@ def test_a_run_has_the_shape_and_each_stage_the_weights_of_the_checkpoint(tmp_pa
     positions = config.positions or config.context
     assert of(run) == replace(config, positions=positions, learning_rate=FINE_TUNING)
     assert loads(dumps(run)) == with_model(run) == run
-    beginning = Beginning(run, of(run), Checkpoint.open(tmp_path / "out"))
+    beginning = InitialStages(run, of(run), Checkpoint.open(tmp_path / "out"))
     for stage, wanted in flat.items():
         found = [p.detach().flatten() for p in beginning.stage(stage).parameters()]
         assert torch.equal(torch.cat(found), wanted)
@@ -93,13 +93,13 @@ def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
     exported(tmp_path, GROUPED)
     run = with_model(run_from(tmp_path, stages=3, context=24))
     set_value(tmp_path, "model.layers.2.mlp.up_proj.weight", 1e-3)
-    beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
+    beginning = InitialStages(run, of(run), Checkpoint.open(tmp_path))
     beginning.stage(1)
     with pytest.raises(NotHereError, match="is not the checkpoint that the run begins"):
         beginning.stage(2)
     with pytest.raises(NotHereError, match="is not on this machine"):
-        Beginning(run, of(run)).stage(1)
-    module, weightless = Beginning(run, of(run)).stage_or_zeros(1)
+        InitialStages(run, of(run)).stage(1)
+    module, weightless = InitialStages(run, of(run)).stage_or_zeros(1)
     assert weightless
     assert not any(parameter.any() for parameter in module.parameters())
 
@@ -108,11 +108,11 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     exported(tmp_path, GROUPED)
     run = with_model(run_from(tmp_path, stages=3, context=24))
     cpu = torch.device("cpu")
-    beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
+    beginning = InitialStages(run, of(run), Checkpoint.open(tmp_path))
     giver = TorchStage("a", 0, beginning, cpu)
-    taker = TorchStage("b", 2, Beginning(run, of(run)), cpu)
+    taker = TorchStage("b", 2, InitialStages(run, of(run)), cpu)
     assert (giver.origin, giver.weightless, taker.origin, taker.weightless) == (1, 0, 0, 1)
-    state = giver.initial(2, 0)
+    state = giver.initial_state(2, 0)
     sync = pb.Sync(method="origin", sources=[pb.Source(node="a", stage=2)])
     taker.put_in_place(sync, [state])
     there = TorchStage("c", 2, beginning, cpu)
@@ -125,7 +125,7 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     assert (caught.value.accused, caught.value.cause) == (["a"], CHECKSUM)
     assert taker.digest() == there.digest()
     with pytest.raises(ComplaintError, match="is not on this machine"):
-        taker.initial(2, 0)
+        taker.initial_state(2, 0)
 
 
 def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:

@@ -17,7 +17,7 @@ from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import GROUPED
 
@@ -88,13 +88,13 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
     assert losses["block_causal"] == pytest.approx(wanted, abs=1e-4)
     assert abs(losses["causal"] - wanted) > 1e-3
     stages = [
-        TorchStage("a", stage, Beginning(run, apart), CPU) for stage in range(apart.stages + 1)
+        TorchStage("a", stage, InitialStages(run, apart), CPU) for stage in range(apart.stages + 1)
     ]
-    x = stages[0].look([inputs, begins], head=False, weights=flat[0])
+    x = stages[0].evaluate([inputs, begins], head=False, weights=flat[0])
     for stage in stages[1:]:
-        x = stage.look([x], head=False, weights=flat[stage.stage])
-    seen = stages[0].look([x, targets], head=True, weights=flat[0])
+        x = stage.evaluate([x], head=False, weights=flat[stage.stage])
+    seen = stages[0].evaluate([x, targets], head=True, weights=flat[0])
     scored = int((targets != UNSCORED).sum())
     assert float(seen) / scored == pytest.approx(losses["block_causal"], abs=1e-4)
     with pytest.raises(ValueError, match="a token outside the vocabulary of 512"):
-        stages[0].look([targets.clamp(max=-1), begins], head=False)
+        stages[0].evaluate([targets.clamp(max=-1), begins], head=False)

@@ -17,7 +17,7 @@ from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.shape import RopeScaling
 from planaria.node.run_file import dumps, from_fields, loads
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from tests.node.hugging_face.test_folders import logits_of, some_tokens, transformers_model
 from tests.node.stage.shapes import GROUPED
 
@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: st
     assert Checkpoint.open(model).config.context == reach
     run = with_model(from_fields({"model": {"from": str(model), "stages": 3, "context": reach}}))
     assert loads(dumps(run)) == with_model(run) == run
-    beginning = Beginning(run, run.config, Checkpoint.open(model))
+    beginning = InitialStages(run, run.config, Checkpoint.open(model))
     ends, *body = (beginning.stage(stage) for stage in range(4))
     flat = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in (ends, *body)]
     export(out, ModelParts(run.config, lambda of, at, count: flat[of][at : at + count]))

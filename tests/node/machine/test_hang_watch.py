@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.machine.compute import ComputeThread, kind_of, waiting_for_disk
-from planaria.node.machine.hang_watch import FLOOR, HELD_UP, KNOWN, STILL, TIMES, Hang, Watch
+from planaria.node.machine.hang_watch import FLOOR, HELD_UP, KNOWN, STILL, TIMES, Hang, HangWatch
 from planaria.node.ports import Priority
 
 LOOK = 0.05
@@ -22,14 +22,14 @@ class Watched:
     """A watch that is looked at regularly but where a test says otherwise."""
 
     def __init__(self, first: float = 60.0) -> None:
-        self.watch, self.now = Watch(first), 100.0
+        self.watch, self.now = HangWatch(first), 100.0
         self.found: Hang | None = None
 
     def passes(self, seconds: float) -> Hang | None:
         end = self.now + seconds
         while self.now < end:
             self.now += LOOK
-            self.found = self.watch.look(self.now)
+            self.found = self.watch.find_hang(self.now)
         return self.found
 
     def does(self, task: str, seconds: float, times: int = 1) -> None:
@@ -69,26 +69,26 @@ def test_who_never_did_such_a_task_has_more_time() -> None:
 
 
 def test_a_thread_that_takes_processor_time_is_slow_and_hangs_once_it_takes_none() -> None:
-    watch, thread = Watch(first=FLOOR), 7.0
+    watch, thread = HangWatch(first=FLOOR), 7.0
     watch.began("forward", 0.0)
     for tick in range(1, 200):  # on a machine with ten others that run
         thread += LOOK / 10
-        assert watch.look(tick * LOOK, thread) is None
+        assert watch.find_hang(tick * LOOK, thread) is None
     assert watch.slow is not None
     assert (watch.slow.task, round(watch.slow.seconds)) == ("forward", 10)
-    still = [watch.look(tick * LOOK, thread) for tick in range(200, 245)]
+    still = [watch.find_hang(tick * LOOK, thread) for tick in range(200, 245)]
     assert still[round(STILL / LOOK) - 3] is None
     assert still[-1] is not None
     assert watch.slow is None
     watch.ended(13.0)
     watch.began("forward", 20.0)
-    assert watch.look(20.5, thread) is None
+    assert watch.find_hang(20.5, thread) is None
 
 
 def test_a_thread_that_spins_hangs() -> None:
-    watch = Watch(first=FLOOR)
+    watch = HangWatch(first=FLOOR)
     watch.began("forward", 0.0)
-    looks = [watch.look(tick * LOOK, tick * LOOK) for tick in range(1, 110)]
+    looks = [watch.find_hang(tick * LOOK, tick * LOOK) for tick in range(1, 110)]
     assert looks[90] is None
     assert looks[-1] is not None
 
@@ -150,11 +150,11 @@ async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
         begun.set()
         hangs.wait()
 
-    compute = ComputeThread("test", loop, Watch(first=0.0, floor=0.0))
+    compute = ComputeThread("test", loop, HangWatch(first=0.0, floor=0.0))
     try:
         compute.post(forward, lambda _: None, Priority.FORWARD)
         await asyncio.to_thread(begun.wait)
-        hang = compute.look()
+        hang = compute.find_hang()
         assert hang is not None
         assert hang.task == "forward"
         assert not compute.stop(0.0)
@@ -195,17 +195,17 @@ async def test_a_thread_that_waits_for_a_disk_is_not_computing() -> None:
         answered.set()
         done.wait()
 
-    compute = ComputeThread("test", loop, Watch(first=0.0, floor=0.0))
+    compute = ComputeThread("test", loop, HangWatch(first=0.0, floor=0.0))
     try:
         compute.post(apply, lambda _: None, Priority.CONTROL)
         compute.post(lambda: None, lambda _: None, Priority.CONTROL)
         await asyncio.to_thread(asked.wait)
-        assert compute.look() is None
+        assert compute.find_hang() is None
         assert not compute.computing, "its driver would take it to stand still"
         answers.set()
         await asyncio.to_thread(answered.wait)
         assert compute.computing
-        hang = compute.look()
+        hang = compute.find_hang()
         assert hang is not None
         assert hang.task == "apply"
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.machine.processes import PLANARIA, Processes, describe_status, tail
+from planaria.node.machine.processes import PLANARIA, Processes, describe_status, last_lines
 
 ROOT = Path(__file__).parents[3]
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -67,13 +67,13 @@ def test_who_ends_by_itself_is_told_once_with_its_last_words(processes):
     pid = processes.start("1.0", ["import sys; print('hello'); sys.exit(3)"])
     assert until(processes.ended) == [("1.0", pid, 3)]
     assert processes.ended() == []
-    assert tail(processes.log("1.0")) == "hello"
+    assert last_lines(processes.log("1.0")) == "hello"
 
 
 def test_a_network_that_cannot_be_entered_ends_the_process_with_its_name(processes, tmp_path):
     pid = processes.start("1.0", [FOREVER], tmp_path / "no-network")
     assert until(processes.ended) == [("1.0", pid, 1)]
-    assert "no-network" in tail(processes.log("1.0"))
+    assert "no-network" in last_lines(processes.log("1.0"))
 
 
 async def test_stop_ends_the_willing_and_the_stubborn(processes):
@@ -152,4 +152,4 @@ def test_a_status_in_words(status, words):
 
 
 def test_the_tail_of_a_log_that_is_not_there(tmp_path):
-    assert "can't read" in tail(tmp_path / "none.log")
+    assert "can't read" in last_lines(tmp_path / "none.log")

@@ -26,8 +26,8 @@ from planaria.node.model.modules import build_stage, empty_stage, inference_stag
 from planaria.node.model.quantized import QuantizedLinear, slots
 from planaria.node.model.shape import Base, Lora
 from planaria.node.run_file import RunFile, RunFileError, from_fields
-from planaria.node.stage.initial import Beginning
-from planaria.node.stage.own_code import OwnCodeError, load_as_said
+from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.own_code import OwnCodeError, load_checked
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -140,13 +140,13 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
 ) -> None:
     model = saved(tmp_path, kind)
     run = run_of(tmp_path)
-    own = load_as_said(run, run.config)
+    own = load_checked(run, run.config)
     checkpoint = Checkpoint.open(tmp_path)
     tokens = trial.SHOWN
     read: list[range] = []
     reads = Decoder.read
     monkeypatch.setattr(Decoder, "read", lambda *given: read.append(given[2]) or reads(*given))
-    stages = [Beginning(run, run.config, checkpoint, own).stage(stage) for stage in (1, 2, 0)]
+    stages = [InitialStages(run, run.config, checkpoint, own).stage(stage) for stage in (1, 2, 0)]
     assert [*map(tuple, read)] == [(0,), (1,), (2,), (3,), ()]
     *bodies, ends = stages
     x = ends.embed(tokens)
@@ -161,7 +161,7 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
 def test_recomputed_activations_give_the_same_gradients(tmp_path) -> None:
     saved(tmp_path, "gemma3_text")
     run = run_of(tmp_path)
-    body = build_stage(run.config, 2, 0, load_as_said(run, run.config))
+    body = build_stage(run.config, 2, 0, load_checked(run, run.config))
     gradients = []
     for body.recompute in (False, True):
         x = torch.ones(1, 12, 32, requires_grad=True)
@@ -174,7 +174,7 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path) -> None:
 def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content("gemma3_text")))
     run = run_of(tmp_path, "config")
-    own = load_as_said(run, run.config)
+    own = load_checked(run, run.config)
     first, same, other = (build_stage(run.config, 1, seed, own) for seed in (3, 3, 4))
     pairs = zip(first.parameters(), same.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -200,7 +200,7 @@ def test_another_version_of_transformers_is_refused(tmp_path) -> None:
     config = run.config
     changed = config.own._replace(source="transformers 4")
     with pytest.raises(OwnCodeError, match="is computed by transformers 4: install"):
-        load_as_said(run, replace(config, own=changed))
+        load_checked(run, replace(config, own=changed))
 
 
 def test_adapters_need_linear_modules(tmp_path) -> None:
@@ -212,7 +212,7 @@ def test_adapters_need_linear_modules(tmp_path) -> None:
     saved(tmp_path / "granite", "granite")
     fields["model"]["from"] = str(tmp_path / "granite")
     run = with_model_here(from_fields(fields | {"training": {"lora": {"rank": 2}}}))
-    own = load_as_said(run, run.config)
+    own = load_checked(run, run.config)
     adapters = initial_adapters(run.config, 1, 0)
     stage = add_adapters(build_stage(run.config, 1, 0, own), run.config, 1, adapters)
     trained = [name for name, part in stage.named_parameters() if part.requires_grad]

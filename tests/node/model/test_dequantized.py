@@ -16,7 +16,7 @@ from planaria.node.model import checkpoint as module
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.run_file import from_fields
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from tests.node.hugging_face.test_adapters import write
 from tests.node.model.test_decoder import saved
 
@@ -157,7 +157,7 @@ def test_a_run_from_quantized_weights_loads_the_same_bits_and_exports_a_plain_mo
     run = with_model(from_fields(fields | {"training": {"lora": {"rank": 4, "base": "nf4"}}}))
     checkpoint = Checkpoint.open(tmp_path / "base")
     for stage in range(3):  # whose digest is that of the run
-        Beginning(run, run.config, checkpoint).stage(stage)
+        InitialStages(run, run.config, checkpoint).stage(stage)
     write(tmp_path / "out", run, True)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     merged, (_, kept) = (

@@ -12,7 +12,7 @@ from planaria.node.model.modules import BodyStage, EmbeddingStage
 from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.model.subspace import basis, subspace_of
 from planaria.node.run_file import RunFileError, WireSection, loads
-from planaria.node.stage.work import forms, put_together, taken_apart
+from planaria.node.stage.work import frame_forms, join_features, split_features
 from planaria.node.wire.frames import Codec, crossing_bytes
 from planaria.node.wire.tensors import decode, encode
 from tests.node.model.test_modules import build, hidden, parameters, some_tokens, through
@@ -66,12 +66,12 @@ def test_what_crosses_says_which_tokens_in_every_codec(codec: Codec) -> None:
     assert subspace is not None
     tokens = torch.tensor([[0, 255, 256, 65_535, 65_536, 69_999]])
     crossed = subspace.with_digits(tokens, torch.randn(1, 6, RANK))
-    sent = encode(taken_apart(crossed, config, "activation"), codec)
-    assert [one.form for one in sent[0]] == forms(
+    sent = encode(split_features(crossed, config, "activation"), codec)
+    assert [one.form for one in sent[0]] == frame_forms(
         replace(config, context=6), 1, codec, "activation"
     )
     assert sum(one.size for one in sent[0]) == bytes_of(config, codec)
-    _, fixed, _ = subspace.split(put_together(decode(*sent), config))
+    _, fixed, _ = subspace.split(join_features(decode(*sent), config))
     assert torch.equal(fixed, subspace.embedding[tokens])
     for nonsense in (-1.0, 1e30, float("nan")):
         subspace.split(torch.full_like(crossed, nonsense))

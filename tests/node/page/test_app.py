@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import CredentialsError
 from planaria.node.page import app as page_app
-from planaria.node.page.app import STATIC, Parts, make_app
-from planaria.node.page.http_address import Keys, PageAddress
+from planaria.node.page.app import STATIC, CachedState, make_app
+from planaria.node.page.http_address import PageAddress, TlsFiles
 
 
 class Shown:
@@ -102,7 +102,7 @@ def test_a_page_for_this_machine_is_asked_for_by_its_names_only() -> None:
         (PageAddress(Address.parse("0.0.0.0:0")), False),
         (PageAddress(Address.parse("0.0.0.0:0"), token="t"), False),
         (PageAddress(Address.parse("0.0.0.0:0"), insecure=True), True),
-        (PageAddress(Address.parse("0.0.0.0:0"), "t", Keys("c", "k")), True),  # type: ignore[arg-type]
+        (PageAddress(Address.parse("0.0.0.0:0"), "t", TlsFiles("c", "k")), True),  # type: ignore[arg-type]
     ],
 )
 def test_beyond_this_machine_a_page_wants_token_and_tls(place: PageAddress, fine: bool) -> None:
@@ -118,7 +118,7 @@ async def test_who_watches_gets_all_at_first_and_then_what_has_changed(
 ) -> None:
     monkeypatch.setattr(page_app, "REFRESH", 0.0)
     over = asyncio.Event()
-    changes = page_app._changes(Parts(Shown(), asyncio.get_running_loop().time), over)
+    changes = page_app._changes(CachedState(Shown(), asyncio.get_running_loop().time), over)
     states = [json.loads((await anext(changes)).removeprefix("data: ")) for _ in range(2)]
     assert states[0] == {"run": {"name": "<b>"}, "progress": {"step": 1}}
     assert [*states[1]] == ["progress"]

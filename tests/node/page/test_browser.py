@@ -15,7 +15,7 @@ import pytest
 
 from planaria.bootstrap.address import Address
 from planaria.node.page.app import make_app
-from planaria.node.page.http_address import bind
+from planaria.node.page.http_address import listen_at
 from planaria.node.page.http_server import listening
 from planaria.node.page.replay import Replay
 from planaria.node.run_file import RunFile, override
@@ -75,7 +75,7 @@ def run() -> Replay:
 @asynccontextmanager
 async def served() -> AsyncIterator[str]:
     over = asyncio.Event()
-    bound = bind(Address.parse("127.0.0.1:0"), "--http")
+    bound = listen_at(Address.parse("127.0.0.1:0"), "--http")
     async with listening(make_app(run(), over), bound, over):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from planaria.bootstrap.address import Address
 from planaria.node.page import http_server
-from planaria.node.page.http_address import bind
+from planaria.node.page.http_address import listen_at
 from planaria.node.page.http_server import listening
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
@@ -29,7 +29,7 @@ async def endless(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[int]:
-    bound = bind(Address.parse("127.0.0.1:0"), "--http")
+    bound = listen_at(Address.parse("127.0.0.1:0"), "--http")
     async with asyncio.timeout(DEADLINE), listening(endless, bound, asyncio.Event()):
         yield bound.getsockname()[1]
 
@@ -95,7 +95,7 @@ async def test_each_answer_says_what_a_browser_may_load_and_keep() -> None:
 
 
 async def test_an_address_that_is_taken_is_said_with_the_option_to_change() -> None:
-    with bind(Address.parse("127.0.0.1:0"), "--http") as bound:
+    with listen_at(Address.parse("127.0.0.1:0"), "--http") as bound:
         taken = Address("127.0.0.1", bound.getsockname()[1])
         with pytest.raises(OSError, match=f"can't serve HTTP at {taken}: .*--http HOST:PORT"):
-            bind(taken, "--http")
+            listen_at(taken, "--http")

@@ -25,7 +25,14 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.node.page import metrics
 from planaria.node.page.app import metrics_app
-from planaria.node.page.metrics import ALL, AT_NODE, COUNTER, exposition, of_node, of_registry
+from planaria.node.page.metrics import (
+    ALL,
+    AT_NODE,
+    COUNTER,
+    exposition,
+    node_points,
+    registry_points,
+)
 from planaria.node.report.history import History
 from planaria.node.run_file import RunFile, override
 
@@ -72,7 +79,7 @@ def told(*members: MemberDescription) -> dict[str, dict[tuple[str, ...], float]]
     history.rebuilt[2, "checkfree"] = 3
     history.validation.add(5, 6.25)
     history.node_seconds = 90.0
-    return read(exposition("prose-1", of_registry(description, history, RUN)))
+    return read(exposition("prose-1", registry_points(description, history, RUN)))
 
 
 def test_a_registry_tells_of_run_stages_nodes_and_links() -> None:
@@ -100,14 +107,14 @@ def test_a_registry_tells_of_run_stages_nodes_and_links() -> None:
 
 def test_a_node_tells_of_itself_and_of_its_time() -> None:
     seconds = {"compute": 5.0, "idle": 1.0, "total": 6.0}
-    samples = read(exposition("prose-1", of_node("11bb", REPORT, seconds)))
+    samples = read(exposition("prose-1", node_points("11bb", REPORT, seconds)))
     spent = {("11bb", "compute"): 5.0, ("11bb", "idle"): 1.0}
     assert samples["planaria_node_time_seconds_total"] == spent
     assert samples.keys() == metrics.OF_NODE.keys() | AT_NODE.keys()
 
 
 def test_before_anything_is_known_no_figure_is_made_up() -> None:
-    text = exposition("r", of_registry(Description(run="r"), History(50), RUN))
+    text = exposition("r", registry_points(Description(run="r"), History(50), RUN))
     assert b"planaria_loss" not in text and b"planaria_nodes{" in text
 
 

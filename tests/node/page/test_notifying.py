@@ -11,8 +11,8 @@ import pytest
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import notifying as module
-from planaria.node.page.notifying import notifying, tell
-from planaria.node.page.serving import Living
+from planaria.node.page.notifying import notifying, run_command
+from planaria.node.page.serving import LocalPage
 from planaria.node.report.notifications import Notification
 from planaria.node.run_file import RunFile, override
 
@@ -24,7 +24,7 @@ async def test_it_gets_what_is_to_be_heard_of(tmp_path: Path) -> None:
     registry = RegistryServer(MembershipRules(run="prose-1", stages=1), "")
     await registry.start("127.0.0.1:0")
     said = tmp_path / "said"
-    async with notifying(Living(registry, RUN), f"cat >> {shlex.quote(str(said))}"):
+    async with notifying(LocalPage(registry, RUN), f"cat >> {shlex.quote(str(said))}"):
         registry.command("pause", "lunch")
     await registry.stop()
     event = json.loads(said.read_text())
@@ -33,7 +33,7 @@ async def test_it_gets_what_is_to_be_heard_of(tmp_path: Path) -> None:
 
 
 async def test_what_members_say_is_on_standard_input_only(tmp_path: Path) -> None:
-    await tell(f"cd {shlex.quote(str(tmp_path))} && cat > said", EVENT)
+    await run_command(f"cd {shlex.quote(str(tmp_path))} && cat > said", EVENT)
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
     assert json.loads((tmp_path / "said").read_text()) == EVENT._asdict()
 
@@ -49,7 +49,7 @@ async def test_what_members_say_is_on_standard_input_only(tmp_path: Path) -> Non
     ],
 )
 async def test_a_failure_is_one_warning_without_the_command(command: str, says: str, caplog):
-    await tell(command, EVENT)
+    await run_command(command, EVENT)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == bool(says)
     for warning in warnings:
@@ -61,6 +61,8 @@ async def test_what_takes_too_long_is_killed_with_all_that_it_has_started(
 ) -> None:
     monkeypatch.setattr(module, "LONGEST", 0.2)
     pipe = tmp_path / "never-opened"
-    await tell(f"mkfifo {shlex.quote(str(pipe))}; cat < {shlex.quote(str(pipe))} & wait", EVENT)
+    await run_command(
+        f"mkfifo {shlex.quote(str(pipe))}; cat < {shlex.quote(str(pipe))} & wait", EVENT
+    )
     [record] = caplog.records
     assert "was killed after 0.2 s" in record.getMessage()

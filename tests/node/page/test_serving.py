@@ -16,9 +16,15 @@ from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
-from planaria.node.page.http_address import PageAddress, bind
-from planaria.node.page.serving import Living, metrics_beside, page_beside, read, show_living
-from planaria.node.report.events import Committed, line
+from planaria.node.page.http_address import PageAddress, listen_at
+from planaria.node.page.serving import (
+    LocalPage,
+    metrics_beside,
+    page_beside,
+    parse_state,
+    serve_remote,
+)
+from planaria.node.report.events import Committed, event_line
 from planaria.node.run_file import RunFile, override
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
@@ -39,7 +45,7 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
     client = RegistryClient([f"127.0.0.1:{port}"])
     async with (
         asyncio.timeout(DEADLINE),
-        page_beside(Living(registry, RUN, 0.5), PageAddress(HERE)),
+        page_beside(LocalPage(registry, RUN, 0.5), PageAddress(HERE)),
     ):
         url = (await client.describe()).page
         assert url.startswith("http://127.0.0.1:")
@@ -53,7 +59,7 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
         member = client.keep_membership("00aa", reply, ignored, ignored)
         keeping = asyncio.create_task(member)
         client.report(Report(seats=[SeatReport(committed=3, phase="running")], bytes_in=5))
-        client.tell(json.dumps(line(Committed(step=3, loss=6.5), "00aa/0", 0.0)))
+        client.tell(json.dumps(event_line(Committed(step=3, loss=6.5), "00aa/0", 0.0)))
         shown: dict = {}
         while not shown or not shown["loss"]["training"]:
             shown = json.loads(await asyncio.to_thread(get, f"{url}state"))
@@ -74,12 +80,12 @@ async def test_a_registry_that_is_started_again_has_its_page_where_it_was(tmp_pa
 
     async def url() -> str:
         registry = RegistryServer(MembershipRules(run="r", stages=1), "")
-        async with page_beside(Living(registry, RUN), place):
+        async with page_beside(LocalPage(registry, RUN), place):
             return (tmp_path / "journal.page").read_text()
 
     first = await url()
     assert await url() == first
-    with bind(Address("127.0.0.1", int(first)), "--http"):
+    with listen_at(Address("127.0.0.1", int(first)), "--http"):
         second = await url()
         assert second != first
     assert await url() == second
@@ -110,8 +116,8 @@ async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
     with pytest.raises(JoinRefused, match=r"this registry has no page \(--http none\)"):
         await client.show()
     async with asyncio.timeout(DEADLINE):
-        async with page_beside(Living(registry, RUN), PageAddress(HERE)):
-            watching = asyncio.create_task(show_living(client, PageAddress(HERE), url.put_nowait))
+        async with page_beside(LocalPage(registry, RUN), PageAddress(HERE)):
+            watching = asyncio.create_task(serve_remote(client, PageAddress(HERE), url.put_nowait))
             here = await url.get()
             assert f":{port}/" not in here and here != registry.page
             shown = json.loads(await asyncio.to_thread(get, f"{here}state"))
@@ -136,4 +142,4 @@ async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
 )
 def test_what_a_registry_shows_is_a_pages_state_or_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="the registry's answer can't be read"):
-        read(content)
+        parse_state(content)

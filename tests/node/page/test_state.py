@@ -23,7 +23,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.node.model.learning_rate import rate_of
-from planaria.node.page.app import as_json, joined
+from planaria.node.page.app import as_json, join_parts
 from planaria.node.page.state import NODES_SHOWN, Moment, page_state
 from planaria.node.report.history import History
 from planaria.node.run_file import RunFile, override
@@ -60,7 +60,7 @@ def state(
     """What a browser gets of it."""
     when = Moment(NOW, began=400.0, **moment)
     made = page_state(description, history or History(RUN.steps), RUN, when)
-    parsed = json.loads(joined(as_json(made)))
+    parsed = json.loads(join_parts(as_json(made)))
     assert isinstance(parsed, dict)
     return parsed
 
@@ -158,8 +158,8 @@ def test_time_and_money() -> None:
         entry = entry_of({"time": 6.0 * step, "node": DRIVER, "kind": "committed", "step": step})
         assert entry is not None
         history.hear(entry)
-    history.look(4, 0.0)
-    history.look(4, 1800.0)
+    history.count_node_seconds(4, 0.0)
+    history.count_node_seconds(4, 1800.0)
     shown = state(described(*whole(committed=10)), history, price=0.5)
     assert shown["progress"]["seconds_left"] == 40 * 6
     assert shown["progress"]["node_hours"] == 2.0

@@ -21,7 +21,7 @@ from planaria.node.report.events import (
     Severity,
     StageRebuilt,
     entries,
-    line,
+    event_line,
     parse,
 )
 
@@ -33,7 +33,7 @@ def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
 
 
 def written(event: Event, node: str = "abc", time: float = 1.5) -> dict[str, Any]:
-    return json.loads(json.dumps(line(event, node, time), allow_nan=False))
+    return json.loads(json.dumps(event_line(event, node, time), allow_nan=False))
 
 
 @given(data=st.data())

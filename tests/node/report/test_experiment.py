@@ -15,7 +15,13 @@ import pytest
 from planaria.node.daemon import DaemonMachine
 from planaria.node.node import Node, NodePlace, SeatRecord
 from planaria.node.report import experiment as experiments
-from planaria.node.report.experiment import ExperimentPipe, Opening, TrackedRun, keep, parameters
+from planaria.node.report.experiment import (
+    ExperimentPipe,
+    Opening,
+    TrackedRun,
+    parameters,
+    track_lines,
+)
 from planaria.node.run_file import RunFile, dumps, override
 from planaria.node.wire import stage_pb2 as pb
 from tests.node.report.lines import whole
@@ -135,7 +141,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     reading = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason=why
     )
-    keep(given("tensorboard", tmp_path))
+    track_lines(given("tensorboard", tmp_path))
     accumulator = reading.EventAccumulator(str(tmp_path / "tensorboard" / "box"))
     accumulator.Reload()
     losses = [(at.step, at.value, at.wall_time) for at in accumulator.Scalars("loss/training")]
@@ -157,7 +163,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
 def test_wandb_keeps_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="too large to test with: pip install 'planaria[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    keep(given("wandb", tmp_path))
+    track_lines(given("wandb", tmp_path))
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = kept.read_bytes()
     for name in (b"loss/training", b"loss/validation", b"rebuilds", b"training.lr"):
@@ -169,7 +175,7 @@ def test_mlflow_keeps_it_in_a_database(tmp_path: Path, monkeypatch: pytest.Monke
         "mlflow", reason="too large to test with: pip install 'planaria[mlflow]'"
     )
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    keep(given("mlflow", tmp_path))
+    track_lines(given("mlflow", tmp_path))
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     known = client.get_experiment_by_name("planaria")
     (run,) = client.search_runs([known.experiment_id])

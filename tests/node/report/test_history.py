@@ -163,7 +163,7 @@ def test_after_a_rollback_the_pace_is_that_of_the_steps_since(back: dict[str, An
 def test_node_hours_are_counted_from_look_to_look() -> None:
     history = History(10)
     for nodes, now in ((5, 100.0), (5, 160.0), (4, 170.0), (4, 165.0)):
-        history.look(nodes, now)
+        history.count_node_seconds(nodes, now)
     assert history.node_seconds == 5 * 60 + 4 * 10
 
 

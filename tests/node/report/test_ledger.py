@@ -3,6 +3,7 @@ import math
 import re
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from planaria.node.report.ledger import (
     LedgerHeader,
     Line,
     audit,
-    check,
-    line,
+    audit_merged,
+    ledger_line,
     merge,
     windows_in,
 )
@@ -61,7 +62,7 @@ def committed(
     step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: Windows = WINDOWS
 ) -> Line:
     """A line without the commit itself, which isn't signed."""
-    return line(commit(step, view, attempt, windows), windows.epoch(step), time)
+    return ledger_line(commit(step, view, attempt, windows), windows.epoch(step), time)
 
 
 def chained(steps: int, lineage: int = 0, view: int = 1, after: int = 0) -> list[Line]:
@@ -70,7 +71,7 @@ def chained(steps: int, lineage: int = 0, view: int = 1, after: int = 0) -> list
     for step in range(after + 1, after + steps + 1):
         made = commit(step, view)
         made.lineage, made.previous, made.signature = lineage, previous, b"signed"
-        lines.append(line(made, WINDOWS.epoch(step), 5.0))
+        lines.append(ledger_line(made, WINDOWS.epoch(step), 5.0))
         previous = hash_of(made)
     return lines
 
@@ -86,7 +87,7 @@ def changed(original: Line, microbatches: list[tuple[int, int, str]]) -> Line:
 
 
 def write(path: Path, *lines: Line, header: LedgerHeader = HEADER) -> Path:
-    with Ledger(path, header) as ledger:
+    with closing(Ledger(path, header)) as ledger:
         for each in lines:
             ledger.append(each)
     return path
@@ -111,7 +112,7 @@ def test_ledgers_before_and_behind_a_change_of_the_batch_are_one(tmp_path: Path)
     merged = merge(paths)
     assert (merged.header, len(merged.lines)) == (header, 5)
     result = Audit(2 * 12 + 3 * 24, 0, 0, 0, steps=5, superseded=2)
-    assert check(merged) == result == audit(tmp_path)
+    assert audit_merged(merged) == result == audit(tmp_path)
     paths[1].unlink()
     assert audit(tmp_path).missing == 24
     write(tmp_path / "ledger-c.jsonl", committed(9), header=header | LedgerHeader(batch=12))  # type: ignore[typeddict-item]
@@ -121,15 +122,15 @@ def test_ledgers_before_and_behind_a_change_of_the_batch_are_one(tmp_path: Path)
 
 def test_what_json_can_not_say_is_null(tmp_path: Path) -> None:
     skipped = stage_pb2.Commit(step=1, skipped=True, loss=math.nan, gradient_norm=math.inf)
-    path = write(tmp_path / "ledger.jsonl", line(skipped, 0, 1.0))
+    path = write(tmp_path / "ledger.jsonl", ledger_line(skipped, 0, 1.0))
     result = json.loads(path.read_text().splitlines()[1])
     assert (result["loss"], result["gradient_norm"], result["skipped"]) == (None, None, True)
-    assert merge([path]).lines == [line(skipped, 0, 1.0)]
+    assert merge([path]).lines == [ledger_line(skipped, 0, 1.0)]
 
 
 def test_lines_are_on_disk_when_append_returns(tmp_path: Path) -> None:
     path = tmp_path / "new" / "ledger.jsonl"
-    with Ledger(path, HEADER) as ledger:
+    with closing(Ledger(path, HEADER)) as ledger:
         assert merge([path]).header == HEADER
         ledger.append(committed(1))
         assert merge([path]).lines == [committed(1)]
@@ -144,7 +145,7 @@ def test_a_half_written_line_is_dropped(tmp_path: Path) -> None:
         result = path.read_bytes()
         assert whole.startswith(result)
         assert result.count(b"\n") == max(1, whole[:length].count(b"\n"))
-    with Ledger(path, HEADER) as ledger:
+    with closing(Ledger(path, HEADER)) as ledger:
         ledger.append(committed(2))
     assert path.read_bytes() == whole
 
@@ -156,7 +157,7 @@ def test_a_ledger_of_another_run_is_not_written_to(tmp_path: Path) -> None:
         Ledger(path, LedgerHeader(**{**HEADER, "seed": 4}))
     with pytest.raises(LedgerError, match="can't read the ledger"):
         Ledger(path.parent, HEADER)
-    with Ledger(path / "below", HEADER) as ledger:
+    with closing(Ledger(path / "below", HEADER)) as ledger:
         assert "can't write" in ledger.file.trouble
     assert path.read_bytes() == before
 
@@ -313,7 +314,7 @@ def test_the_commits_of_a_ledger_are_a_chain_and_of_old_ones_nothing_is_known(
     assert (result.steps, result.superseded, result.exact) == (5, 2, True)
     assert result.chained == 3, "of steps 2, 4 and 5: step 3 is the first after it went back"
     merged = merge(sorted(tmp_path.glob("*.jsonl")))
-    assert check(merged).chained == 3
+    assert audit_merged(merged).chained == 3
 
 
 @pytest.mark.parametrize(
@@ -342,11 +343,11 @@ def test_records_that_were_changed_in_line_and_commit_are_found_by_their_hash(
 ) -> None:
     made = commit(1)
     made.records, made.signature = hash_of_records(made.microbatches), b"signed"
-    path = write(tmp_path / "ledger.jsonl", line(made, 0, 5.0))
+    path = write(tmp_path / "ledger.jsonl", ledger_line(made, 0, 5.0))
     assert audit(tmp_path).steps == 1
     path.unlink()
     made.microbatches[0].samples_hash = made.microbatches[1].samples_hash
-    changed = line(made, 0, 5.0)
+    changed = ledger_line(made, 0, 5.0)
     assert changed["hash"] == hash_of(made).hex()
     write(path, changed)
     why = r"line 2 was changed: its microbatches aren't those of the commit of step 1"
@@ -358,7 +359,7 @@ def test_a_commit_that_was_made_up_is_found_by_the_next_one(tmp_path: Path) -> N
     lines, other = chained(3), commit(2)
     other.loss, other.signature = 9.0, b"signed"
     other.previous = bytes.fromhex(lines[0]["hash"])
-    write(tmp_path / "ledger.jsonl", lines[0], line(other, 0, 5.0), lines[2])
+    write(tmp_path / "ledger.jsonl", lines[0], ledger_line(other, 0, 5.0), lines[2])
     result = audit(tmp_path)
     assert (result.chained, result.exact) == (1, False)
     (sentence,) = result.unchained
@@ -388,7 +389,7 @@ def test_two_commits_with_the_same_figures_are_two(tmp_path: Path) -> None:
     other.clip_scale.append(0.5)
     other.signature = b"signed"
     write(tmp_path / "ledger-a.jsonl", *chained(1))
-    write(tmp_path / "ledger-b.jsonl", line(other, 0, 5.0))
+    write(tmp_path / "ledger-b.jsonl", ledger_line(other, 0, 5.0))
     with pytest.raises(LedgerError, match="another commit of step 1 in view 1, attempt 1"):
         audit(tmp_path)
 

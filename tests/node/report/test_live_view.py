@@ -21,9 +21,16 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.node.page.status_page import page, status
+from planaria.node.page.status_page import status, status_view
 from planaria.node.report.events import Stopped
-from planaria.node.report.live_view import News, Screen, Story, stage_table, styled, under_way
+from planaria.node.report.live_view import (
+    LiveScreen,
+    News,
+    RunStory,
+    rebuild_lines,
+    stage_table,
+    styled,
+)
 from tests.node.report.lines import entry as entry_of
 
 OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
@@ -37,11 +44,11 @@ def killed(slot: str, node: str = OLD, left: int = 0, time: float = 0.0) -> dict
     return event("killed", node, time, slot=slot, stage=int(slot[0]), step=15, left=left)
 
 
-def news(story: Story, line: dict[str, Any]) -> News | None:
+def news(story: RunStory, line: dict[str, Any]) -> News | None:
     return story.hear(entry_of(line))
 
 
-def hear(story: Story, line: dict[str, Any]) -> str | None:
+def hear(story: RunStory, line: dict[str, Any]) -> str | None:
     """The sentence that it is worth."""
     item = news(story, line)
     return None if item is None else item.sentence
@@ -78,7 +85,7 @@ def text_of(renderable: Any) -> str:
 def coloured(description: Description) -> list[str]:
     """The lines of its status page."""
     console = console_of(160, force_terminal=True, color_system="standard")
-    console.print(page(description))
+    console.print(status_view(description))
     return console.file.getvalue().splitlines()
 
 
@@ -148,7 +155,7 @@ def coloured(description: Description) -> list[str]:
     ],
 )
 def test_news_are_sentences(line, sentence):
-    assert hear(Story(steps=40), line) == sentence
+    assert hear(RunStory(steps=40), line) == sentence
 
 
 def relearned(before: float | None, after: float | None, **figures: Any) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def relearned(before: float | None, after: float | None, **figures: Any) -> dict
     ],
 )
 def test_a_rebuild_says_how_good_it_is(figures, says):
-    sentence = hear(Story(steps=40), rebuilt(0.0, NEW) | figures)
+    sentence = hear(RunStory(steps=40), rebuilt(0.0, NEW) | figures)
     assert (sentence or "").endswith(f"stalled 2.0 s; {says}")
 
 
@@ -192,9 +199,9 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
     return at(time, "rebuilt", node, stage=stage, method=method, **figures)
 
 
-def swarm_that_lost_stage_2() -> Story:
+def swarm_that_lost_stage_2() -> RunStory:
     """At 100.0; noticed at 100.3, a process for it joined at 103.0."""
-    story = Story(steps=40)
+    story = RunStory(steps=40)
     for line in (
         at(0.0, "started", slot="1.0", pid=1),
         at(1.0, "joined", "aaa1", pid=1),
@@ -250,13 +257,13 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     story = swarm_that_lost_stage_2()
     hear(story, at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
     hear(story, fetching(103.4, 12_000_000, 0.3))
-    shown = text_of(under_way(story, 103.6))
+    shown = text_of(rebuild_lines(story, 103.6))
     assert "rebuilding stage 2 by checkfree from aaa1" in shown
     assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
     assert hear(story, relearning(104.0, 1, 0.75)) == "stage 2 relearns, residual 0.75 at first"
-    assert "0.9 s; relearning: residual 0.75 at first" in text_of(under_way(story, 104.0))
+    assert "0.9 s; relearning: residual 0.75 at first" in text_of(rebuild_lines(story, 104.0))
     assert hear(story, relearning(104.5, 8, 0.25)) is None
-    shown = text_of(under_way(story, 104.5))
+    shown = text_of(rebuild_lines(story, 104.5))
     assert "1.4 s; relearning: residual 0.75 -> 0.25 in round 8" in shown
     hear(story, rebuilt(105.0, NEW))
     hear(story, relearning(104.9, 9, 0.2))  # read late
@@ -332,7 +339,7 @@ def test_a_single_stages_save_is_a_rebuild_like_others():
     ],
 )
 def test_grave_news_are_coloured_and_shown_whole(line, style):
-    item = news(Story(steps=40), line)
+    item = news(RunStory(steps=40), line)
     assert item is not None
     text = styled(*item)
     assert text.style == style
@@ -352,11 +359,11 @@ def test_a_loss_is_noticed_once_until_the_run_has_gone_on():
 
 def test_the_registrys_end_is_no_drama():
     line = event("exited", None, slot="registry", how="was ended by SIGKILL")
-    assert "training continues" in (hear(Story(steps=40), line) or "")
+    assert "training continues" in (hear(RunStory(steps=40), line) or "")
 
 
 def test_a_process_is_the_node_that_joined_last():
-    story = Story(steps=10)
+    story = RunStory(steps=10)
     hear(story, event("joined", OLD, pid=41))
     assert story.node_of(41) == OLD
     hear(story, event("joined", NEW, pid=41))
@@ -364,7 +371,7 @@ def test_a_process_is_the_node_that_joined_last():
 
 
 def test_a_story_keeps_the_newest_step_whoever_tells_first():
-    story = Story(steps=10)
+    story = RunStory(steps=10)
     hear(story, event("committed", step=4, loss=2.5))
     story.record({"step": 3, "time": 9.0, "seconds": 1.0, "tokens": 10})
     assert (story.committed, story.loss) == (4, 2.5)
@@ -375,7 +382,7 @@ def test_a_story_keeps_the_newest_step_whoever_tells_first():
 
 
 def test_the_first_reason_to_stop_is_told_once():
-    story = Story(steps=10)
+    story = RunStory(steps=10)
     line = event("stopped", OLD, step=5, reason="stage 1 is lost", validation=None)
     assert hear(story, line) == "the run is stopped at step 5: stage 1 is lost"
     assert hear(story, line) is None
@@ -397,8 +404,8 @@ def test_the_stage_table_shows_vacant_stages_and_spares():
 
 def test_without_a_terminal_progress_is_some_twenty_lines():
     console = console_of(80)
-    story = Story(steps=200)
-    with Screen(console, 200) as screen:
+    story = RunStory(steps=200)
+    with LiveScreen(console, 200) as screen:
         screen.say("node-2.0 killed")
         for step in range(1, 201):
             hear(story, event("committed", step=step, loss=1.0))
@@ -411,8 +418,8 @@ def test_without_a_terminal_progress_is_some_twenty_lines():
 
 def test_progress_is_told_again_after_going_back():
     console = console_of(80)
-    story = Story(steps=20)
-    with Screen(console, 20) as screen:
+    story = RunStory(steps=20)
+    with LiveScreen(console, 20) as screen:
         for line in (
             at(1.0, "committed", step=9, loss=1.0),
             at(2.0, "rolled back", **{"from": 9}, step=5, reason="x"),
@@ -428,10 +435,10 @@ def test_progress_is_told_again_after_going_back():
 
 def test_on_a_terminal_there_is_a_page():
     console = console_of(100, height=40, force_terminal=True)
-    story = Story(steps=20)
+    story = RunStory(steps=20)
     hear(story, event("rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
     hear(story, event("committed", step=7, loss=3.25))
-    with Screen(console, 20) as screen:
+    with LiveScreen(console, 20) as screen:
         screen.say("stage 2 is lost")
         screen.show(story, described(member("a", 0, phase="running")), 2)
     output = console.file.getvalue()
@@ -493,7 +500,7 @@ def reached_by(description: MemberDescription, node: str) -> MemberDescription:
     ids=["all", "not heard", "hangs", "gone back", "run file of tomorrow", "markup"],
 )
 def test_the_status_page_tells_what_members_report(description, parts):
-    text = text_of(page(description))
+    text = text_of(status_view(description))
     assert [part for part in parts if part not in text] == []
 
 
@@ -504,7 +511,9 @@ def test_the_status_page_says_who_sits_where_and_why():
     first.why[:] = ["stage 0, as requested", "has room for one more seat: stage 2 is vacant"]
     other.why[:] = ["stage 1 was vacant"]
     standby.why[:] = ["standby, as requested"]
-    lines = [line.strip() for line in text_of(page(described(first, other, standby))).splitlines()]
+    lines = [
+        line.strip() for line in text_of(status_view(described(first, other, standby))).splitlines()
+    ]
     at = lines.index(f"stage 0, {OLD}: stage 0, as requested")
     assert lines[at : at + 4] == [
         f"stage 0, {OLD}: stage 0, as requested",
@@ -516,10 +525,12 @@ def test_the_status_page_says_who_sits_where_and_why():
 
 def test_the_status_says_how_many_microbatches_are_out():
     first, other = member(OLD, 0, in_flight=10), member(NEW, 0, in_flight=14)
-    alone = text_of(page(described(first, member(NEW, 1))))
+    alone = text_of(status_view(described(first, member(NEW, 1))))
     assert "in flight  10 microbatches " in alone and "sources" not in alone
-    assert "10 to 14 microbatches of each of 2 sources" in text_of(page(described(first, other)))
-    assert "in flight" not in text_of(page(described(member(OLD, 0))))
+    assert "10 to 14 microbatches of each of 2 sources" in text_of(
+        status_view(described(first, other))
+    )
+    assert "in flight" not in text_of(status_view(described(member(OLD, 0))))
 
 
 def test_who_has_trouble_is_named_in_red():
@@ -559,7 +570,7 @@ def test_a_driver_of_a_run_that_stands_still_speaks_in_yellow(phase, committed, 
 
 def test_a_stop_that_all_tell_of_is_told_once():
     lost = {"message": "stage 1 is lost", "stopped": True}
-    text = text_of(page(described(member(OLD, 0, **lost), member(NEW, 2, **lost))))
+    text = text_of(status_view(described(member(OLD, 0, **lost), member(NEW, 2, **lost))))
     assert text.count("stage 1 is lost") == 1
     assert "of stage 2:" not in text
 
@@ -577,7 +588,7 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
     description.evictions.add(
         member=Member(node="bad", seats=[Seat(stage=1)]), reason=hang, seconds=17
     )
-    text = text_of(page(description))
+    text = text_of(status_view(description))
     assert re.search(rf"{a} \(stage \d\) reaches {b} \(stage \d\) through {c}", text)
     assert re.search(rf"{b} .* and {c} .*, since [\d:]+: no member can relay for them", text)
     assert re.search(rf"bad, until [\d:]+, 2 times: {hang}", text)
@@ -587,14 +598,14 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
 
 
 def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
-    story = Story(100)
+    story = RunStory(100)
     for step in (40, 80):
         assert (
             hear(story, event("sampled", OLD, step=step, prompt="It", text=f" was {step}")) is None
         )
     for interactive, times in ((True, 0), (False, 1)):
         console = console_of(100, force_terminal=interactive)
-        screen = Screen(console, 100)
+        screen = LiveScreen(console, 100)
         screen.show(story, None, 2)
         screen.show(story, None, 2)
         assert console.file.getvalue().count("step 80: It was 80") == times  # type: ignore[attr-defined]
@@ -602,7 +613,7 @@ def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
     made = [Sample(step=80, prompt="It", text=" was\x1b[1m"), Sample(step=8, prompt="", text="Oh")]
     before = [Sample(step=40, prompt="It", text=" is")]
     members = member(OLD, 0, samples=made), member(NEW, 0, samples=before)
-    status = text_of(page(described(*members)))
+    status = text_of(status_view(described(*members)))
     assert "80  It was\\x1b[1m" in status
     assert "8  Oh" in status
     assert "It is" not in status

@@ -19,7 +19,7 @@ from planaria.bootstrap.registry_pb2 import (
     Seat,
 )
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT, LastLines
-from planaria.node.report.logs import NodeRoute, cut, find_member, logs, routes_to
+from planaria.node.report.logs import NodeRoute, find_member, print_logs, routes_to, shown_lines
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.observer_client import PATIENCE
 
@@ -79,10 +79,10 @@ def test_who_can_not_be_dialled_is_asked_through_its_neighbours() -> None:
 
 
 def test_of_what_a_stranger_sends_a_part_is_shown_and_none_of_it_moves_the_cursor() -> None:
-    assert cut(["one", "two\x1b[31m\r", "three"], 2) == ["two\\x1b[31m\\r", "three"]
-    (long,) = cut(["x" * 10**6], 5)
+    assert shown_lines(["one", "two\x1b[31m\r", "three"], 2) == ["two\\x1b[31m\\r", "three"]
+    (long,) = shown_lines(["x" * 10**6], 5)
     assert len(long) <= 2 * LONGEST
-    assert sum(map(len, cut(["y" * LONGEST] * 1000, 1000))) <= 2 * MOST_KEPT
+    assert sum(map(len, shown_lines(["y" * LONGEST] * 1000, 1000))) <= 2 * MOST_KEPT
 
 
 class Talk:
@@ -126,7 +126,7 @@ def read(
         return talk
 
     registry = cast(RegistryClient, Registry())
-    virtual_time.run(logs(registry, converse, node, 3, follow, shown.append))
+    virtual_time.run(print_logs(registry, converse, node, 3, follow, shown.append))
     return shown
 
 

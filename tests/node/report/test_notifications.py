@@ -54,7 +54,7 @@ def told(
 ) -> list[tuple[str, str, str]]:
     history = history or History(RUN.steps)
     state = RunState(described(**fields), history.story)
-    found = notifier.look(state, history, RUN, now)
+    found = notifier.due(state, history, RUN, now)
     assert all((each.run, each.step, each.time) == ("prose-1", 7, now) for each in found)
     return [(each.kind, each.severity, each.sentence) for each in found]
 
@@ -135,7 +135,7 @@ def test_a_finished_run_is_told_once_and_waits_for_nobody() -> None:
     state.members[0].report.seats[0].committed = RUN.steps
     history, found = History(RUN.steps), []
     for now in (NOW, NOW + 2 * VACANT, NOW + 2 * BETWEEN):
-        found += notifier.look(RunState(state, history.story), history, RUN, now)
+        found += notifier.due(RunState(state, history.story), history, RUN, now)
     [only] = found
     assert only[1:] == ("finished", "info", "all 50 steps are committed", RUN.steps, NOW)
 
@@ -151,7 +151,7 @@ def test_the_end_is_told_when_the_nodes_have_left(event: dict[str, Any], told_of
     """As those of `planaria up` have when its registry looks for the last time."""
     history = heard({"reason": "why", "validation": 6.5, **event})
     state = RunState(described(lost=NODES, driver="", committed=50), history.story)
-    [only] = Notifier().look(state, history, RUN, NOW)
+    [only] = Notifier().due(state, history, RUN, NOW)
     assert (only.kind, only.sentence) == told_of
 
 

@@ -13,7 +13,7 @@ from planaria.bootstrap.registry_pb2 import (
     Report,
     Seat,
 )
-from planaria.node.report.probe import probe, results, table
+from planaria.node.report.probe import probe, probe_results, probe_tables
 from planaria.node.wire.link_speed import LARGEST, SMALLEST, MeasuredLink, measure
 
 
@@ -34,9 +34,9 @@ def measured_over(delay: float, rate: float) -> tuple[MeasuredLink, list[int]]:
 @pytest.mark.parametrize("delay", [0.0005, 0.2])
 @pytest.mark.parametrize("rate", [1e5, 12.5e6, 2e9])
 def test_a_link_is_measured_whatever_its_delay_and_bandwidth(delay: float, rate: float) -> None:
-    results, sizes = measured_over(delay, rate)
-    assert results.rtt == pytest.approx(delay, abs=2 / rate)
-    assert results.rate == pytest.approx(rate, rel=0.01)
+    result, sizes = measured_over(delay, rate)
+    assert result.rtt == pytest.approx(delay, abs=2 / rate)
+    assert result.rate == pytest.approx(rate, rel=0.01)
     assert max(sizes) <= LARGEST
 
 
@@ -60,7 +60,7 @@ def described(number: int, *late: str) -> Description:
 
 
 def test_what_is_found_is_the_members_and_the_links_between_them() -> None:
-    probed = results(described(3, "b"), 3)
+    probed = probe_results(described(3, "b"), 3)
     assert probed["nodes"][0] == {
         "node": "a",
         "stages": [0],
@@ -70,7 +70,7 @@ def test_what_is_found_is_the_members_and_the_links_between_them() -> None:
     }
     assert [node["stages"] for node in probed["nodes"]] == [[0], [1], []]
     assert probed["links"] == [{"a": "a", "b": "b", "rtt_ms": 40.0, "mbps": 93.7}]
-    assert [part.row_count for part in table(probed)] == [3, 1]
+    assert [part.row_count for part in probe_tables(probed)] == [3, 1]
 
 
 class Registry:

@@ -23,7 +23,7 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.node.page.status_page import as_text, news_of, page
+from planaria.node.page.status_page import description_json, lines_to_watch, status_view
 from planaria.node.report.log_stream import JsonLines, TextLines
 from planaria.node.report.readable_console import ReadableConsole
 
@@ -113,10 +113,10 @@ def test_status_shows_whatever_a_registry_says(nasty: str) -> None:
     )
     file = io.StringIO()
     console = ReadableConsole(file=file, force_terminal=True, color_system=None, width=200)
-    console.print(page(description))
-    for line in news_of(description):
+    console.print(status_view(description))
+    for line in lines_to_watch(description):
         console.out(line, highlight=False)
-    console.out(as_text(description), highlight=False)
+    console.out(description_json(description), highlight=False)
     shown = file.getvalue()
     for code in ("\x1b[1m", "\x1b[0m", "\x1b[2m", "\x1b[3m", "\x1b[1;2m"):
         shown = shown.replace(code, "")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.report.events import Sampled, shown
-from planaria.node.report.samples import SamplesFile, markdown
+from planaria.node.report.samples import SamplesFile, sample_markdown
 
 
 def test_each_part_has_its_step_its_prompt_and_the_text_in_a_block(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_each_part_has_its_step_its_prompt_and_the_text_in_a_block(tmp_path: Pat
 
 @given(st.text(), st.text())
 def test_no_text_gets_out_of_its_block_or_moves_a_cursor(prompt: str, text: str) -> None:
-    part = markdown(Sampled(step=1, prompt=prompt, text=text))
+    part = sample_markdown(Sampled(step=1, prompt=prompt, text=text))
     head, rest = part.split("\n\n", 1)
     fence = re.match("`+", rest)
     assert fence is not None

@@ -10,17 +10,17 @@ import pytest
 from planaria.node.report.events import Entry
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.summary import (
-    cost,
+    cost_of_policy,
     draw_loss,
-    marks,
-    parts,
+    parts_of_run,
+    plot_marks,
     rebuilds,
     replicas_identical,
     rollbacks,
     seconds_of_training,
     summarize,
-    tell,
-    wall,
+    summary_sentences,
+    wall_seconds,
 )
 from planaria.node.run_file import loads
 from tests.node.report.lines import entry as entry_of
@@ -115,11 +115,11 @@ def test_a_run_that_paused_after_skipped_steps_says_so():
     summary = summarize(RUN, lines, AUDIT, [], why)
     assert (summary["stopped"], summary["skipped_steps"]) == (why, 3)
     assert "steps skipped for a gradient that was not finite, or far too long: 3" in list(
-        tell(summary)
+        summary_sentences(summary)
     )
     whole = summarize(RUN, lines[:1], AUDIT, [])
     assert (whole["stopped"], whole["skipped_steps"]) == (None, 0)
-    assert not any("steps skipped" in sentence for sentence in tell(whole))
+    assert not any("steps skipped" in sentence for sentence in summary_sentences(whole))
 
 
 def test_a_run_that_never_began_has_a_summary():
@@ -362,7 +362,7 @@ def test_a_resume_is_a_row_a_stage_and_no_old_loss_is_blamed():
     assert {row["detect_seconds"] for row in rows} == {0.0}
     assert {row["first_commit_seconds"] for row in rows} == {118.0 - (116.0 - 1.5)}
     assert rows[0]["rolled_back"] == {"from": 3, "to": 2}
-    said = list(tell(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
+    said = list(summary_sentences(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
     assert said[1:3] == ["resumed at step 2", "committed steps repeated after rollbacks: 1"]
 
 
@@ -400,7 +400,7 @@ def test_what_was_trained_in_vain_before_a_resume_takes_its_time():
     ],
 )
 def test_a_part_begins_with_a_registry_that_replaces_none(events, lengths):
-    assert [len(part) for part in parts(events)] == lengths
+    assert [len(part) for part in parts_of_run(events)] == lengths
 
 
 def cost_event(time: float, node: str, sent: int, held: int, **parts: Any) -> dict[str, Any]:
@@ -422,7 +422,7 @@ def test_cost_counts_what_the_dead_have_sent_but_not_what_they_held():
         cost_event(5.0, "c", 1000, 700, snapshot=held),
         cost_event(6.0, "a", 20, 8),
     ]
-    assert cost(events, places=2) == {
+    assert cost_of_policy(events, places=2) == {
         "extra_bytes": 20 + 100 + 1000,
         "memory_bytes": 8 + 700,
         "critical_seconds": pytest.approx(11.2 / 2),
@@ -438,7 +438,7 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
         event(41.5, "save failed", "b", reason="No space left on device"),
         cost_event(42.0, "b", 2_000_000, 3_000_000),
     ]
-    sentences = list(tell(summarize(RUN, [line(1, 10.0)], AUDIT, events)))
+    sentences = list(summary_sentences(summarize(RUN, [line(1, 10.0)], AUDIT, events)))
     assert [sentence.partition(" at step ")[0] for sentence in sentences[1:3]] == [
         "stage 2 rebuilt by checkpoint",
         "stage 2 rebuilt by checkfree (a fallback)",
@@ -471,7 +471,7 @@ def test_wall_is_the_average_over_places_of_each_nodes_last_report():
         report(3.0, "a", 6.0, 4.0),
     ]
     nothing = dict.fromkeys(["average", "rebuild", "send"], 0.0)
-    assert wall(events, places=2) == nothing | {"compute": 4.5, "idle": 5.5, "total": 10.0}
+    assert wall_seconds(events, places=2) == nothing | {"compute": 4.5, "idle": 5.5, "total": 10.0}
 
 
 def applied(node: str, step: int, digest: str, lineage: int = 0) -> dict[str, Any]:
@@ -509,17 +509,17 @@ def test_marks_name_the_methods_by_step_and_stage():
         rebuilt(2.2, "d", method="replica"),
         killed(3.0, "3.1", 12, "e", step=9),
     ]
-    assert marks(events) == [
+    assert plot_marks(events) == [
         (2, "stage 2: checkfree, replica x2"),
         (9, "stage 3: node killed"),
     ]
 
 
 def test_marks_name_the_step_that_all_went_back_from():
-    assert marks(ROLLED_BACK) == [(5, "stage 2: checkpoint\nrolled back to 3")]
-    assert marks(RESUMED) == [(1, "stage 2: node killed"), (3, "resumed, rolled back to 2")]
+    assert plot_marks(ROLLED_BACK) == [(5, "stage 2: checkpoint\nrolled back to 3")]
+    assert plot_marks(RESUMED) == [(1, "stage 2: node killed"), (3, "resumed, rolled back to 2")]
     nothing_lost = [event(1.0, "committed", step=2), event(9.0, "resuming", step=2)]
-    assert marks(nothing_lost) == [(2, "resumed, at step 2")]
+    assert plot_marks(nothing_lost) == [(2, "resumed, at step 2")]
 
 
 @pytest.mark.parametrize("lines", [[], [line(1, 1.0), line(2, 2.0, None), line(3, 3.0, 1.5)]])

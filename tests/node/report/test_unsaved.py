@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planaria.bootstrap.registry_pb2 import Description, MemberDescription, Report, SeatReport
-from planaria.node.report.unsaved import named, unsaved
+from planaria.node.report.unsaved import stage_names, unsaved_stages
 
 
 def described(*seats: tuple[int, int]) -> Description:
@@ -14,16 +14,16 @@ def described(*seats: tuple[int, int]) -> Description:
 
 def test_one_node_of_a_stage_that_has_saved_its_last_step_is_enough():
     swarm = described((0, 8), (1, 4), (1, 8), (2, 4), (2, 0))
-    assert unsaved(swarm, range(4), 8) == [2, 3]
-    assert unsaved(swarm, [1], 8) == []
+    assert unsaved_stages(swarm, range(4), 8) == [2, 3]
+    assert unsaved_stages(swarm, [1], 8) == []
 
 
 def test_what_nobody_has_told_of_is_not_taken_for_saved():
-    assert unsaved(None, range(2), 8) == [0, 1]
+    assert unsaved_stages(None, range(2), 8) == [0, 1]
 
 
 def test_stages_are_named_in_a_sentence():
-    assert [named([2]), named([0, 2]), named([0, 2, 3])] == [
+    assert [stage_names([2]), stage_names([0, 2]), stage_names([0, 2, 3])] == [
         "stage 2",
         "stages 0 and 2",
         "stages 0, 2 and 3",

@@ -32,12 +32,12 @@ from planaria.node.model.shape import Base
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
 from planaria.node.serve import pick_device
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.memory_limit import DeviceRoom
-from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.copies import layout_of
 from planaria.node.state.relearn import PairSlice
-from planaria.node.state.saves import Contents, Saves, Writer
+from planaria.node.state.saves import Contents, Saves, SavesOnDisk
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.wire import stage_pb2 as pb
@@ -89,7 +89,7 @@ def trained(settings: dict[str, Any], corpus: Corpus, device: torch.device) -> d
 
     def make_work(node: str, stage: int) -> Any:
         if node not in stages:
-            beginning = Beginning(run, config)
+            beginning = InitialStages(run, config)
             data = None if stage else corpus
             stages[node] = TorchStage(node, stage, beginning, device, data)
         return stages[node].work
@@ -144,7 +144,7 @@ def near(value: Any, wanted: Any, sums: bool) -> bool:
 
 def stage_on(device: torch.device, corpus: Corpus, **settings: Any) -> TorchStage:
     run = run_file(settings)
-    return TorchStage("a", 1, Beginning(run, run.config_for(corpus.vocabulary)), device)
+    return TorchStage("a", 1, InitialStages(run, run.config_for(corpus.vocabulary)), device)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -194,10 +194,10 @@ def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: An
             found[f"payload {step}"] = update.payload
             found[f"perturbation {step}"] = update.perturbation
         saves = Saves(tmp_path / device.type, "run", 1, 4, Contents.of(config, 1))
-        writer = Writer(saves, 1, pytest.fail, lambda age: None)
+        writer = SavesOnDisk(saves, 1, lambda call, of: call(of), lambda age: None, pytest.fail)
         state = StageState(StateId.after(commit, 1, 1, 3), stage.tensors, 0.5, 0, commit, 6)
-        writer.save(state)
-        assert not writer.close(60.0)
+        writer.write(state)
+        writer.finish(60.0)
         (save,) = saves.listed()
         return found | dict(saves.load(save).tensors)
 
@@ -224,7 +224,7 @@ def test_a_stage_relearns(corpus: Corpus, settings: dict[str, Any]) -> None:
         stage.optimizer.weights.copy_(drawn(len(stage.gradient)) / 10)
         pair = BoundaryPair(1, 0, (1,))
         x, y = (drawn(2, 4, 8, seed=seed).bfloat16() for seed in (1, 2))
-        lesson = stage.lesson(Fetched((2, 4, 8), {pair: x}, {pair: y}), [1])
+        lesson = stage.lesson(FetchedTensors((2, 4, 8), {pair: x}, {pair: y}), [1])
         piece = PairSlice(pair, 0, 2)
         found: dict[str, Any] = {}
         for round in range(3):
@@ -244,18 +244,18 @@ def test_a_stage_relearns(corpus: Corpus, settings: dict[str, Any]) -> None:
 @rounds
 def test_a_stage_answers_what_it_is_shown(corpus: Corpus) -> None:
     def answered(device: torch.device) -> dict[str, Any]:
-        first = Beginning(run := run_file({}), run.config_for(corpus.vocabulary))
+        first = InitialStages(run := run_file({}), run.config_for(corpus.vocabulary))
         ends = TorchStage("a", 0, first, device, corpus)
         tokens = torch.arange(8).view(2, 4)
-        x = ends.look([tokens], head=False).cpu()
-        y = stage_on(device, corpus).look([x], head=False).cpu()
+        x = ends.evaluate([tokens], head=False).cpu()
+        y = stage_on(device, corpus).evaluate([x], head=False).cpu()
         other = drawn(ends.optimizer.weights.numel())
         return {
             "x": x,
             "y": y,
-            "loss": ends.look([y, tokens], head=True).cpu(),
-            "logits": ends.look([y], head=True).cpu(),
-            "other": ends.look([y], True, other).cpu(),
+            "loss": ends.evaluate([y, tokens], head=True).cpu(),
+            "logits": ends.evaluate([y], head=True).cpu(),
+            "other": ends.evaluate([y], True, other).cpu(),
         }
 
     same(answered, sums=True)
@@ -270,8 +270,8 @@ def test_frozen_weights_and_other_adapters_come_from_elsewhere(corpus: Corpus) -
         shown, other = [drawn(2, 4, 8)], drawn(len(stage.gradient))
         stage.rehearse()
         return {
-            "before": stage.look(shown, False).cpu(),
-            "with others": stage.look(shown, False, other).cpu(),
+            "before": stage.evaluate(shown, False).cpu(),
+            "with others": stage.evaluate(shown, False, other).cpu(),
             "frozen": stage._base.words().cpu(),
         }
 

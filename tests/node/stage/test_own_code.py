@@ -24,7 +24,7 @@ from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.run_file import RunFile, RunFileError, dumps, loads, override
 from planaria.node.serve import find_own_code
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.own_code import OwnCodeError, fill_in, load, load_as_said
+from planaria.node.stage.own_code import OwnCodeError, add_parts, load_architecture, load_checked
 
 ROOT = Path(__file__).parents[3]
 GPT2 = (ROOT / "examples/gpt2.py").read_text()
@@ -52,17 +52,17 @@ def written(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> RunFile
 
 def built(run: RunFile) -> tuple[ModelConfig, Any]:
     """Its config and its code."""
-    run = fill_in(run)
-    return run.model.config, load_as_said(run, run.model.config)
+    run = add_parts(run)
+    return run.model.config, load_checked(run, run.model.config)
 
 
 def test_the_run_file_says_what_the_code_builds():
-    run = fill_in(RUN)
+    run = add_parts(RUN)
     config = run.model.config
     assert config.parameters == (40 * 16 + 8 * 16 + 2 * 16, 2 * (12 * 16**2 + 13 * 16))
     assert loads(dumps(run)) == run
     for stage in range(3):
-        module = build_stage(config, stage, 0, load_as_said(run, config))
+        module = build_stage(config, stage, 0, load_checked(run, config))
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
         assert shapes == [*named_shapes(config, stage).values()]
     names = [weight.name for weight in model_weights(config)]
@@ -177,17 +177,17 @@ def test_what_is_no_architecture_is_refused_with_what_it_lacks(
     assert old in GPT2
     run = written(tmp_path, GPT2.replace(old, new), monkeypatch)
     with pytest.raises(OwnCodeError, match=says):
-        fill_in(run)
+        add_parts(run)
 
 
 def test_a_module_that_is_not_there_is_looked_for_where_it_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OwnCodeError, match=f"no module nowhere on this.*now {tmp_path}"):
-        load(override(RUN, model__module="nowhere.at.all:build").model.config)
+        load_architecture(override(RUN, model__module="nowhere.at.all:build").model.config)
 
 
 def test_a_node_has_the_code_that_the_run_was_begun_with(tmp_path, monkeypatch):
-    run = fill_in(written(tmp_path, GPT2, monkeypatch))
+    run = add_parts(written(tmp_path, GPT2, monkeypatch))
     name = run.model.module
     assert name is not None
     other = override(run, model__parts={**run.model.parts.model_dump(), "source": "0" * 32})
@@ -208,9 +208,9 @@ def test_a_package_is_all_of_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     run = override(RUN, model__module=f"{folder.name}.own:build")
-    _, before = load(run.model.config)
+    _, before = load_architecture(run.model.config)
     (folder / "other.py").write_text("x = 2\n")
-    assert load(run.model.config)[1] != before
+    assert load_architecture(run.model.config)[1] != before
 
 
 def test_a_node_loads_no_code_because_a_registry_says_so():

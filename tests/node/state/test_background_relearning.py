@@ -9,8 +9,8 @@ import torch
 
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.state.background_relearning import BackgroundRelearning
-from planaria.node.state.boundary import Fetched
-from planaria.node.state.relearn import Course
+from planaria.node.state.boundary import FetchedTensors
+from planaria.node.state.relearn import RelearningCourse
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.learner import (
     Learner,
@@ -26,7 +26,9 @@ PASS = 8 * SHAPE[0]
 """Updates of one."""
 
 
-def before_enough(pairs, enough: float) -> tuple[Student, StageLesson, Fetched, pb.Relearned]:
+def before_enough(
+    pairs, enough: float
+) -> tuple[Student, StageLesson, FetchedTensors, pb.Relearned]:
     one, fetched = student(2), fetched_by(2, pairs)
     lesson = StageLesson(one.module, one.optimizer, fetched, [2], bf16=False)
     told = alone(one, pairs, replace(TERMS, enough=enough), made=lesson)
@@ -58,7 +60,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
     one, lesson, fetched, told = before_enough(pairs, enough)
     each_step, generator = 5, torch.Generator().manual_seed(3)
     terms = replace(TERMS, enough=enough, each_step=each_step, within=within)
-    course = Course(fetched.whole(), SHAPE[0], terms)
+    course = RelearningCourse(fetched.complete_pairs(), SHAPE[0], terms)
     task = BackgroundRelearning(lesson, course, told)
 
     other = student(2)
@@ -94,7 +96,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
         assert offered == min(each_step, task.left)
         assert left == (task.left - offered if steps + 1 < within else 0)
         gradient = torch.randn(stage.shape, generator=generator)
-        beside = task.enters(offered)
+        beside = task.take_change(offered)
         for optimizer in (one.optimizer, other.optimizer):
             optimizer.gradient.copy_(gradient)
         learn(offered)
@@ -118,7 +120,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
 def test_what_is_not_finite_is_never_offered() -> None:
     pairs = crossed([2], swapped=False)
     _, lesson, fetched, told = before_enough(pairs, 1e3)
-    course = Course(fetched.whole(), SHAPE[0], replace(TERMS, lr=1e38))
+    course = RelearningCourse(fetched.complete_pairs(), SHAPE[0], replace(TERMS, lr=1e38))
     task = BackgroundRelearning(lesson, course, told)
     while task.update():
         pass

@@ -25,10 +25,10 @@ from planaria.node.state.boundary import (
     BoundaryKeeper,
     BoundaryPair,
     BoundaryServer,
-    Fetched,
+    FetchedTensors,
     KeptTensor,
     Side,
-    Wanted,
+    WantedTensors,
 )
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import Ballot
@@ -128,17 +128,19 @@ class Neighbours(Network):
         for node, keeper in keepers.items():
             self.nodes[node] = BoundaryServer(keeper, tensors, partial(self.send, node))
 
-    def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> Fetched:
+    def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> FetchedTensors:
         """Whatever comes at once."""
         shape = *SHAPE[:-1], SHAPE[-1] + self.beside
-        wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, shape, self.beside)
+        wanted = WantedTensors(
+            STEP, STEPS, stage, frozenset(lost), MICROBATCHES, shape, self.beside
+        )
         fetching = self.client.fetch(BALLOT, wanted, neighbours, 1.0)
         fetched = self.run(self.exchanges, fetching)
         self.settle()
         return fetched
 
 
-def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
+def check_values(fetched: FetchedTensors, stages: int, swapped: bool) -> None:
     """Each tensor is what crossed at that end of the run."""
     for found, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
         for pair, tensor in found.items():
@@ -163,20 +165,20 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
     for position in (1, 2):
         keep(keeper, "received" if position == 1 else "sent", crossing(0, position))
     with pytest.raises(ValueError, match="of step 8 are requested, those of step 0 are kept"):
-        keeper.sides(STEP, 2, frozenset([2]))
+        keeper.tensors_for(STEP, 2, frozenset([2]))
     keeper.commit(STEP, 0)
     assert keeper.memory_bytes == 2 * ELEMENTS * 4
-    ((pair, side, _),) = keeper.sides(STEP, 2, frozenset([2]))
+    ((pair, side, _),) = keeper.tensors_for(STEP, 2, frozenset([2]))
     assert (pair, side) == (BoundaryPair(STEP, 0, (2,)), "input")
     keeper.start(Ballot(3, 6), STEP + 1)
     keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 6)))
     assert keeper.memory_bytes == 3 * ELEMENTS * 4
     keeper.drop()
-    assert keeper.sides(STEP, 2, frozenset([2]))  # the failed attempt has left no trace
+    assert keeper.tensors_for(STEP, 2, frozenset([2]))  # the failed attempt has left no trace
     assert keeper.memory_bytes == 2 * ELEMENTS * 4
     keeper.start(Ballot(3, 7), STEP + 1)
     keeper.commit(STEP + 1, 0)
-    assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
+    assert keeper.tensors_for(STEP + 1, 2, frozenset([2])) == []
     assert keeper.memory_bytes == 0
 
 
@@ -185,7 +187,7 @@ def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None
     keeper.start(BALLOT, STEP)
     keep(keeper, "sent", crossing(0, 2))
     keeper.commit(STEP + 1, 0)
-    assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
+    assert keeper.tensors_for(STEP + 1, 2, frozenset([2])) == []
     assert keeper.memory_bytes == 0
 
 
@@ -217,7 +219,9 @@ def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
     nodes.run(exchanges, keeper.narrow())
     assert pieces == [Priority.BACKGROUND] * (3 if codec == "none" else 0)
     assert keeper.memory_bytes <= 5 * ELEMENTS * 2
-    for frame, (_, _, kept) in zip(frames, keeper.sides(STEP, 2, frozenset([2])), strict=True):
+    for frame, (_, _, kept) in zip(
+        frames, keeper.tensors_for(STEP, 2, frozenset([2])), strict=True
+    ):
         if codec == "none":
             assert torch.equal(bf16(decoded(kept)), bf16(values(frame.fields["microbatch"], 2)))
         else:
@@ -246,7 +250,7 @@ def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
     keep(keeper, "sent", crossing(0, 2))
     keeper.commit(STEP, 0)
     keep(keeper, "sent", crossing(1, 2))  # an evaluation under the same ballot
-    assert len(keeper.sides(STEP, 2, frozenset([2]))) == 1
+    assert len(keeper.tensors_for(STEP, 2, frozenset([2]))) == 1
 
 
 def test_a_second_visit_replaces_the_first() -> None:
@@ -278,19 +282,19 @@ def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
             case "commit":
                 step, history = step + 1, [*history, given_now]
                 keeper.commit(step, lineage)
-                keeper.stand_at(step, lineage)
+                keeper.set_state_step(step, lineage)
             case "drop":
                 keeper.drop()
             case "miss":  # the state of a later step comes from elsewhere
                 step, history = step + 2, []
                 keeper.drop()
-                keeper.stand_at(step, lineage)
+                keeper.set_state_step(step, lineage)
             case "back":  # to files, of this very step perhaps
                 step, lineage, history = data.draw(st.integers(0, step)), lineage + 1, []
                 keeper.drop()
-                keeper.stand_at(step, lineage)
+                keeper.set_state_step(step, lineage)
     kept = {pair: tensor for last in history[-steps:] for pair, tensor in last.items()}
-    sides = keeper.sides(step, 2, frozenset([2]))
+    sides = keeper.tensors_for(step, 2, frozenset([2]))
     assert [p.step for p, _, _ in sides] == sorted((p.step for p in kept), reverse=True)
     assert {pair for pair, _, _ in sides} == kept.keys()
     for pair, _, tensor in sides:
@@ -329,7 +333,7 @@ def test_what_the_next_commit_finds_wide_it_has_narrowed(
     assert len(narrowing) == 3
     assert keeper.memory_bytes == 3 * 3 * ELEMENTS * 2
     assert pieces <= 3 * 3 + 2  # one that was under way at each commit is done twice
-    for pair, _, kept in keeper.sides(STEP + 2, 2, frozenset([2])):
+    for pair, _, kept in keeper.tensors_for(STEP + 2, 2, frozenset([2])):
         assert torch.equal(bf16(decoded(kept)), bf16(values(pair.microbatch, 2, pair.step)))
 
 
@@ -571,7 +575,7 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     if kind == pb.Begin.EVALUATE:
         assert keeper.memory_bytes == 0
         return
-    ((before, _, out),) = keeper.sides(STEP, 1, frozenset([1]))
-    ((behind, _, into),) = keeper.sides(STEP, 3, frozenset([3]))
+    ((before, _, out),) = keeper.tensors_for(STEP, 1, frozenset([1]))
+    ((behind, _, into),) = keeper.tensors_for(STEP, 3, frozenset([3]))
     assert (before, behind) == (BoundaryPair(STEP, 4, (1,)), BoundaryPair(STEP, 4, (3,)))
     assert (out.payload, into.payload) == (frame.payload, sent.payload)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
-from planaria.node.state.copies import Allowance, Holder, Outgoing, Sender
+from planaria.node.state.copies import Allowance, CopyHolder, CopySender, OutgoingCopies
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -56,12 +56,12 @@ def having(step: int, attempt: int = 0, lineage: int = 0) -> StateId:
 class Training:
     """A node that sends: its state, a commit at a time."""
 
-    def __init__(self, world: World, outgoing: Outgoing, name: str, silence: float) -> None:
+    def __init__(self, world: World, outgoing: OutgoingCopies, name: str, silence: float) -> None:
         self.name, self.world = name, world
         self.exchanges = world.new(Thread(world))
         self.step, self.last = 0, pb.Commit()
         self.flats = [torch.zeros(LAYOUT.values) for _ in NAMES]
-        self.sender = Sender(
+        self.sender = CopySender(
             self.exchanges,
             outgoing,
             self.state,
@@ -109,7 +109,7 @@ class World(Network):
     ) -> None:
         super().__init__(latency=0.0, ordered=True)
         section = SnapshotSection(**{"mbps": 1e6, "codec": "none", **snapshot})
-        self.outgoing = Outgoing.snapshots(STAGE, LAYOUT, section, RECENT if paced else None)
+        self.outgoing = OutgoingCopies.snapshots(STAGE, LAYOUT, section, RECENT if paced else None)
         self.silence = silence
         self.accused: list[tuple[str, Cause]] = []
         self.paces: list[tuple[str, bool, int]] = []  # holder, kept, step
@@ -120,7 +120,7 @@ class World(Network):
         self.computes = {name: Thread(self) for name in ("h", "i")}
         self.exchanges = {name: self.new(self.computes[name]) for name in ("h", "i")}
         self.holders = {
-            name: Holder(
+            name: CopyHolder(
                 self.exchanges[name],
                 {("snapshot", STAGE): LAYOUT},
                 partial(self.send, name),
@@ -225,7 +225,7 @@ class World(Network):
                 ):
                     assert torch.equal(x, y)
 
-    def assert_agreed(self, sender: Sender, holder: str = "h") -> None:
+    def assert_agreed(self, sender: CopySender, holder: str = "h") -> None:
         """The holder has, bit for bit, what the sender thinks it has."""
         held = self.holders[holder]._held["snapshot", STAGE].state
         sent: Any = sender._recipients[holder].sent
@@ -283,7 +283,8 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 1)
     assert state.last == own.last
     assert state.optimizer_step == 1
-    assert world.holder.fidelity("snapshot", 2) == ((1, 1.0, 1), 0.0)
+    (held,) = world.holder.holdings()
+    assert (held.oldest_step, held.mean_step, held.perturbation) == (1, 1.0, 0.0)
     size = 4 * LAYOUT.values
     assert world.sender.bytes_sent > size
     assert world.sender.memory_bytes >= size
@@ -374,14 +375,13 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
         assert world.step_held() == step - (step + 1) % 2
         world.assert_true(exact=codec == "none")
         world.assert_agreed(world.sender)
-    fidelity = world.holder.fidelity("snapshot", 2)
-    assert fidelity is not None
-    assert fidelity.staleness.oldest in (1, 3)  # those that changed most went first
-    assert fidelity.staleness.newest == 7
+    (held,) = world.holder.holdings()
+    assert held.oldest_step in (1, 3)  # those that changed most went first
+    assert held.oldest_step < held.mean_step < held.step == 7
     state = world.state
     assert (state.optimizer_step, state.last) == (7, commit_of(7))
     distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
-    assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
+    assert held.perturbation == pytest.approx(distance, rel=1e-6)
 
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
@@ -434,9 +434,8 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
     assert world.step_held() == 5
     world.assert_true()
     world.assert_agreed(second.sender)
-    fidelity = world.holder.fidelity("snapshot", 2)
-    assert fidelity is not None
-    assert fidelity.staleness == (5, 5.0, 5)
+    (held,) = world.holder.holdings()
+    assert (held.oldest_step, held.mean_step) == (5, 5.0)
 
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:

@@ -8,7 +8,7 @@ import torch
 from planaria.node.model.modules import Stage, build_stage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import loads
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.copies import layout_of
 from planaria.recovery import checkfree
@@ -51,7 +51,7 @@ def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> No
     _, optimizer = trained(config, stage)
     layout = layout_of(config, stage)
     assert layout.values == len(optimizer.weights) == config.parameters[bool(stage)]
-    flats = [tensor for _, tensor in optimizer.state(optimizer=True)]
+    flats = [tensor for _, tensor in optimizer.state()]
     sent, held = SentSnapshot(layout, 0.25, "none", True), HeldSnapshot(layout, 3)
     for step in range(1, 5):
         update = sent.take((0, step), flats)
@@ -64,7 +64,7 @@ def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> No
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_twin_is_updated_as_the_stage_is(config: ModelConfig, stage: int) -> None:
     _, optimizer = trained(config, stage)
-    twin = StageOptimizer.of_run(Beginning(RUN, config).stage(stage), CPU, RUN)
+    twin = StageOptimizer.of_run(InitialStages(RUN, config).stage(stage), CPU, RUN)
     twin.gradient.copy_(optimizer.gradient)
     twin.step(0.1)
     assert twin.digest() == optimizer.digest()

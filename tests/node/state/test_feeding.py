@@ -15,7 +15,7 @@ from planaria.node.state.feeding import (
     ReducedGradients,
     StatePins,
     gradient_frame,
-    no_gradient,
+    missed_gradient_frame,
 )
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -77,7 +77,7 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
 @pytest.mark.parametrize(
     ("frame", "complaint"),
     [
-        (no_gradient(BALLOT), "no tensor, where"),
+        (missed_gradient_frame(BALLOT), "no tensor, where"),
         (gradient_frame(BALLOT, torch.ones(5), tensors), r"float32 \[5\]"),
         (
             Frame("follow", BALLOT, {}, *tensors.encode([torch.ones(4).to(torch.int64)], "none")),
@@ -101,13 +101,19 @@ def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame, complaint:
     ("backlog", "most"), [(0, FEWEST), (2 * FEWEST * GRADIENT.nbytes, 2 * FEWEST)]
 )
 def test_gradients_wait_in_bounds_until_they_are_applied(backlog: int, most: int) -> None:
-    waiting = ReducedGradients(GRADIENT, tensors)
+    waiting, frame = ReducedGradients(GRADIENT, tensors), gradient_frame(BALLOT, GRADIENT, tensors)
+
+    def take(number: int) -> bool:
+        with waiting.parsing(frame) as fits:
+            if fits:
+                waiting.put(Ballot(1, number), GRADIENT + number)
+            return fits
+
     with patch.object(feeding, "BACKLOG", backlog):
-        took = [waiting.put(Ballot(1, n), GRADIENT + n) for n in range(most + 1)]
-        assert took == [True] * most + [False]
+        assert [take(number) for number in range(most + 1)] == [True] * most + [False]
         assert torch.equal(waiting.get(Ballot(1, 2)), GRADIENT + 2)
         waiting.forget(Ballot(1, 1))
-        assert waiting.put(Ballot(1, 99), GRADIENT)
+        assert take(99)
     with pytest.raises(KeyError):
         waiting.get(Ballot(1, 1))
 

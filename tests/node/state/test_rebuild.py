@@ -16,9 +16,9 @@ from planaria.node.model.shape import model_config
 from planaria.node.ports import Learned
 from planaria.node.report.events import Event, Fetching
 from planaria.node.run_file import loads, override
-from planaria.node.state.boundary import Fetched, Wanted
+from planaria.node.state.boundary import FetchedTensors, WantedTensors
 from planaria.node.state.rebuild import Rebuilding, Rebuilt
-from planaria.node.state.relearn import RelearningBlock, Terms
+from planaria.node.state.relearn import RelearningBlock, RelearningTerms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import Delivery, WantedState
 from planaria.node.transaction.effects import Ballot
@@ -82,7 +82,7 @@ class World:
             record=SimpleNamespace(tell=self.events.append),
             crossings=Boundary(self.asked),
             **dict.fromkeys(("arithmetic", "holdings", "states", "relearning"), everything),
-            in_place=lambda: self.own,
+            committed_state=lambda: self.own,
             account=lambda: self.accounts.append(self.rebuilding.fetched),
         )
         self.rebuilding = Rebuilding(seat)
@@ -118,7 +118,7 @@ class World:
         return self.given[source.stage]
 
     async def run(
-        self, block: RelearningBlock, lesson: str, fetched: Fetched, terms: Terms
+        self, block: RelearningBlock, lesson: str, fetched: FetchedTensors, terms: RelearningTerms
     ) -> pb.Relearned:
         assert self.member.void, "what isn't fit to train yet is offered to others"
         self.asked.append(("relearn", block.joiners, lesson, terms.passes > 0))
@@ -133,7 +133,7 @@ class World:
 
     lacking = 0
 
-    def take_in(self, weights: torch.Tensor, giver: str) -> None:
+    def take_frozen_weights(self, weights: torch.Tensor, giver: str) -> None:
         self.asked.append(("take in", weights.tolist()))
         self.lacking = 0
 
@@ -143,16 +143,16 @@ class World:
 
     origin = False
 
-    def initial(self, stage: int, lineage: int) -> StageState:
+    def initial_state(self, stage: int, lineage: int) -> StageState:
         return state(stage, 0, lineage)
 
-    def of_checkpoint(self, stage: int) -> StageState:
+    def checkpoint_state(self, stage: int) -> StageState:
         return state(stage, 0)
 
     def digest(self) -> bytes:
         return b"now"
 
-    def lesson(self, fetched: Fetched, lost: frozenset[int]) -> str:
+    def lesson(self, fetched: FetchedTensors, lost: frozenset[int]) -> str:
         return f"of {sorted(lost)}"
 
 
@@ -161,10 +161,10 @@ class Boundary:
         self.asked = asked
 
     async def fetch(
-        self, ballot: Ballot, wanted: Wanted, neighbours: list[str], patience: float
-    ) -> Fetched:
+        self, ballot: Ballot, wanted: WantedTensors, neighbours: list[str], patience: float
+    ) -> FetchedTensors:
         self.asked.append(("boundary", sorted(wanted.lost), neighbours))
-        return Fetched(wanted.shape)
+        return FetchedTensors(wanted.shape)
 
 
 def sync(method: str, *sources: tuple[str, int], **more: Any) -> pb.Sync:

@@ -20,14 +20,14 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
 from planaria.node.state.regroup import (
     SaveError,
-    as_saved,
-    choose,
+    choose_saves,
+    layer_ranges,
+    model_as_saved,
     moment_scale,
-    of_one_run,
-    pieces,
-    regroup,
+    regroup_newest,
+    saves_of_one_run,
 )
-from planaria.node.state.saves import SaveFile, find_saves, name_of
+from planaria.node.state.saves import SaveFile, file_name, find_saves
 from planaria.node.state.stage_state import StageState
 from tests.node.state.small_saves import model, opened, saved, state
 
@@ -47,7 +47,7 @@ def any_cut(data: st.DataObject, layers: int) -> ModelConfig:
 def regrouped(
     saves: Sequence[SaveFile], config: ModelConfig, folder: Path, run: str = "new"
 ) -> list[StageState]:
-    regroup(saves, config, partial(opened, folder, run, config))
+    regroup_newest(saves, config, partial(opened, folder, run, config))
     own = [opened(folder, run, config, stage) for stage in range(config.stages + 1)]
     return [saves.load(saves.listed()[0]) for saves in own]
 
@@ -66,15 +66,15 @@ def test_each_layer_is_in_one_stage_in_order(sizes: tuple[int, ...], data: st.Da
     found = [
         before.layers_of(piece.stage)[piece.first + layer]
         for stage in range(1, after.stages + 1)
-        for piece in pieces(stage, before, after)
+        for piece in layer_ranges(stage, before, after)
         for layer in range(piece.layers)
     ]
     assert found == list(range(before.layers))
     for stage in range(1, after.stages + 1):
-        assert [piece.of for piece in pieces(stage, before, after)] == [
-            before.cut[piece.stage - 1] for piece in pieces(stage, before, after)
+        assert [piece.of for piece in layer_ranges(stage, before, after)] == [
+            before.cut[piece.stage - 1] for piece in layer_ranges(stage, before, after)
         ]
-    assert pieces(0, before, after) == [(0, 0, 1, 1)]
+    assert layer_ranges(0, before, after) == [(0, 0, 1, 1)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
@@ -101,7 +101,7 @@ def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
     old, new = model(6, 2), cut(1, 3, 2)
     modules = [build_stage(old, stage, seed=5) for stage in range(3)]
     for stage, built in enumerate(modules):
-        tensors = dict(StageOptimizer(built, CPU).state(optimizer=True))
+        tensors = dict(StageOptimizer(built, CPU).state())
         one = state(old, stage, tensors=tensors, optimizer_step=0)
         opened(tmp_path / "old", "old", old, stage).write(one)
     found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
@@ -195,7 +195,7 @@ def test_the_newest_step_that_all_have_is_taken_wherever_it_lies(tmp_path: Path)
     saved(tmp_path, config, (4, 8))
     opened(tmp_path / "2.0", "old", config, 2).write(state(config, 2, 12))
     (tmp_path / "1.0").rename(tmp_path / "who-has-gone")
-    found, chosen = choose(find_saves(tmp_path), 2)
+    found, chosen = choose_saves(find_saves(tmp_path), 2)
     assert (found.step, found.exact) == (8, True)
     assert [save.state.id.step for of in chosen.values() for save in of] == [8, 8, 8]
     assert chosen[1][0].path.is_relative_to(tmp_path / "who-has-gone")
@@ -211,11 +211,11 @@ def test_a_damaged_save_is_named_and_the_step_before_is_taken(
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
-    found, _ = choose(find_saves(tmp_path), 2)
+    found, _ = choose_saves(find_saves(tmp_path), 2)
     assert (found.step, found.exact) == (4, True)
     assert str(path) in caplog.text
     path.write_bytes(bytes(content[:-9]))  # half-written
-    assert choose(find_saves(tmp_path), 2)[0].step == 4
+    assert choose_saves(find_saves(tmp_path), 2)[0].step == 4
 
 
 def test_the_same_save_at_another_node_serves_for_a_damaged_one(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_same_save_at_another_node_serves_for_a_damaged_one(tmp_path: Path) 
     opened(tmp_path / "1.1", "old", config, 1).write(state(config, 1))
     path = tmp_path / "1.0" / "stage-1" / "step-00000008-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    found, chosen = choose(find_saves(tmp_path), 1)
+    found, chosen = choose_saves(find_saves(tmp_path), 1)
     assert (found.step, found.exact) == (8, True)
     assert chosen[1][0].path.is_relative_to(tmp_path / "1.1")
 
@@ -238,7 +238,7 @@ def test_files_that_are_not_what_their_place_says_are_passed_over(
     path.rename(path.with_name("step-00000012-1.safetensors"))
     (path.parent / "step-00000016-1.safetensors.part").write_bytes(b"?")
     assert [save.state.id.stage for save in find_saves(tmp_path)] == [0]
-    assert name_of(state(config, 1).id.age) in caplog.text
+    assert file_name(state(config, 1).id.age) in caplog.text
 
 
 # What is refused
@@ -249,10 +249,10 @@ def test_stages_without_a_common_step_are_named(tmp_path: Path) -> None:
     saves = saved(tmp_path / "old", old, (4, 8))
     some = [s for s in saves if s.state.id.stage != 1]
     with pytest.raises(SaveError, match=r"nothing of stage 1\. .* go on with 2 stages"):
-        regroup(some, new, partial(opened, tmp_path / "new", "new", new))
+        regroup_newest(some, new, partial(opened, tmp_path / "new", "new", new))
     apart = [s for s in saves if (s.state.id.stage == 1) == (s.state.id.step == 4)]
     with pytest.raises(SaveError, match="stage 0 from step 8, stage 1 from step 4"):
-        regroup(apart, new, partial(opened, tmp_path / "new", "new", new))
+        regroup_newest(apart, new, partial(opened, tmp_path / "new", "new", new))
     assert not (tmp_path / "new").exists()
 
 
@@ -261,7 +261,7 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
     saves = saved(tmp_path / "old", config, (4, 8))
     mixed = [s for s in saves if s.state.id.stage == 0 or s.state.id.step == 4 * s.state.id.stage]
     mixed = [s for s in mixed if s.state.id.stage]
-    regroup(mixed, config, partial(opened, tmp_path / "new", "new", config))
+    regroup_newest(mixed, config, partial(opened, tmp_path / "new", "new", config))
     found = find_saves(tmp_path / "new")
     assert [(s.state.id.stage, s.state.id.step) for s in found] == [(1, 4), (2, 8)]
 
@@ -281,7 +281,7 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
 def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, says: str) -> None:
     saves = saved(tmp_path, model(4, 2))
     with pytest.raises(SaveError, match=says):
-        as_saved(saves, new)
+        model_as_saved(saves, new)
 
 
 def test_older_saves_say_less_of_their_stages(tmp_path: Path) -> None:
@@ -289,8 +289,8 @@ def test_older_saves_say_less_of_their_stages(tmp_path: Path) -> None:
     saves = saved(tmp_path, cut(2, 2))
     for stages in (2, 0):
         old = [replace(save, stages=stages, sizes=()) for save in saves]
-        assert as_saved(old, cut(1, 3)).cut == (2, 2)
-    assert as_saved(saved(tmp_path / "other", cut(1, 3), run="other"), cut(4)).cut == (1, 3)
+        assert model_as_saved(old, cut(1, 3)).cut == (2, 2)
+    assert model_as_saved(saved(tmp_path / "other", cut(1, 3), run="other"), cut(4)).cut == (1, 3)
 
 
 def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
@@ -299,10 +299,10 @@ def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "b", config, run="b")
     both = find_saves(tmp_path / "a", tmp_path / "b")
     with pytest.raises(SaveError, match=r"several runs \(a in .*/a/0.0/stage-0, b in "):
-        of_one_run(both, excluded="c")
-    assert {save.run for save in of_one_run(both, excluded="b")} == {"a"}
+        saves_of_one_run(both, excluded="c")
+    assert {save.run for save in saves_of_one_run(both, excluded="b")} == {"a"}
     with pytest.raises(SaveError, match="no save of a run other than b: name folders"):
-        of_one_run(find_saves(tmp_path / "b"), excluded="b")
+        saves_of_one_run(find_saves(tmp_path / "b"), excluded="b")
 
 
 def test_nodes_of_the_old_division_are_refused_what_is_of_the_new(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from planaria.node.run_file import ModelSection
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import relearn
-from planaria.node.state.boundary import BoundaryPair, Fetched
-from planaria.node.state.relearn import Relearning, RelearningBlock, Terms, whole_pairs
+from planaria.node.state.boundary import BoundaryPair, FetchedTensors
+from planaria.node.state.relearn import Relearning, RelearningBlock, RelearningTerms, whole_pairs
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -38,7 +38,7 @@ SHAPE = (2, 4, 8)
 MICROBATCHES = 4
 STEPS = (6, 7)
 PAIRS = len(STEPS) * MICROBATCHES
-TERMS = Terms(samples=1, passes=3, seconds=math.inf, lr=1e-2, patience=60.0)
+TERMS = RelearningTerms(samples=1, passes=3, seconds=math.inf, lr=1e-2, patience=60.0)
 
 
 class Student(NamedTuple):
@@ -87,8 +87,8 @@ def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
     return pairs
 
 
-def fetched_by(stage: int, pairs: Pairs, shape: tuple[int, int, int] = SHAPE) -> Fetched:
-    return Fetched(
+def fetched_by(stage: int, pairs: Pairs, shape: tuple[int, int, int] = SHAPE) -> FetchedTensors:
+    return FetchedTensors(
         shape,
         inputs={pair: x for pair, (x, _) in pairs.items() if pair.stages[0] == stage},
         outputs={pair: y for pair, (_, y) in pairs.items() if pair.stages[-1] == stage},
@@ -96,7 +96,9 @@ def fetched_by(stage: int, pairs: Pairs, shape: tuple[int, int, int] = SHAPE) ->
     )
 
 
-def lesson(one: Student, fetched: Fetched, lost: Sequence[int], bf16: bool = False) -> StageLesson:
+def lesson(
+    one: Student, fetched: FetchedTensors, lost: Sequence[int], bf16: bool = False
+) -> StageLesson:
     return StageLesson(one.module, one.optimizer, fetched, lost, bf16)
 
 
@@ -116,8 +118,8 @@ class Network(network.Network):
         joiners: Mapping[int, str],
         stage: int,
         one: Student,
-        fetched: Fetched,
-        terms: Terms = TERMS,
+        fetched: FetchedTensors,
+        terms: RelearningTerms = TERMS,
         bf16: bool = False,
         made: StageLesson | None = None,
     ) -> Exchange[pb.Relearned]:
@@ -136,8 +138,8 @@ class Network(network.Network):
 def together(
     network: Network,
     students: Mapping[int, Student],
-    fetched: Mapping[int, Fetched],
-    terms: Terms = TERMS,
+    fetched: Mapping[int, FetchedTensors],
+    terms: RelearningTerms = TERMS,
     bf16: bool = False,
 ) -> list[Exchange[pb.Relearned]]:
     joiners = {stage: f"joiner-{stage}" for stage in students}
@@ -149,8 +151,8 @@ def together(
 
 def relearn_all(
     students: Mapping[int, Student],
-    fetched: Mapping[int, Fetched],
-    terms: Terms = TERMS,
+    fetched: Mapping[int, FetchedTensors],
+    terms: RelearningTerms = TERMS,
     slow: bool = False,
     bf16: bool = False,
 ) -> list[pb.Relearned]:
@@ -164,7 +166,7 @@ def relearn_all(
 def alone(
     one: Student,
     pairs: Pairs,
-    terms: Terms = TERMS,
+    terms: RelearningTerms = TERMS,
     slow: bool = False,
     bf16: bool = False,
     made: StageLesson | None = None,
@@ -175,7 +177,9 @@ def alone(
     return network.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
 
 
-def block(*lost: int, swapped: bool = False) -> tuple[dict[int, Student], dict[int, Fetched]]:
+def block(
+    *lost: int, swapped: bool = False
+) -> tuple[dict[int, Student], dict[int, FetchedTensors]]:
     """Joiners of these stages, and what they have fetched."""
     pairs = crossed(lost, swapped)
     return {s: student(s) for s in lost}, {s: fetched_by(s, pairs) for s in lost}

@@ -28,7 +28,14 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
-from planaria.node.state.saves import Contents, Saves, Writer, find_saves, name_of, saved_run
+from planaria.node.state.saves import (
+    Contents,
+    Saves,
+    SavesOnDisk,
+    file_name,
+    find_saves,
+    saved_run,
+)
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -113,11 +120,11 @@ def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, fa
     for stage, built in modules.items():
         optimizer = StageOptimizer(built, torch.device("cpu"))
         optimizer.first_moment.normal_()
-        given = state(4, stage=stage, tensors=dict(optimizer.state(optimizer=True)))
+        given = state(4, stage=stage, tensors=dict(optimizer.state()))
         saves = Saves(tmp_path, RUN, stage, 4, Contents.of(config, stage))
         saves.write(given)
         assert same(saves.load(given.id.age), given)
-        path = saves.folder / name_of(given.id.age)
+        path = saves.folder / file_name(given.id.age)
         read = load_file(path)
         weights = {name: read[name] for name in Contents.of(config, stage).parameters}
         assert len(read) == 3 * len(weights)
@@ -192,7 +199,7 @@ def test_whatever_is_saved_comes_back_and_is_safetensors(
     saves = opened(folder, run=run, values=size)
     saves.write(given)
     assert same(saves.load(Age(0, step)), given)
-    read = load_file(saves.folder / name_of(given.id.age))
+    read = load_file(saves.folder / file_name(given.id.age))
     assert len(read) == len(tensors)
     assert all(torch.equal(read[f"{name}.flat"], values) for name, values in tensors.items())
 
@@ -276,7 +283,7 @@ def test_the_newest_of_what_led_to_the_present_state_are_kept(
 def check_refused(saves: Saves, save: Age, what: str = "step-") -> None:
     with pytest.raises(SaveError, match=what) as caught:
         saves.load(save)
-    assert name_of(save) in str(caught.value)
+    assert file_name(save) in str(caught.value)
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -284,7 +291,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     saves = Saves(tmp_path, RUN, STAGE, 4, Contents({"a": [2], "b.c": [1, 3]}, {"layers": 2}))
     saves.write(good)
     saves.write(bad)
-    path = saves.folder / name_of(bad.id.age)
+    path = saves.folder / file_name(bad.id.age)
     whole = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for offset, byte in enumerate(whole):
@@ -301,7 +308,7 @@ def test_a_save_with_a_number_that_cannot_be_is_refused(tmp_path: Path, number: 
     (path,) = (file.path for file in find_saves(tmp_path))
     length = int.from_bytes(path.read_bytes()[:8], "little")
     fields = module._read_header(path, path.open("rb", buffering=0)) | {"omega": number}
-    path.write_bytes(bytes(module._encode(fields)) + path.read_bytes()[8 + length :])
+    path.write_bytes(bytes(module._encode_header(fields)) + path.read_bytes()[8 + length :])
     check_refused(saves, Age(0, 4), f"its header has invalid values .*omega {number}")
 
 
@@ -370,7 +377,7 @@ def test_a_save_in_the_wrong_place_is_refused(
     other = replace(state(8), id=replace(state(8).id, **elsewhere))
     there = opened(tmp_path / "there", run=run, stage=other.id.stage)
     there.write(other)
-    (there.folder / name_of(other.id.age)).rename(saves.folder / "step-00000008-0.safetensors")
+    (there.folder / file_name(other.id.age)).rename(saves.folder / "step-00000008-0.safetensors")
     assert saves.sound() == [Age(0, 4)]
     check_refused(saves, Age(0, 8), what)
 
@@ -386,9 +393,9 @@ def test_a_folder_is_of_the_run_of_its_newest_save_that_can_be_read(tmp_path: Pa
     assert saved_run(tmp_path) == ""
     saves = written(tmp_path, state(4), state(8))
     assert saved_run(tmp_path) == RUN
-    (saves.folder / name_of(Age(0, 8))).write_bytes(b"damaged")
+    (saves.folder / file_name(Age(0, 8))).write_bytes(b"damaged")
     assert saved_run(tmp_path) == RUN
-    (saves.folder / name_of(Age(0, 4))).unlink()
+    (saves.folder / file_name(Age(0, 4))).unlink()
     assert saved_run(tmp_path) == ""
 
 
@@ -481,8 +488,14 @@ class Reports:
         self.errors: list[str] = []
         self.saved: list[Age] = []
 
-    def writer(self, saves: Saves, in_flight: int = 2) -> Writer:
-        return Writer(saves, in_flight, self.errors.append, self.saved.append)
+    def writer(self, saves: Saves, in_flight: int = 2) -> SavesOnDisk:
+        return SavesOnDisk(
+            saves,
+            in_flight,
+            on_loop=lambda call, argument: call(argument),
+            saved=self.saved.append,
+            failed=self.errors.append,
+        )
 
 
 def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path) -> None:
@@ -490,8 +503,8 @@ def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path
     for limit, step in ((1 << 20, 4), (500, 8), (1 << 20, 12)):
         writer = reports.writer(saves)
         with file_size_limit(limit):
-            writer.save(state(step))
-            assert writer.close(60) == []
+            writer.write(state(step))
+            writer.finish(60)
     assert reports.saved == [Age(0, 4), Age(0, 12)]
     assert saves.sound() == [Age(0, 12), Age(0, 4)]
     assert reports.errors == [
@@ -518,12 +531,12 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:
     for each in given:
         for name, values in training.items():
             values.copy_(each.tensors[name])
-        writer.save(replace(each, tensors=training))
+        writer.write(replace(each, tensors=training))
         for values in training.values():
             values.fill_(float("nan"))
         with writer._changed:
             assert writer._changed.wait_for(lambda: not writer._waiting, 60)
-    assert writer.close(60) == []
+    writer.finish(60)
     assert all(same(saves.load(each.id.age), each) for each in given)
     assert reports.saved == [each.id.age for each in given]
     assert reports.errors == []
@@ -560,7 +573,7 @@ def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
     writer = reports.writer(gated)
     for step, seconds in ((4, 0.0), (8, 1.0), (12, 1.0), (16, 1.0), (20, 2.5)):
         now[0] += seconds
-        writer.save(state(step))
+        writer.write(state(step))
         assert gated.begun.wait(60)  # the write of step 4
     assert writer.left_out == 3
     assert reports.errors == [
@@ -569,18 +582,18 @@ def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
         for step, count, seconds in ((12, 2, 3.0), (16, 3, 5.5))
     ]
     gated.gate.set()
-    assert writer.close(60) == []
+    writer.finish(60)
     assert gated.sound() == [Age(0, 20), Age(0, 4)]  # the newest is not left out
 
 
 def test_closing_names_a_last_step_that_was_left_out(gated: GatedSaves) -> None:
     reports = Reports()
     writer = reports.writer(gated, in_flight=1)
-    writer.save(state(4))
+    writer.write(state(4))
     assert gated.begun.wait(60)
-    writer.save(state(8))
+    writer.write(state(8))
     assert reports.errors == []
-    assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
+    writer.finish(0.0)
     assert ["step 4" in reports.errors[0], "step 8" in reports.errors[1]] == [True, True]
 
 
@@ -588,10 +601,10 @@ def test_a_state_that_is_saved_or_being_saved_is_not_written_again(gated: GatedS
     reports = Reports()
     writer = reports.writer(gated, in_flight=1)
     for _ in range(3):
-        writer.save(state(4))
+        writer.write(state(4))
     gated.gate.set()
-    assert writer.close(60) == []
-    writer.save(state(4))
+    writer.finish(60)
+    writer.write(state(4))
     assert reports.saved == [Age(0, 4)]
     assert reports.errors == []
 
@@ -608,11 +621,11 @@ def test_a_full_disk_is_reported_and_the_state_saved_again(tmp_path: Path) -> No
 
     reports, saves = Reports(), FullOnce(tmp_path, RUN, STAGE, 9, flat(5))
     writer = reports.writer(saves, in_flight=1)
-    writer.save(state(4))
+    writer.write(state(4))
     with writer._changed:
         assert writer._changed.wait_for(lambda: not writer._waiting, 60)
-    writer.save(state(4))
-    assert writer.close(60) == []
+    writer.write(state(4))
+    writer.finish(60)
     assert reports.saved == [Age(0, 4)]
     assert reports.errors == [
         f"saving step 4 of stage 3 in {saves.folder} failed: No space left on device; "
@@ -624,8 +637,8 @@ def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
     gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Reports().writer(gated)
-    writer.save(state(4))
-    writer.save(state(8))
+    writer.write(state(4))
+    writer.write(state(8))
     wait_for = writer._changed.wait_for
 
     def opening(*arguments: Any) -> bool:
@@ -633,7 +646,7 @@ def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
         return wait_for(*arguments)
 
     monkeypatch.setattr(writer._changed, "wait_for", opening)
-    assert writer.close(60) == []
+    writer.finish(60)
     assert gated.sound() == [Age(0, 8), Age(0, 4)]
 
 
@@ -644,14 +657,14 @@ def test_closing_names_what_was_not_written_and_how_long_it_had(
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     reports = Reports()
     writer = reports.writer(gated)
-    writer.save(state(4))
+    writer.write(state(4))
     now[0] = 110.0
-    writer.save(state(8))
+    writer.write(state(8))
     now[0] = 123.0
-    assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
+    writer.finish(0.0)
     where = f"of stage 3 in {gated.folder} failed: not on disk after"
     assert reports.errors == [f"saving step 4 {where} 23.0 s", f"saving step 8 {where} 13.0 s"]
-    writer.save(state(12))
+    writer.write(state(12))
     assert "step 12" in reports.errors[-1]
     assert "closed" in reports.errors[-1]
 
@@ -666,7 +679,7 @@ def test_a_writer_wants_saves_that_stages_can_meet_in(tmp_path: Path) -> None:
 def test_a_state_of_another_stage_is_a_mistake(tmp_path: Path) -> None:
     writer = Reports().writer(opened(tmp_path))
     with pytest.raises(ValueError, match="stage 4 is not saved in"):
-        writer.save(state(4, stage=4))
+        writer.write(state(4, stage=4))
 
 
 # Processes that share a folder, and die

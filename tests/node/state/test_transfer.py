@@ -25,7 +25,7 @@ from planaria.node.state.transfer import (
     StateServer,
     StateShard,
     WantedState,
-    cut,
+    cut_into_shards,
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -129,7 +129,7 @@ def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) 
 
 
 def shards_of(state: StageState) -> list[StateShard]:
-    return cut([tensor.nbytes for tensor in state.tensors.values()], SHARD_SIZE)
+    return cut_into_shards([tensor.nbytes for tensor in state.tensors.values()], SHARD_SIZE)
 
 
 # Whole transfers
@@ -436,7 +436,7 @@ def broken_off(come: int) -> Network:
     return network
 
 
-WEIGHTS = len(cut([4 * LENGTH], SHARD_SIZE))
+WEIGHTS = len(cut_into_shards([4 * LENGTH], SHARD_SIZE))
 """Shards."""
 
 
@@ -728,7 +728,7 @@ def test_a_manifest_is_of_one_step_even_when_a_commit_comes_in_between() -> None
 def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
     size: int, count: int, data: st.DataObject
 ) -> None:
-    plan = ShardPlan(cut([size], 16), silence=5.0)
+    plan = ShardPlan(cut_into_shards([size], 16), silence=5.0)
     names = [f"s{i}" for i in range(count)]
     late = data.draw(st.integers(0, count))
     for name in names[late:]:
@@ -780,7 +780,7 @@ def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
 
 
 def test_a_fast_source_serves_more() -> None:
-    plan = ShardPlan(cut([40 * 16], 16), silence=100.0)
+    plan = ShardPlan(cut_into_shards([40 * 16], 16), silence=100.0)
     plan.add("fast")
     plan.add("slow")
     served = {"fast": 0, "slow": 0}
@@ -799,7 +799,7 @@ def test_a_fast_source_serves_more() -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_source_heard_of_now_and_then_is_not_silent(refused: bool) -> None:
-    plan = ShardPlan(cut([64], 16), silence=5.0)
+    plan = ShardPlan(cut_into_shards([64], 16), silence=5.0)
     plan.add("a")
     assert plan.wake == float("inf")
     first, second = (shard for _, shard in plan.ask(1.0))
@@ -816,7 +816,7 @@ def test_a_source_heard_of_now_and_then_is_not_silent(refused: bool) -> None:
 
 
 def test_asking_for_more_does_not_excuse_silence() -> None:
-    plan = ShardPlan(cut([32], 16), silence=5.0)
+    plan = ShardPlan(cut_into_shards([32], 16), silence=5.0)
     for source in ("a", "b"):
         plan.add(source)
     (_, first), _ = plan.ask(0.0)
@@ -828,7 +828,7 @@ def test_asking_for_more_does_not_excuse_silence() -> None:
 
 def test_a_source_has_time_for_what_it_owes() -> None:
     """Two shards that share a link of 100 kB/s are both there after 80 s, and neither before."""
-    plan = ShardPlan(cut([3 * SHARD], SHARD), silence=5.0)
+    plan = ShardPlan(cut_into_shards([3 * SHARD], SHARD), silence=5.0)
     plan.add("a")
     (_, first), (_, second) = plan.ask(0.0)
     assert plan.wake == pytest.approx(5 + 2 * SHARD / 100e3)
@@ -839,7 +839,7 @@ def test_a_source_has_time_for_what_it_owes() -> None:
 
 
 def test_a_dropped_source_stays_dropped() -> None:
-    plan = ShardPlan(cut([64], 16), silence=5.0)
+    plan = ShardPlan(cut_into_shards([64], 16), silence=5.0)
     plan.add("a")
     plan.drop("a", "lost")
     plan.add("a")
@@ -850,12 +850,12 @@ def test_a_dropped_source_stays_dropped() -> None:
 @pytest.mark.parametrize("shard_size", [0, -4, 6])
 def test_shards_hold_whole_values(shard_size: int) -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
-        cut([64], shard_size)
+        cut_into_shards([64], shard_size)
 
 
 @given(st.lists(st.integers(0, 100).map(lambda n: 4 * n)), st.integers(0, 9), st.integers(1, 9))
 def test_no_shard_has_parts_of_two_tensors(sizes: list[int], first: int, shard_size: int) -> None:
-    shards = cut(sizes, 4 * shard_size, 4 * first)
+    shards = cut_into_shards(sizes, 4 * shard_size, 4 * first)
     ends = [4 * first, *(sum(shard) for shard in shards)]
     assert [shard.offset for shard in shards] == ends[:-1], "one behind the other"
     assert all(0 < shard.size <= 4 * shard_size for shard in shards)
@@ -863,7 +863,7 @@ def test_no_shard_has_parts_of_two_tensors(sizes: list[int], first: int, shard_s
 
 
 def test_what_comes_back_is_asked_for_before_what_lies_behind_it() -> None:
-    plan = ShardPlan(cut([32, 64], 16), silence=5.0)
+    plan = ShardPlan(cut_into_shards([32, 64], 16), silence=5.0)
     for source in ("a", "b"):
         plan.add(source)
     assert [shard.offset for _, shard in plan.ask(0.0)] == [0, 16, 32, 48]

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.run_file import loads, override
-from planaria.node.stage.initial import Beginning
+from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.stage_state import StageState, StateId
-from planaria.node.state.twin import Twin, next_stage, servers
+from planaria.node.state.twin import Twin, next_stage, senders_by_holder
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -61,13 +61,13 @@ def twin_of(
     exchanges: Exchanges,
     send: Callable[[str, Frame], bool] = lambda peer, frame: True,
 ) -> Twin:
-    module = Beginning(RUN, config).stage(next_stage(stage, config.stages))
+    module = InitialStages(RUN, config).stage(next_stage(stage, config.stages))
     optimizer = StageOptimizer.of_run(module, CPU, RUN)
     return Twin(node, stage, config.stages, optimizer, exchanges, send, tensors)
 
 
 def state_of(optimizer: StageOptimizer) -> tuple[int, list[torch.Tensor]]:
-    return optimizer.steps, [tensor.clone() for _, tensor in optimizer.state(optimizer=True)]
+    return optimizer.steps, [tensor.clone() for _, tensor in optimizer.state()]
 
 
 def same(a: StageOptimizer, b: StageOptimizer) -> bool:
@@ -90,9 +90,9 @@ def test_each_holder_is_served_by_one_replica_and_each_replica_serves_its_share(
     replicas = {place.node for place in members if place.stage == of}
     if not replicas:
         with pytest.raises(ValueError, match=f"stage {of} has no member"):
-            servers(of, 3, members)
+            senders_by_holder(of, 3, members)
         return
-    plan = servers(of, 3, members)
+    plan = senders_by_holder(of, 3, members)
     assert set(plan) == {place.node for place in members if place.stage == (of - 1) % 4}
     load = Counter(dict.fromkeys(replicas, 0)) + Counter()
     load.update(plan.values())
@@ -100,7 +100,7 @@ def test_each_holder_is_served_by_one_replica_and_each_replica_serves_its_share(
     assert set(plan.values()) <= replicas
     assert max(loads_of_all) - min(loads_of_all) <= 1
     shuffled = order.sample(members, len(members))
-    assert servers(of, 3, shuffled) == plan
+    assert senders_by_holder(of, 3, shuffled) == plan
 
 
 # Whole swarms, frames delivered in any order
@@ -461,7 +461,7 @@ def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> Non
     swarm.commit()
     assert late.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
-    values, last = dict(swarm.own["2.1"].state(optimizer=True)), swarm.record()
+    values, last = dict(swarm.own["2.1"].state()), swarm.record()
     boosted = StageState(StateId.after(last, 2, 1, swarm.committed), values, 7.5, 1, last, 2)
     exchanges = swarm.start()  # it comes while the next attempt runs
     late.load(fetched(boosted))

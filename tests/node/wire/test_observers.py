@@ -46,7 +46,9 @@ async def node(
         here.tell(name, frame)
 
     here = Observers()
-    here.seats = SimpleNamespace(on_asked=heard, on_shown=shown, on_gone=gone.append)
+    here.seats = SimpleNamespace(
+        on_observer_message=heard, on_observer_frame=shown, on_observer_gone=gone.append
+    )
     events: Any = Events()
     links = Links(
         "run",
