@@ -153,8 +153,8 @@ def test_news_are_sentences(line, sentence):
 
 def relearned(before: float | None, after: float | None, **figures: Any) -> dict[str, Any]:
     nothing = {"passes": 0, "seconds": 0.0, "bytes": 0, "pairs": 0, "left_out": 0, "undone": False}
-    told = {"residual_before": before, "residual_after": after}
-    return {"relearned": nothing | told | figures}
+    residuals = {"residual_before": before, "residual_after": after}
+    return {"relearned": nothing | residuals | figures}
 
 
 @pytest.mark.parametrize(
@@ -609,7 +609,7 @@ def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
 
 
 def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
-    class Told:
+    class ScriptedRegistry:
         """A registry that says this, one after the other."""
 
         def __init__(self, *answers: Description | Exception) -> None:
@@ -633,7 +633,7 @@ def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
 
     away = RegistryUnreachable("nobody answers")
     seen = [at_step(7, "one"), at_step(7, "one"), at_step(8, "one", "two\x1b[2J"), away, away]
-    registry = Told(*seen, at_step(9, "one", "two\x1b[2J"))
+    registry = ScriptedRegistry(*seen, at_step(9, "one", "two\x1b[2J"))
     console = console_of()
     with pytest.raises(LookupError):
         virtual_time.run(status(cast(RegistryClient, registry), console, watch=True, as_json=False))
@@ -647,7 +647,7 @@ def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
     ]
     as_json = console_of()
     with pytest.raises(LookupError):
-        again = cast(RegistryClient, Told(*seen))
+        again = cast(RegistryClient, ScriptedRegistry(*seen))
         virtual_time.run(status(again, as_json, watch=True, as_json=True))
     objects = [json.loads(text) for text in as_json.file.getvalue().splitlines()]
     assert [item["view"]["committed"] for item in objects] == ["7", "7", "8"]
