@@ -177,7 +177,7 @@ class Stage:
         self.void = False  # overwritten by what isn't fit to train yet
         self.corrupted = False  # not what the commits have made of them
         self.misapplies = False  # the next update
-        self.told = b""  # the digest that was taken last
+        self.last_digest = b""  # the digest that was taken last
         self.work = Work(self)
         self._reduced = self.omega = 0.0
 
@@ -186,8 +186,8 @@ class Stage:
         return read_chain(self.optimizer.weights)
 
     def digest(self) -> bytes:
-        self.told = self.optimizer.digest()
-        return self.told
+        self.last_digest = self.optimizer.digest()
+        return self.last_digest
 
     def corrupt(self) -> None:
         self.corrupted = True
@@ -236,8 +236,8 @@ class Stage:
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
     def of_checkpoint(self, stage: int) -> StageState:
-        found = self.initial(stage, 0)
-        return replace(found, tensors={"weights": found.tensors["weights"]})
+        initial = self.initial(stage, 0)
+        return replace(initial, tensors={"weights": initial.tensors["weights"]})
 
     def take_in(self, weights: torch.Tensor, giver: str) -> None:
         raise AssertionError("all that is here is trained")

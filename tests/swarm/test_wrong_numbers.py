@@ -123,7 +123,7 @@ async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
         assert "nonfinite: " in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 2)
-        assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
+        assert {event["node"] for event in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
         assert other.member.last.skips == 0
 
@@ -148,11 +148,11 @@ async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names
         assert "its results differ from those of two others" in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 2)
-        told = swarm.lines.events("computed wrong")
-        assert {one["node"] for one in told} == {f"{sick.node}/1"}
+        events = swarm.lines.events("computed wrong")
+        assert {event["node"] for event in events} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
         doubted = [line["doubted"] for line in swarm.lines.of("ledger-*") if "doubted" in line]
-        assert {tuple(one[:2]) for one, *_ in doubted} == {(f"{sick.node}/1", 1)}
+        assert {tuple(event[:2]) for event, *_ in doubted} == {(f"{sick.node}/1", 1)}
 
 
 def contributes(node: OneSeat, factor: float) -> None:
