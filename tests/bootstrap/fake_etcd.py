@@ -70,10 +70,7 @@ class FakeEtcd:
                 }:
                     raise EtcdAway("requested lease not found")
                 done = body.get("success" if succeeded else "failure", ())
-                return {
-                    "succeeded": succeeded,
-                    "responses": [self._one(operation) for operation in done],
-                }
+                return {"succeeded": succeeded, "responses": [self._one(step) for step in done]}
         raise AssertionError(path)
 
     def _holds(self, compare: Mapping[str, Any]) -> bool:

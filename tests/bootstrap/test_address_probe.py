@@ -29,9 +29,7 @@ def names(monkeypatch: pytest.MonkeyPatch, addresses: Any) -> None:
     async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
         if isinstance(addresses, Exception):
             raise addresses
-        return [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
-        ]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, port)) for at in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
 

@@ -224,10 +224,8 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         async with run.operator(await run.enrolled(Role.OPERATOR)) as stub:
             made = await stub.Invite(InviteRequest(role="reader", uses=3, seconds=60))
-            listed = {
-                invite.id: invite
-                for invite in (await stub.ListInvites(ListInvitesRequest())).invites
-            }
+            reply = await stub.ListInvites(ListInvitesRequest())
+            listed = {invite.id: invite for invite in reply.invites}
             assert (listed[made.id].uses, listed[made.id].used) == (3, 0)
             await stub.Revoke(RevokeRequest(id=made.id))
             invitation = run.invitation(Role.READER)

@@ -536,10 +536,7 @@ def test_who_waits_for_its_answer_is_no_silent_member() -> None:
         swarm.machine.wait(["a", "nobody"], swarm.now + now)
         swarm.after(swarm.machine.tick(swarm.now + now))
     described = swarm.machine.describe(swarm.now + 19).members
-    assert [(member.since_renewal, member.reached_by) for member in described] == [
-        (0, ""),
-        (19, "a"),
-    ]
+    assert [(m.since_renewal, m.reached_by) for m in described] == [(0, ""), (19, "a")]
 
 
 def test_those_who_join_together_are_in_one_view() -> None:
@@ -559,10 +556,8 @@ def test_those_who_join_together_are_in_one_view() -> None:
     swarm.after(effects)
     assert [effect.view for effect in effects if isinstance(effect, Issue)] == [swarm.view]
     assert (swarm.view.number, {m.node for m in swarm.view.members}) == (1, {"a", "d", "e"})
-    assert [answer.view for answer in answers if isinstance(answer, JoinReply)] == [
-        View(number=1)
-    ] * 3
-    refused = [answer.reason for answer in answers if isinstance(answer, Refused)]
+    assert [a.view for a in answers if isinstance(a, JoinReply)] == [View(number=1)] * 3
+    refused = [a.reason for a in answers if isinstance(a, Refused)]
     assert "stage 7 does not exist" in refused[0]
     assert "more than 5 joins per second" in refused.pop()
     assert refused[1] == refused[2]
@@ -871,11 +866,7 @@ def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> Non
     assert silent(swarm, 60, "n1", n0=["n1"]) == []
     decided = " ".join(swarm.machine.history.decisions)
     assert decided.count("n1 (stage 1) is not heard, but n2 reaches it: it stays") == 1
-    assert [member.reached_by for member in swarm.machine.describe(swarm.now).members] == [
-        "",
-        "n2",
-        "",
-    ]
+    assert [m.reached_by for m in swarm.machine.describe(swarm.now).members] == ["", "n2", ""]
     effects = silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
     evict = Evict("n1", "not renewed for 5 s, and no member reaches it any more")
     assert [effect for effect in effects if isinstance(effect, Evict)] == [evict]
@@ -1341,11 +1332,8 @@ def test_of_two_for_whom_nobody_can_carry_the_one_with_a_replica_goes_once() -> 
     swarm.enter("twin", 1)
     cut_off(swarm, 60, ("n0", "n1"), ("n1", "twin"))
     assert swarm.nodes() == ["n0", "twin"]
-    (eviction,) = swarm.machine.describe(swarm.now).evictions
-    assert (eviction.member.node, eviction.reason) == (
-        "n1",
-        "unreachable from n0 for 10 s, though alive",
-    )
+    (gone,) = swarm.machine.describe(swarm.now).evictions
+    assert (gone.member.node, gone.reason) == ("n1", "unreachable from n0 for 10 s, though alive")
 
 
 def test_one_whom_nobody_but_the_registry_reaches_goes_though_it_is_the_last_holder() -> None:
@@ -1766,21 +1754,17 @@ def test_who_calls_itself_what_is_no_name_is_refused(fields: dict[str, str]) -> 
 def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey() -> None:
     swarm = full()
     evil = "bad\n2026-01-01 INFO all is well\x1b[2J"
-    escaped = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
+    safe = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
     seat = SeatReport(stage=0, message=evil, phase=evil)
     swarm.renew("n1", report=Report(seats=[seat], trouble=evil))
     report = swarm.machine.describe(swarm.now).members[1].report
-    assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (
-        escaped,
-        escaped,
-        escaped,
-    )
+    assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (safe, safe, safe)
     swarm.suspect("n0", "n2", NUMBERS, evil)
     swarm.leave("n1", why=evil)
     description = swarm.machine.describe(swarm.now)
-    assert escaped in description.view.reason
-    assert escaped in "".join(description.decisions)
-    assert escaped in description.evictions[-1].reason
+    assert safe in description.view.reason
+    assert safe in "".join(description.decisions)
+    assert safe in description.evictions[-1].reason
     assert all(text.isprintable() for text in (description.view.reason, *description.decisions))
 
 
@@ -1813,16 +1797,11 @@ def test_rules_are_checked(wrong: dict[str, object], message: str) -> None:
 def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
     swarm = full(stages=1)
     swarm.enter("twin", 0)
-    rebuilds = [
-        Rebuild(stage=1, step=9, method="checkfree"),
-        Rebuild(stage=1, step=4, method="twin"),
-    ]
+    done = [Rebuild(stage=1, step=9, method="checkfree"), Rebuild(stage=1, step=4, method="twin")]
     for node in ("n0", "n0", "twin"):
-        swarm.renew(node, report=Report(rebuilds=rebuilds))
+        swarm.renew(node, report=Report(rebuilds=done))
     swarm.leave("n0", why="it has to go")
-    assert list(swarm.machine.describe(swarm.now).rebuilds) == sorted(
-        rebuilds, key=lambda r: r.step
-    )
+    assert list(swarm.machine.describe(swarm.now).rebuilds) == sorted(done, key=lambda r: r.step)
     for step in range(500):
         swarm.renew(
             "twin", report=Report(rebuilds=[Rebuild(stage=1, step=step, method="checkfree")])

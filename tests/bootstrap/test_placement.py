@@ -26,16 +26,14 @@ def sitter(node: str, *stages: int, **known: object) -> Candidate:
 
 def after(sitters: list[Candidate], changes: list[SeatAssigned | SeatReleased]) -> list[Candidate]:
     """Where they sit then; who takes a seat has nothing of its stage yet."""
-    nodes = {sitter.node: sitter for sitter in sitters}
+    nodes = {s.node: s for s in sitters}
     for change in changes:
-        sitter = nodes[change.node]
+        each = nodes[change.node]
         if isinstance(change, SeatAssigned):
-            stages = (sitter.stages - {change.gives}) | {change.stage}
+            stages = (each.stages - {change.gives}) | {change.stage}
         else:
-            stages = sitter.stages - {change.stage}
-        nodes[sitter.node] = replace(
-            sitter, stages=stages, holds=sitter.holds & stages - {change.stage}
-        )
+            stages = each.stages - {change.stage}
+        nodes[each.node] = replace(each, stages=stages, holds=each.holds & stages - {change.stage})
     return list(nodes.values())
 
 
@@ -202,7 +200,7 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
 ) -> None:
     now = sitters
     for change in assign(sitters, STAGES, policy=POLICIES[policy]):
-        mover = next(s for s in now if s.node == change.node)
+        own = next(s for s in now if s.node == change.node)
         others = [s for s in now if s.node != change.node and s.stays]
         given = change.gives if isinstance(change, SeatAssigned) else change.stage
         if isinstance(change, SeatAssigned):
@@ -212,12 +210,10 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
                 and len(at) == 1
                 and policy == "redundant"
             )
-            mixes = (
-                Census(s.place for s in at if s.stays).is_apart(mover.place) and not mover.stages
-            )
+            mixes = Census(s.place for s in at if s.stays).is_apart(own.place) and not own.stages
             assert all(s.leaving for s in at) or relieves or mixes, "it was not vacant"
-            assert mover.stays
-            assert change.stage in mover.fits - mover.stages
+            assert own.stays
+            assert change.stage in own.fits - own.stages
         if given is not None:
             assert any(given in s.holds for s in others), f"{change} drops the last state"
         now = after(now, [change])

@@ -88,12 +88,10 @@ def main() -> int:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             done = subprocess.run(command, stdout=file, stderr=file, env=os.environ, check=False)
-        failures = sorted((options.out / name / "found").glob("*"))
-        if done.returncode or failures:
+        cases = sorted((options.out / name / "found").glob("*"))
+        if done.returncode or cases:
             failed.append(name)
-            print(
-                f"  exit status {done.returncode}, found {', '.join(map(str, failures))}: see {log}"
-            )
+            print(f"  exit status {done.returncode}, found {', '.join(map(str, cases))}: see {log}")
     print(f"found something: {', '.join(failed)}" if failed else "found nothing")
     return 1 if failed else 0
 

@@ -581,10 +581,9 @@ class Cluster:
         same = attempt.chain == weights.chain and not attempt.parted
         self.demand(same, "I2", f"{who} with another history")
         if seat.name in attempt.nodes:
-            digest = self.voted.setdefault((ballot, weights.stage), weights.last_digest)
-            self.demand(
-                digest == weights.last_digest, "I2", f"{who}, and its replicas told of others"
-            )
+            voted = self.voted.setdefault((ballot, weights.stage), weights.last_digest)
+            same = voted == weights.last_digest
+            self.demand(same, "I2", f"{who}, and its replicas told of others")
         if ballot < self.lineage_from:
             return
         before = self.confirmed.setdefault(commit.step - 1, weights.chain)
@@ -732,9 +731,7 @@ class Cluster:
         for state in states:
             named = {(s.lineage, s.step) for s in sync.sources if s.stage == state.id.stage}
             is_named = state.id.age in named or not state.id.step
-            self.demand(
-                is_named, "I5", f"{who}, and got {state.id.age}, not what was named: {named}"
-            )
+            self.demand(is_named, "I5", f"{who}, and got {state.id.age}, not one of {named}")
         if sync.method in (*COPIED, *INEXACT):
             self.demand(len(set(map(chain_of, states))) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1

@@ -88,9 +88,7 @@ class Network:
 
     def died(self, process: Process) -> None:
         """The process is gone without a word."""
-        self.listeners = {
-            at: listener for at, listener in self.listeners.items() if listener.process != process
-        }
+        self.listeners = {at: end for at, end in self.listeners.items() if end.process != process}
         for connection in self.connections:
             if process in [end.process for end in connection.ends]:
                 connection.break_off()

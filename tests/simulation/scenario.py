@@ -377,10 +377,8 @@ class Scenario:
         """Two can't reach each other, though all others can reach both."""
         driver = self._driver()
         hosts = [*sorted(self.cluster.hosts), "registry", "registry"]
-        first = self.random.choice(hosts) if driver is None else driver.process.host
-        return self._part_off(
-            [first], [self.random.choice([host for host in hosts if host != first])]
-        )
+        own = self.random.choice(hosts) if driver is None else driver.process.host
+        return self._part_off([own], [self.random.choice([host for host in hosts if host != own])])
 
     def _part_off(self, left: list[str], right: list[str]) -> float:
         number, seconds = next(self._partitions), self.random.choice([1.0, 3.0, 8.0, 15.0])

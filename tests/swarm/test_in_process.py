@@ -437,13 +437,10 @@ async def test_samples_go_on_when_who_makes_them_is_lost(corpus, tmp_path):
         await swarm.kill(*slot)
         at = swarm.committed()
         await swarm.until(lambda: swarm.lines.events("sampled")[-1]["step"] > at)
-        (sampling,) = (node for node, _ in swarm.nodes.values() if node.samples)
-        assert sampling.node == swarm.registry.membership.view.driver
-        (reported,) = sampling.client.reported.samples
-        assert (reported.step, reported.text) == (
-            sampling.samples[""].step,
-            sampling.samples[""].text,
-        )
+        (node,) = (node for node, _ in swarm.nodes.values() if node.samples)
+        assert node.node == swarm.registry.membership.view.driver
+        (reported,) = node.client.reported.samples
+        assert (reported.step, reported.text) == (node.samples[""].step, node.samples[""].text)
 
 
 class Away:

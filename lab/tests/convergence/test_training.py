@@ -738,10 +738,8 @@ def test_after_warm_up_a_late_step_applies_the_gradient_before_and_a_lost_stage_
 
     def applied(ablation: Ablation) -> list[tuple[int, float]]:
         """The steps in which stage 2 applied a gradient, and the gradient's norm."""
-        swarm, updates = (
-            TrainingSwarm(override(run_with(), training__warmup=2), corpus, ablation),
-            [],
-        )
+        run, updates = override(run_with(), training__warmup=2), []
+        swarm = TrainingSwarm(run, corpus, ablation)
         monkeypatch.setattr(
             StageOptimizer,
             "step",

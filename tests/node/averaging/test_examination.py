@@ -78,9 +78,7 @@ def audited(
 
 def answers_in(network: Network) -> dict[str, bytes]:
     kept = {name: node.take_evidence(BALLOT) for name, node in network.nodes.items()}
-    return {
-        name: bytes(evidence.answer(ALL).payload) for name, evidence in kept.items() if evidence
-    }
+    return {name: bytes(own.answer(ALL).payload) for name, own in kept.items() if own}
 
 
 def audit_of(nodes: list[str]) -> AuditSum:

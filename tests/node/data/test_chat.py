@@ -318,9 +318,7 @@ def test_the_same_conversations_in_another_form(
             return {"conversations": turns, "text": None}
         return {"prompt": [], "completion": conversation}
 
-    file = write_records(
-        tmp_path / "other.jsonl", [record(conversation) for conversation in messages()]
-    )
+    file = write_records(tmp_path / "other.jsonl", [record(turns) for turns in messages()])
     assert prepare(recipe(folder, file), tmp_path / "data")[0].content == chat.content
     with pytest.raises(CorpusError, match="--format alpaca have"):
         prepare(recipe(folder, file, format="alpaca"), tmp_path / "alpaca")

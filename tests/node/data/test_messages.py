@@ -22,24 +22,21 @@ def read(*messages: Any, **fields: Any) -> Conversation:
     return parsed
 
 
-def answer(content: Any, **fields: Any) -> dict[str, Any]:
+def says(content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (answer([{"type": "text", "text": "a"}, {"text": "b"}, "c"]), answer("abc")),
-        (answer([{"type": "text", "text": "a", "image": None}]), answer("a")),
-        (answer(None, tool_calls=[CALL]), answer(None, tool_calls=[CALL])),
-        ({"role": "assistant", "tool_calls": [CALL]}, answer(None, tool_calls=[CALL])),
-        (
-            answer("a", tool_calls=[], name=None, more={"x": None, "y": 1}),
-            answer("a", more={"y": 1}),
-        ),
-        ({"role": "gpt", "content": "a"}, answer("a")),
-        ({"role": "Model", "content": "a"}, answer("a")),
-        ({"from": "bot", "value": "a"}, answer("a")),
+        (says([{"type": "text", "text": "a"}, {"text": "b"}, "c"]), says("abc")),
+        (says([{"type": "text", "text": "a", "image": None}]), says("a")),
+        (says(None, tool_calls=[CALL]), says(None, tool_calls=[CALL])),
+        ({"role": "assistant", "tool_calls": [CALL]}, says(None, tool_calls=[CALL])),
+        (says("a", tool_calls=[], name=None, more={"x": None, "y": 1}), says("a", more={"y": 1})),
+        ({"role": "gpt", "content": "a"}, says("a")),
+        ({"role": "Model", "content": "a"}, says("a")),
+        ({"from": "bot", "value": "a"}, says("a")),
         ({"role": "human", "content": "a"}, {"role": "user", "content": "a"}),
         ({"role": "critic", "content": "a"}, {"role": "critic", "content": "a"}),
         ({"role": "user", "content": None}, {"role": "user", "content": None}),
@@ -54,7 +51,7 @@ def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = "{% for m in messages %}{{ m.thinking }}, {{ m.reasoning_content }}{% endfor %}"
-    message = answer("a", **{name: "hm"})
+    message = says("a", **{name: "hm"})
     [text], _ = render_jinja_template([[message]], chat_template=template)
     assert ChatTemplate(template, "it", {}).render(read(message)).text == text == "hm, hm"
 
@@ -64,7 +61,7 @@ def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None
 def test_arguments_of_a_call_are_an_object(arguments: Any, wrapped: bool) -> None:
     inner, expected = {"name": "f", "arguments": arguments}, {"name": "f", "arguments": {"x": 1}}
     call = {"function": inner} if wrapped else inner
-    [message] = read(answer(None, tool_calls=[call])).messages
+    [message] = read(says(None, tool_calls=[call])).messages
     assert message["tool_calls"] == [{"function": expected} if wrapped else expected]
 
 
@@ -93,34 +90,34 @@ def test_tools_are_a_list_of_objects_or_none(tools: Any, expected: Any) -> None:
 def test_a_message_may_say_that_it_is_not_to_be_learned(
     fields: dict[str, Any], unscored: list[int]
 ) -> None:
-    parsed = read(answer("a", **fields))
-    assert (parsed.unscored, parsed.messages) == (unscored, [answer("a")])
+    parsed = read(says("a", **fields))
+    assert (parsed.unscored, parsed.messages) == (unscored, [says("a")])
 
 
 @pytest.mark.parametrize(
     ("record", "form", "messages", "unscored"),
     [
-        ({"messages": [ASKED, answer("a")]}, "messages", [ASKED, answer("a")], []),
+        ({"messages": [ASKED, says("a")]}, "messages", [ASKED, says("a")], []),
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            *("sharegpt", [ASKED, answer("a")], []),
+            *("sharegpt", [ASKED, says("a")], []),
         ),
         (
-            {"conversations": [answer("a")], "system": "s"},
-            *("sharegpt", [{"role": "system", "content": "s"}, answer("a")], []),
+            {"conversations": [says("a")], "system": "s"},
+            *("sharegpt", [{"role": "system", "content": "s"}, says("a")], []),
         ),
-        ({"instruction": "q", "output": "a"}, "alpaca", [ASKED, answer("a")], []),
+        ({"instruction": "q", "output": "a"}, "alpaca", [ASKED, says("a")], []),
         (
             {"instruction": "q", "input": "more", "output": "a", "system": "", "history": None},
-            *("alpaca", [{"role": "user", "content": "q\nmore"}, answer("a")], []),
+            *("alpaca", [{"role": "user", "content": "q\nmore"}, says("a")], []),
         ),
         (
             {"instruction": "q", "input": None, "output": "a", "history": [["q", "b"]]},
-            *("alpaca", [ASKED, answer("b"), ASKED, answer("a")], []),
+            *("alpaca", [ASKED, says("b"), ASKED, says("a")], []),
         ),
         (
-            {"prompt": [ASKED, answer("b"), ASKED], "completion": [answer("a")]},
-            *("completion", [ASKED, answer("b"), ASKED, answer("a")], [0, 1, 2]),
+            {"prompt": [ASKED, says("b"), ASKED], "completion": [says("a")]},
+            *("completion", [ASKED, says("b"), ASKED, says("a")], [0, 1, 2]),
         ),
     ],
 )
@@ -154,26 +151,26 @@ def test_a_prompt_and_its_completion_may_be_texts() -> None:
         ({"messages": []}, r"'messages' is no list of messages but \[\]"),
         ({"messages": ["hi"]}, "message 0 has no role, as in .* but is 'hi'"),
         ({"messages": [{"role": 1}]}, "message 0 has no role"),
-        ({"messages": [answer([{"type": "image_url"}])]}, "a part .* is of type 'image_url'"),
-        ({"messages": [answer(["a", 1])]}, "a part of the content is of type 'int'"),
-        ({"messages": [answer({"a": 1})]}, "the content is no text and no list of parts but {'a'"),
-        ({"messages": [answer(None)]}, "message 0: the assistant says nothing"),
-        ({"messages": [answer(" ", tool_calls=[])]}, "message 0: the assistant says nothing"),
-        ({"messages": [answer("a", tool_calls="f")]}, "tool_calls is no list of calls but 'f'"),
-        ({"messages": [answer("", tool_calls=[{"f": 1}])]}, "a call of a tool has no name"),
+        ({"messages": [says([{"type": "image_url"}])]}, "a part .* is of type 'image_url'"),
+        ({"messages": [says(["a", 1])]}, "a part of the content is of type 'int'"),
+        ({"messages": [says({"a": 1})]}, "the content is no text and no list of parts but {'a'"),
+        ({"messages": [says(None)]}, "message 0: the assistant says nothing"),
+        ({"messages": [says(" ", tool_calls=[])]}, "message 0: the assistant says nothing"),
+        ({"messages": [says("a", tool_calls="f")]}, "tool_calls is no list of calls but 'f'"),
+        ({"messages": [says("", tool_calls=[{"f": 1}])]}, "a call of a tool has no name"),
         (
-            {"messages": [answer("", tool_calls=[{"name": "f", "arguments": "{"}])]},
+            {"messages": [says("", tool_calls=[{"name": "f", "arguments": "{"}])]},
             "the arguments of f: '{' is not JSON",
         ),
         (
-            {"messages": [answer("", tool_calls=[{"name": "f", "arguments": "[]"}])]},
+            {"messages": [says("", tool_calls=[{"name": "f", "arguments": "[]"}])]},
             r"the arguments of f are no object but \[\]",
         ),
         ({"messages": [ASKED], "tools": "weather"}, "'tools': 'weather' is not JSON"),
         ({"messages": [ASKED], "tools": '{"name": "f"}'}, "'tools' is no list of objects but {"),
         ({"messages": [ASKED], "tools": [1]}, "'tools' has no object but 1"),
-        ({"messages": [answer("a", weight=0.5)]}, "weight is 0 or 1, not 0.5"),
-        ({"messages": [answer("a", train="no")]}, "train is true or false, not 'no'"),
+        ({"messages": [says("a", weight=0.5)]}, "weight is 0 or 1, not 0.5"),
+        ({"messages": [says("a", train="no")]}, "train is true or false, not 'no'"),
         (
             {"conversations": [{"from": "narrator", "value": "a"}]},
             "message 0 has the unknown role 'narrator'",

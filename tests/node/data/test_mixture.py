@@ -81,9 +81,7 @@ def test_the_content_of_a_mixture_is_that_of_its_corpora_and_shares(folders: lis
 
 def test_a_resolved_run_says_what_each_corpus_holds(folders: list[Path], tmp_path: Path) -> None:
     run = resolve(run_of(folders))
-    assert [corpus.content for corpus in run.data.corpora] == [
-        Corpus.open(f).content for f in folders
-    ]
+    assert [c.content for c in run.data.corpora] == [Corpus.open(f).content for f in folders]
     assert loads(dumps(run)) == run == resolve(run)
     assert run.model.vocabulary == Corpus.open(folders[0]).vocabulary
     for path, name in zip(folders, ("b", "a"), strict=True):

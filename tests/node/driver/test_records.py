@@ -118,9 +118,7 @@ def votes(run: DrivenRun, ledger: pb.Recording) -> list[Effect]:
     """All are ready; y and z report this about their ledgers, and a's is gone."""
     run.comes_home()
     recording = {**dict.fromkeys(run.driver.members, ledger), "a": pb.NO_LEDGER}
-    return run.votes(
-        **{node: {"recording": ledger_state} for node, ledger_state in recording.items()}
-    )
+    return run.votes(**{node: {"recording": own} for node, own in recording.items()})
 
 
 def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> None:

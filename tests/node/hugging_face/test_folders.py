@@ -122,10 +122,8 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
     exported(tmp_path / "out", config, most=FILE)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     tokens = some_tokens(config, length)
-    loaded, problems = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not any(problems.values()), problems
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
     with torch.no_grad():
         wanted = loaded.eval()(tokens).logits
     assert type(loaded).__name__.lower() == f"{config.family}forcausallm"
@@ -257,11 +255,11 @@ def test_what_is_exported_begins_and_ends_texts_as_the_data_does(
     assert loaded.eos_token_id == end
     assert (loaded.chat_template, loaded.model_max_length) == ("what it was trained by", 7)
     files = ("config.json", "generation_config.json")
-    configs = [json.loads((tmp_path / "out" / name).read_text()) for name in files]
-    assert [each["eos_token_id"] for each in configs] == (
+    files_read = [json.loads((tmp_path / "out" / name).read_text()) for name in files]
+    assert [each["eos_token_id"] for each in files_read] == (
         [2, [2]] if end == 2 else [[3, 2], [3, 2]]
     )
-    assert configs[1]["top_k"] == 5
+    assert files_read[1]["top_k"] == 5
 
 
 def test_a_folder_that_is_taken_stays_as_it_is(tmp_path) -> None:

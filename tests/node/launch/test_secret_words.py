@@ -90,9 +90,7 @@ def both_nodes(supervisor: int) -> list[tuple[list[str], list[str]]]:
     until = time.monotonic() + DEADLINE
     while True:
         processes = [told_by(int(pid)) for pid in children.read_text().split()]
-        nodes = [
-            process for process in processes if process[0].count("--device") == 2
-        ]  # its own last
+        nodes = [words for words in processes if words[0].count("--device") == 2]  # its own last
         if len(nodes) == 2:
             return nodes
         assert time.monotonic() < until, "no nodes were started"

@@ -119,10 +119,7 @@ def load(keeps: Holdings, step: int, kind: str) -> Exchange[StageState]:
 
 
 def made(keeps: Holdings) -> list[tuple[str, int, int, int, Ballot]]:
-    return [
-        (holding.kind, holding.stage, holding.lineage, holding.step, Ballot.of(holding.made))
-        for holding in keeps.listed()
-    ]
+    return [(h.kind, h.stage, h.lineage, h.step, Ballot.of(h.made)) for h in keeps.listed()]
 
 
 @pytest.mark.parametrize(

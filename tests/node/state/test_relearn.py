@@ -96,10 +96,8 @@ def fetched_by(stage: int, pairs: Pairs, shape: tuple[int, int, int] = SHAPE) ->
     )
 
 
-def lesson(
-    learner: Student, fetched: Fetched, lost: Sequence[int], bf16: bool = False
-) -> StageLesson:
-    return StageLesson(learner.module, learner.optimizer, fetched, lost, bf16)
+def lesson(at: Student, fetched: Fetched, lost: Sequence[int], bf16: bool = False) -> StageLesson:
+    return StageLesson(at.module, at.optimizer, fetched, lost, bf16)
 
 
 class Network(network.Network):
