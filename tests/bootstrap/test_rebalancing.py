@@ -138,10 +138,7 @@ def test_nothing_moves_while_a_node_copies_or_leaves_or_a_stage_is_vacant() -> N
     nodes = [node("a", 0, 2, 3, 4), node("b", 1), node("c")]
     known = outlook_of(nodes, load())
     assert assign(nodes, 4, outlook=known)
-    for other in (
-        replace(nodes[1], holds=frozenset()),
-        replace(nodes[1], heard=False),
-    ):
+    for other in (replace(nodes[1], holds=frozenset()), replace(nodes[1], heard=False)):
         assert assign([nodes[0], other, nodes[2]], 4, outlook=known) == []
     assert assign(nodes, 4, begun=False, outlook=known) == []
     beside = [nodes[0], replace(node("b", 1, 2), holds=frozenset([1])), nodes[2]]

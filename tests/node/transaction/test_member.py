@@ -458,8 +458,7 @@ def test_who_has_caught_up_votes_when_asked_and_enters_with_the_commit():
     assert bodies(seat.member.reduced(Ballot(1, 2), READY)) == ["ready"]
     inside = pb.Begin(step=9, members=[*STAGE, pb.Place(node="self", stage=1)])
     apply, start = seat.hears(
-        Ballot(1, 3),
-        step=pb.Step(commit=commit(8, Ballot(1, 2), seat.member.last), begin=inside),
+        Ballot(1, 3), step=pb.Step(commit=commit(8, Ballot(1, 2), seat.member.last), begin=inside)
     )
     assert isinstance(apply, Apply)
     assert isinstance(start, StartAttempt)
