@@ -334,6 +334,7 @@ def test_the_deadline_names_who_did_not_contribute() -> None:
         (with_fields(piece=[0]), "not expected"),
         (with_fields(ids="23"), "names its microbatches"),
         (with_fields(ids=[2, "3"]), "names its microbatches"),
+        (lambda frame: of_b(10), r"\[5\] in codec none, where float32 \[4\]"),
     ],
 )
 def test_a_frame_that_cannot_be_right_accuses_its_sender(
@@ -356,14 +357,6 @@ def test_where_it_is_the_models_doing_it_is_summed_all_the_same(codec: Averaged)
     assert reduce_all(network, values, non_finite=True) == [None] * 3
     for value in values:
         assert value.isnan().nonzero().flatten().tolist() == [50]
-
-
-def test_replicas_of_different_length_notice() -> None:
-    frame = of_b(10)
-    member = Alone()
-    member.on_frame("b", frame)
-    with pytest.raises(ComplaintError, match=r"\[5\] in codec none, where float32 \[4\]"):
-        member.of_two()
 
 
 def test_others_than_replicas_are_not_heard() -> None:

@@ -707,12 +707,9 @@ def run_as_script(*arguments: str) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_a_writer_killed_at_any_line_loses_no_save(tmp_path: Path) -> None:
-    assert run_as_script("kill-at-lines", str(tmp_path)) > 30
-
-
-def test_a_writer_killed_at_any_byte_loses_no_save(tmp_path: Path) -> None:
-    assert run_as_script("kill-at-bytes", str(tmp_path)) > 20
+@pytest.mark.parametrize(("command", "kills"), [("kill-at-lines", 30), ("kill-at-bytes", 20)])
+def test_a_writer_killed_anywhere_loses_no_save(tmp_path: Path, command: str, kills: int) -> None:
+    assert run_as_script(command, str(tmp_path)) > kills
 
 
 def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path) -> None:

@@ -80,18 +80,10 @@ def test_two_that_are_apart_have_no_microbatch_in_common_where_others_can():
     assert set(visited.values()) == {3}, "each has as many as it would have"
 
 
-def test_whoever_has_to_go_between_two_that_are_apart_still_does():
-    replicas = [["a"], ["b"], ["c"]]
-    assert plan([(1, 2)] * 2, replicas, {}, apart={frozenset("bc")}) == plan(
-        [(1, 2)] * 2, replicas, {}
-    )
-
-
-def test_replicas_that_are_apart_change_no_route():
-    replicas = [["a"], ["b", "c"], ["d", "e"]]
-    assert plan([(1, 2)] * 8, replicas, {}, apart={frozenset("bc")}) == plan(
-        [(1, 2)] * 8, replicas, {}
-    )
+@pytest.mark.parametrize("replicas", [[["a"], ["b"], ["c"]], [["a"], ["b", "c"], ["d", "e"]]])
+def test_two_that_are_apart_change_no_route_if_no_other_goes_or_they_are_replicas(replicas):
+    orders = [(1, 2)] * 8
+    assert plan(orders, replicas, {}, apart={frozenset("bc")}) == plan(orders, replicas, {})
 
 
 COUNTS = st.lists(st.integers(1, 3), min_size=5, max_size=6)

@@ -64,8 +64,7 @@ def test_int8_of_halves(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", tensors.DTYPES.values())
 def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = sample(shape, dtype)
-    read = sent(tensor, "none")
-    assert torch.equal(read, tensor)
+    assert torch.equal(sent(tensor, "none"), tensor)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,8 +74,7 @@ def test_half_codecs_round_once(
     codec: frames.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = sample(shape, dtype)
-    read = sent(tensor, codec)
-    assert torch.equal(read, tensor.to(through).to(dtype))
+    assert torch.equal(sent(tensor, codec), tensor.to(through).to(dtype))
 
 
 @given(

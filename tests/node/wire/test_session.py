@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import deque
 
 import pytest
@@ -20,6 +19,7 @@ from planaria.node.wire.session import (
     SessionBounds,
 )
 from tests.harness.at_rest import check_at_rest
+from tests.node.wire.test_chunks import frame
 
 BOUNDS = SessionBounds(
     chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25)
@@ -42,12 +42,6 @@ def test_any_flipped_bit_of_a_hello_is_noticed(hello: Hello, position: int) -> N
     flipped[bit // 8] ^= 1 << bit % 8
     with pytest.raises(WireError):
         Hello.parse(flipped.decode("latin-1"))
-
-
-def frame(size: int, kind: str, number: int) -> Frame:
-    content = random.Random(number).randbytes(size)
-    cut = size // 3
-    return Frame(kind, (1, 1), {"number": number}, [], (content[:cut], b"", content[cut:]))
 
 
 def test_an_old_hello_that_comes_to_a_newer_session_leaves_neither_end_stuck() -> None:
