@@ -116,8 +116,8 @@ class VirtualWork:
         self.done["double"] += 1
         return done
 
-    def difference(self, one: Frame, other: Frame) -> float:
-        made, made_too = (b"".join(buffers_of(frame.payload)) for frame in (one, other))
+    def difference(self, first: Frame, second: Frame) -> float:
+        made, made_too = (b"".join(buffers_of(frame.payload)) for frame in (first, second))
         return 0.0 if made == made_too else UNLIKE
 
     def keep_gradient(self) -> int:
@@ -221,7 +221,7 @@ class Node:
         self._completes()
 
     def goes_on(self, ballot: Ballot, begin: pb.Begin) -> None:
-        replicas = [one for one in self.attempt.begin.members if one.stage == self.stage]
+        replicas = [place for place in self.attempt.begin.members if place.stage == self.stage]
         if self.reducing.done and len(replicas) > 1:
             self.compute.post(self._spoil, lambda _: None, Priority.CONTROL)
         self.reducing.cancel()

@@ -120,9 +120,9 @@ class Drawing:
             self._fill(part, depth - 1)
             return
         for _ in range(self._length()):
-            one = part.add()
+            added = part.add()
             if self._left > 0:
-                self._fill(one, depth - 1)
+                self._fill(added, depth - 1)
 
     def _scalar(self, field: FieldDescriptor) -> Any:
         self._left -= 1

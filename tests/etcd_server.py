@@ -40,14 +40,14 @@ class EtcdServer:
 
     def history(self, key: str) -> list[bytes]:
         """All that the key has ever been."""
-        found: list[bytes] = []
+        values_seen: list[bytes] = []
         body: dict[str, Any] = {"key": written(key)}
         newest = int(self.etcd.ask("kv/range", body, DEADLINE)["header"]["revision"])
         for revision in range(1, newest + 1):
             at = self.etcd.ask("kv/range", body | {"revision": str(revision)}, DEADLINE)
-            if (now := values(at)) and now[0:1] != found[-1:]:
-                found += now
-        return found
+            if (now := values(at)) and now[0:1] != values_seen[-1:]:
+                values_seen += now
+        return values_seen
 
 
 @contextmanager
@@ -62,13 +62,13 @@ def etcd_server(folder: Path, tls: bool = False) -> Iterator[EtcdServer]:
             scheme, query = "https", f"?ca={TLS}/ca.pem&cert={TLS}/node.pem&key={TLS}/node.key"
             files = ["--cert-file", f"{TLS}/node.pem", "--key-file", f"{TLS}/node.key"]
             files += ["--trusted-ca-file", f"{TLS}/ca.pem", "--client-cert-auth"]
-        here, there = f"{scheme}://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+        client_url, peer_url = f"{scheme}://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
         process = subprocess.Popen(
             [
                 *(program, "--data-dir", str(folder / "etcd"), "--log-outputs", "stderr"),
-                *("--listen-client-urls", here, "--advertise-client-urls", here),
-                *("--listen-peer-urls", there, "--initial-advertise-peer-urls", there),
-                *("--initial-cluster", f"default={there}", *files),
+                *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+                *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+                *("--initial-cluster", f"default={peer_url}", *files),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -132,8 +132,8 @@ class Way:
         self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
-            there, to = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.gather(self._pass(reader, to), self._pass(there, writer))
+            server, to = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(self._pass(reader, to), self._pass(server, writer))
         except OSError:
             writer.close()
 

@@ -84,12 +84,12 @@ def serving() -> Iterator[Hub]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             name = "/".join(self.path.split("/")[3:5])
             if self.path == "/api/repos/create":
-                said = json.loads(body)
-                name = f"{said['organization']}/{said['name']}"
-                hub.files[name], hub.private[name] = {}, said.get("visibility") == "private"
+                fields = json.loads(body)
+                name = f"{fields['organization']}/{fields['name']}"
+                hub.files[name], hub.private[name] = {}, fields.get("visibility") == "private"
                 self.answer({"url": f"{hub.url}/{name}"})
             elif "/preupload/" in self.path:
-                paths = [one["path"] for one in json.loads(body)["files"]]
+                paths = [file["path"] for file in json.loads(body)["files"]]
                 how = {"uploadMode": "regular", "shouldIgnore": False}
                 self.answer({"files": [{"path": path, **how} for path in paths]})
             elif "/commit/" in self.path:

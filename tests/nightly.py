@@ -39,15 +39,15 @@ NO_SCENARIOS = "Turning", "Dying"
 
 def scenarios() -> dict[str, type[scenario.Scenario]]:
     """Of all modules of the simulation, by MODULE.NAME. `test_hangs` has its own invariants."""
-    found = {}
+    kinds = {}
     for path in sorted((ROOT / "tests/simulation").glob("*.py")):
         if path.stem not in ("conftest", "test_hangs"):
             module = importlib.import_module(f"simulation.{path.stem}")
             for name, kind in vars(module).items():
                 own = isinstance(kind, type) and kind.__module__ == module.__name__
                 if own and issubclass(kind, scenario.Scenario) and name not in NO_SCENARIOS:
-                    found[f"{path.stem}.{name}"] = kind
-    return found
+                    kinds[f"{path.stem}.{name}"] = kind
+    return kinds
 
 
 SCENARIOS = scenarios()

@@ -91,7 +91,7 @@ class Reference:
             loss = self._loss(visits, TRAIN, microbatch_ids(ids, microbatch, training.microbatch))
             (loss / scored).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
-        norm = math.sqrt(math.fsum(one.squared_norm() for one in self.optimizers))
+        norm = math.sqrt(math.fsum(optimizer.squared_norm() for optimizer in self.optimizers))
         for optimizer in self.optimizers:
             optimizer.step(rate_of(number, self.run), min(1.0, training.clip / (norm + 1e-6)))
             optimizer.zero_gradient()

@@ -50,18 +50,18 @@ def installing(tmp_path: Path, **programs: str) -> tuple[str, str]:
 def test_it_says_why_there_is_no_browser(
     programs: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
-    said, _ = installing(tmp_path, **programs)
-    assert said.startswith("the page's pictures are skipped: ") and reason in said
+    printed, _ = installing(tmp_path, **programs)
+    assert printed.startswith("the page's pictures are skipped: ") and reason in printed
 
 
-@pytest.mark.parametrize("there", ["chromium", "google_chrome"])
-def test_a_browser_that_is_there_is_enough(there: str, tmp_path: Path) -> None:
-    assert installing(tmp_path, **{there: "", "apt_get": ""}) == ("", "")
+@pytest.mark.parametrize("program", ["chromium", "google_chrome"])
+def test_a_browser_that_is_there_is_enough(program: str, tmp_path: Path) -> None:
+    assert installing(tmp_path, **{program: "", "apt_get": ""}) == ("", "")
 
 
 def test_debians_is_installed_else(tmp_path: Path) -> None:
-    said, calls = installing(tmp_path, apt_get="", id="echo 0")
-    assert said == ""
+    printed, calls = installing(tmp_path, apt_get="", id="echo 0")
+    assert printed == ""
     assert calls.splitlines()[-1].endswith(
         " --yes --no-install-recommends chromium fonts-liberation"
     )

@@ -107,9 +107,9 @@ def test_the_images_wheel_starts_in_an_environment_of_its_own(wheel: Path, tmp_p
     (packages / "others.pth").write_text("\n".join(lines))
     loaded = run(python, "-c", "import planaria; print(planaria.__file__)", cwd=tmp_path)
     assert Path(loaded.strip()).is_relative_to(packages)
-    told = run(tmp_path / "own/bin/planaria", "--help", cwd=tmp_path)
+    usage = run(tmp_path / "own/bin/planaria", "--help", cwd=tmp_path)
     for command in ("up", "node", "bootstrap"):
-        assert f" {command} " in told
+        assert f" {command} " in usage
 
 
 def test_what_the_dockerfile_copies_is_let_in() -> None:

@@ -17,7 +17,7 @@ SHOWN = re.findall(r"^- \*\*`(.*?)`\*\*", (ROOT / "docs/tutorial.md").read_text(
 
 
 @cache
-def said() -> str:
+def everything_said() -> str:
     """All texts of the packages, a line each, with `…` for what is put into them."""
     files = [path for top in ("bootstrap", "node") for path in (ROOT / top).rglob("*.py")]
     texts = []
@@ -40,7 +40,7 @@ def said() -> str:
 
 @pytest.mark.parametrize("message", QUOTED + SHOWN)
 def test_a_message_that_is_explained_is_one(message: str) -> None:
-    assert message in said()
+    assert message in everything_said()
 
 
 def test_the_site_leads_to_what_there_is() -> None:

@@ -42,8 +42,8 @@ def check(line: list[str], environment: Mapping[str, str]) -> Any:
     """Parses as `planaria` does; the words after its name. Returns the command's options."""
     command: Any = get_command(app)
     words = list(line)
-    while hasattr(command, "get_command") and (found := command.get_command(None, words[0])):
-        command, words = found, words[1:]
+    while hasattr(command, "get_command") and (subcommand := command.get_command(None, words[0])):
+        command, words = subcommand, words[1:]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -53,12 +53,14 @@ def check(line: list[str], environment: Mapping[str, str]) -> Any:
 def started_by_containers() -> Iterator[tuple[str, Started]]:
     for manifest in MANIFESTS:
         pod = manifest.get("spec", {}).get("template", {}).get("spec", {})
-        for one in pod.get("initContainers", []) + pod.get("containers", []):
-            variables = {each["name"]: each.get("value", "secret") for each in one.get("env", [])}
+        for container in pod.get("initContainers", []) + pod.get("containers", []):
+            variables = {
+                each["name"]: each.get("value", "secret") for each in container.get("env", [])
+            }
             yield (
-                f"kubernetes {manifest['metadata']['name']} {one['name']}",
+                f"kubernetes {manifest['metadata']['name']} {container['name']}",
                 (
-                    one["args"],
+                    container["args"],
                     variables,
                 ),
             )
@@ -137,7 +139,9 @@ def test_a_service_starts_a_command_and_leaves_it_its_time(file: Path) -> None:
 
 def test_kubernetes_leaves_each_node_its_time() -> None:
     pods = [
-        one["spec"]["template"]["spec"] for one in MANIFESTS if "template" in one.get("spec", {})
+        manifest["spec"]["template"]["spec"]
+        for manifest in MANIFESTS
+        if "template" in manifest.get("spec", {})
     ]
     nodes = [pod for pod in pods if pod["containers"][0]["name"] == "node"]
     assert len(nodes) == 2
@@ -178,7 +182,7 @@ def test_so_many_managed_jobs_are_kept_alive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
+    "manifest", MANIFESTS, ids=lambda each: f"{each['kind']}-{each['metadata']['name']}"
 )
 def test_manifests_fit_the_schemas_of_kubernetes(manifest) -> None:
     kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
@@ -186,23 +190,25 @@ def test_manifests_fit_the_schemas_of_kubernetes(manifest) -> None:
 
 def test_manifests_fit_together() -> None:
     """Selectors find pods, volumes and ports are there, and the run file is one."""
-    kinds = {(one["kind"], one["metadata"]["name"]): one for one in MANIFESTS}
+    kinds = {(each["kind"], each["metadata"]["name"]): each for each in MANIFESTS}
     pods = {
-        name: one["spec"]["template"]
-        for (kind, name), one in kinds.items()
+        name: each["spec"]["template"]
+        for (kind, name), each in kinds.items()
         if kind in ("StatefulSet", "Deployment")
     }
     labels = [pod["metadata"]["labels"] for pod in pods.values()]
-    for (kind, name), one in kinds.items():
-        selector = one.get("spec", {}).get("selector")
+    for (kind, name), manifest in kinds.items():
+        selector = manifest.get("spec", {}).get("selector")
         if selector is not None:
             wanted = selector.get("matchLabels", selector)
             matching = [each for each in labels if wanted.items() <= each.items()]
             assert len(matching) == 1, (kind, name)
     for name, pod in pods.items():
         whole = kinds.get(("StatefulSet", name)) or kinds["Deployment", name]
-        claims = [one["metadata"]["name"] for one in whole["spec"].get("volumeClaimTemplates", [])]
-        volumes = {*claims, *(one["name"] for one in pod["spec"].get("volumes", []))}
+        claims = [
+            each["metadata"]["name"] for each in whole["spec"].get("volumeClaimTemplates", [])
+        ]
+        volumes = {*claims, *(each["name"] for each in pod["spec"].get("volumes", []))}
         for container in pod["spec"]["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
             [port] = container["ports"]

@@ -82,9 +82,9 @@ def commands(command: Any, name: str = "planaria") -> Iterator[tuple[str, Any]]:
 
 
 def test_no_command_writes_among_the_results_without_being_told():
-    found = dict(commands(get_command(app)))
-    assert "planaria up" in found
-    for name, command in found.items():
+    named = dict(commands(get_command(app)))
+    assert "planaria up" in named
+    for name, command in named.items():
         for option in command.params:
             if isinstance(option.default, str | Path) and "/" in str(option.default):
                 assert Path(option.default).parts[0] == "out", f"{name} {option.opts}"

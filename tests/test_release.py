@@ -24,9 +24,9 @@ def workflow(file: Path) -> dict[Any, Any]:
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_a_workflow_runs_what_there_is(file: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    found = workflow(file)
-    assert found[True] and found["permissions"] == {"contents": "read"}
-    for job in found["jobs"].values():
+    flow = workflow(file)
+    assert flow[True] and flow["permissions"] == {"contents": "read"}
+    for job in flow["jobs"].values():
         assert job["timeout-minutes"] <= (180 if file.stem == "nightly" else 60)
         several = job.get("strategy", {}).get("matrix", {}).get("run", [])
         for script in (*several, *(step.get("run", "") for step in job["steps"])):
@@ -37,9 +37,9 @@ def test_a_workflow_runs_what_there_is(file: Path) -> None:
 
 
 def test_a_release_is_made_of_a_tag_and_published_without_a_secret() -> None:
-    found = workflow(ROOT / ".github/workflows/release.yml")
-    assert found[True] == {"push": {"tags": ["v*"]}}
-    publish = found["jobs"]["publish"]
+    flow = workflow(ROOT / ".github/workflows/release.yml")
+    assert flow[True] == {"push": {"tags": ["v*"]}}
+    publish = flow["jobs"]["publish"]
     assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
 

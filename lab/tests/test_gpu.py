@@ -87,11 +87,11 @@ def test_figures_are_measured_on_this_processor(data: Path) -> None:
     codecs = gpu.of_codecs(place)
     assert codecs["codecs"]["none"] == {"bytes": 4 << 18}
     assert codecs["measured"]["int8"]["decode"] > 0
-    one = gpu.of_stage("124M", {}, place)
-    assert (one["tokens"], one["blocks"]) == (4 * 32, 4)
-    assert min(one["measured"][name] for name in ("ratio", "mfu", "product_flops")) > 0
+    figures = gpu.of_stage("124M", {}, place)
+    assert (figures["tokens"], figures["blocks"]) == (4 * 32, 4)
+    assert min(figures["measured"][name] for name in ("ratio", "mfu", "product_flops")) > 0
     packed = gpu.of_stage("8B", {"lora": {"base": "nf4"}}, place)
-    assert 0 < packed["trained"] < one["trained"]
+    assert 0 < packed["trained"] < figures["trained"]
     published = gpu.of_published(place)
     assert published["tokens"] == 8 * 32
     assert published["losses"] == pytest.approx([math.log(512)] * 2, rel=0.02)

@@ -42,8 +42,8 @@ KEY = AUTHORITY.identity
 """The run's, which its registries have when they are started again."""
 
 
-async def soon(what: Awaitable[T]) -> T:
-    return await asyncio.wait_for(what, DEADLINE)
+async def soon(awaited: Awaitable[T]) -> T:
+    return await asyncio.wait_for(awaited, DEADLINE)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -80,8 +80,8 @@ class Node:
         self.evicted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.measurements: asyncio.Queue[int] = asyncio.Queue()
         self._changed = asyncio.Event()
-        told = self._viewed, self.evicted.set_result, self.measurements.put_nowait
-        self.keeping = asyncio.create_task(client.keep_membership(name, reply, *told))
+        callbacks = self._viewed, self.evicted.set_result, self.measurements.put_nowait
+        self.keeping = asyncio.create_task(client.keep_membership(name, reply, *callbacks))
 
     @property
     def view(self) -> View:

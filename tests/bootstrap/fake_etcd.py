@@ -70,14 +70,14 @@ class FakeEtcd:
                 }:
                     raise EtcdAway("requested lease not found")
                 done = body.get("success" if succeeded else "failure", ())
-                return {"succeeded": succeeded, "responses": [self._one(one) for one in done]}
+                return {"succeeded": succeeded, "responses": [self._one(step) for step in done]}
         raise AssertionError(path)
 
     def _holds(self, compare: Mapping[str, Any]) -> bool:
-        found = self.values.get(b64decode(compare["key"]).decode())
+        value = self.values.get(b64decode(compare["key"]).decode())
         if compare["target"] == "CREATE":
-            return found is None
-        return found == b64decode(compare["value"])
+            return value is None
+        return value == b64decode(compare["value"])
 
     def _one(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if "request_range" in request:
@@ -92,12 +92,12 @@ class FakeEtcd:
 
     def _range(self, body: Mapping[str, Any]) -> dict[str, Any]:
         begin, end = b64decode(body["key"]), b64decode(body.get("range_end", ""))
-        found = sorted(
+        pairs = sorted(
             (key, value)
             for key, value in self.values.items()
             if (begin <= key.encode() < end if end else key.encode() == begin)
         )
-        return {"kvs": [{"key": written(key), "value": written(value)} for key, value in found]}
+        return {"kvs": [{"key": written(key), "value": written(value)} for key, value in pairs]}
 
     def _end(self, lease: str) -> None:
         self._leases.pop(lease, None)

@@ -143,8 +143,8 @@ def test_strangers_may_name_hosts_and_ports(text: str) -> None:
 )
 def test_what_nobody_dials_for_a_stranger(text: str, why: str) -> None:
     for reach in (Reach(), EVERYWHERE):
-        said = not_to_dial(text, reach)
-        assert why in said and len(said) < 1500 and said.isprintable()
+        reason = not_to_dial(text, reach)
+        assert why in reason and len(reason) < 1500 and reason.isprintable()
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from tests.harness.ports import free_port
 LONG = 60.0  # seconds; only a hanging test gets there
 
 
-def names(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+def names(monkeypatch: pytest.MonkeyPatch, addresses: Any) -> None:
     """A name service that finds these addresses for any name, or fails like this."""
 
     async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
-        if isinstance(found, Exception):
-            raise found
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+        if isinstance(addresses, Exception):
+            raise addresses
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, port)) for at in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
 
@@ -76,11 +76,11 @@ async def test_what_is_no_address_is_said_before_anything_is_dialled() -> None:
 def test_it_is_a_dead_end_when_all_addresses_are_final() -> None:
     final = [Reachability.UNKNOWN, Reachability.REFUSED]
     both = {"a:1": Reachability.UNKNOWN, "b:1": Reachability.REFUSED}
-    said = why_unreachable(both, final)
-    assert "a:1 is unknown" in said
-    assert "b:1 refuses connections" in said
-    assert "Check the spelling of the name" in said
-    assert "`planaria bootstrap`" in said
+    reason = why_unreachable(both, final)
+    assert "a:1 is unknown" in reason
+    assert "b:1 refuses connections" in reason
+    assert "Check the spelling of the name" in reason
+    assert "`planaria bootstrap`" in reason
     assert why_unreachable(both, [Reachability.UNKNOWN]) == ""
     silent = {**both, "c:1": Reachability.SILENT}
     assert why_unreachable(silent, final) == ""

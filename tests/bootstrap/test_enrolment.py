@@ -224,7 +224,8 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         async with run.operator(await run.enrolled(Role.OPERATOR)) as stub:
             made = await stub.Invite(InviteRequest(role="reader", uses=3, seconds=60))
-            listed = {one.id: one for one in (await stub.ListInvites(ListInvitesRequest())).invites}
+            reply = await stub.ListInvites(ListInvitesRequest())
+            listed = {invite.id: invite for invite in reply.invites}
             assert (listed[made.id].uses, listed[made.id].used) == (3, 0)
             await stub.Revoke(RevokeRequest(id=made.id))
             invitation = run.invitation(Role.READER)
@@ -232,7 +233,7 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
             with pytest.raises(NotAdmitted, match="revoked"):
                 await Enrolment(invitation, Identity.generate(), None).come()
             enrolled = (await stub.ListEnrolled(ListEnrolledRequest())).enrolled
-            assert sorted(one.role for one in enrolled) == ["node", "operator", "reader"]
+            assert sorted(invite.role for invite in enrolled) == ["node", "operator", "reader"]
             for wrong in (InviteRequest(role="king"), InviteRequest(role="reader", stage=1)):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await stub.Invite(wrong)

@@ -61,10 +61,10 @@ def test_places_and_files() -> None:
 
 def test_an_error_names_all_that_were_asked() -> None:
     with socket.socket() as mute, socket.socket() as nobody:
-        for one in (mute, nobody):
-            one.bind(("127.0.0.1", 0))
+        for listener in (mute, nobody):
+            listener.bind(("127.0.0.1", 0))
         mute.listen()
-        ports = [one.getsockname()[1] for one in (nobody, mute)]
+        ports = [listener.getsockname()[1] for listener in (nobody, mute)]
         etcd = Etcd(EtcdPlace.parse("etcd://" + ",".join(f"127.0.0.1:{port}" for port in ports)))
         with pytest.raises(EtcdAway, match=rf"{ports[0]}: .*refused; .*{ports[1]}: timed out"):
             etcd.ask("kv/range", {}, 0.5)

@@ -27,9 +27,9 @@ def test_a_block_is_what_one_customer_has(host: str, block: str) -> None:
 
 
 def test_the_block_counts_before_the_host_that_a_node_says_of_itself() -> None:
-    there = Census(FailureDomain(block, host) for block, host in ("xa", "xb", "ya"))
-    assert there.shared(FailureDomain("x", "a")) == (2, 2)
-    assert there.shared(FailureDomain("y", "c")) < there.shared(FailureDomain("x", "c"))
+    census = Census(FailureDomain(block, host) for block, host in ("xa", "xb", "ya"))
+    assert census.shared(FailureDomain("x", "a")) == (2, 2)
+    assert census.shared(FailureDomain("y", "c")) < census.shared(FailureDomain("x", "c"))
 
 
 def test_apart_is_who_is_in_another_block_or_at_another_host_than_the_one() -> None:

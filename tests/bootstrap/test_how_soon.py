@@ -24,8 +24,8 @@ def test_who_is_banned_is_no_member_from_that_moment_on() -> None:
         join(machine, joining(node, f"{node}:1"), 7.0)
     machine.bar([identity("b").instance])
     effects = machine.evict("b", "banned by the run's operator", 7.0)
-    assert [one.node for one in effects if isinstance(one, Evict)] == ["b"]
-    [issued] = [one.view for one in effects if isinstance(one, Issue)]
+    assert [effect.node for effect in effects if isinstance(effect, Evict)] == ["b"]
+    [issued] = [effect.view for effect in effects if isinstance(effect, Issue)]
     assert [member.node for member in issued.members] == ["a"]
     assert list(issued.banned) == [identity("b").instance]
     assert FAREWELL + TICK < PROMISED

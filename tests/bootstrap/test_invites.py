@@ -139,10 +139,10 @@ class Book:
 
     def again(self) -> Invites:
         """As after a restart."""
-        found = Invites()
+        invites = Invites()
         for line in self.kept:
-            found.apply(json.loads(line))
-        return found
+            invites.apply(json.loads(line))
+        return invites
 
 
 def test_an_invite_is_for_so_many_and_for_so_long():
@@ -216,22 +216,22 @@ def test_who_does_not_know_the_secret_learns_nothing_of_the_invite():
 )
 def test_uses_are_never_exceeded_and_a_restart_forgets_nothing(happened):
     book, secrets, now = Book(), list[tuple[bytes, int]](), NOW
-    for what, number, size in happened:
+    for event, number, size in happened:
         try:
-            if what == "invite":
+            if event == "invite":
                 secrets.append((book.invite(uses=size, seconds=10.0 * number, now=now), size))
-            elif what == "come" and secrets:
+            elif event == "come" and secrets:
                 book.come(secrets[size % len(secrets)][0], number, now)
-            elif what == "renew":
+            elif event == "renew":
                 book.come(b"", number, now)
-            elif what == "revoke" and secrets:
+            elif event == "revoke" and secrets:
                 ids = list(book.invites.invites)
                 book.apply(book.invites.revoke(ids[size % len(ids)]))
-            elif what == "ban":
+            elif event == "ban":
                 book.apply(book.invites.ban(instance(number)))
-            elif what == "allow":
+            elif event == "allow":
                 book.apply(book.invites.allow(instance(number)))
-            elif what == "wait":
+            elif event == "wait":
                 now += 7.0
         except (NotAdmitted, InviteError):
             continue

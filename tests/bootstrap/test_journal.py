@@ -150,16 +150,16 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
 
 
 def test_views_go_on_counting_where_another_run_has_ended(tmp_path: Path) -> None:
-    told = Quarantined(instance="i", node="bad", cause=DIVERGENCE, times=1, seconds=9)
+    quarantined = Quarantined(instance="i", node="bad", cause=DIVERGENCE, times=1, seconds=9)
     last = view(40)
-    last.quarantined.append(told)
+    last.quarantined.append(quarantined)
     with Journal(tmp_path / "new", "s", KEY) as journal:
         journal.go_on_from(last, "it goes on")
         first = journal.view
         assert first is not None
         assert (first.run, first.number, first.reason) == ("s", 41, "it goes on")
         assert first.before == hash_of(last)
-        assert list(first.quarantined) == [told], "who was evicted for cause stays so"
+        assert list(first.quarantined) == [quarantined], "who was evicted for cause stays so"
         assert not first.members
         journal.go_on_from(view(7), "again")
         assert journal.view is not None

@@ -68,14 +68,14 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
     following, stop = Follower(mine, transport), asyncio.Event()
     address = f"127.0.0.1:{free_port()}"
     credentials = Credentials(token="secret"), PLAIN
-    clients = [RegistryClient([address], one) for one in credentials]
+    clients = [RegistryClient([address], credential) for credential in credentials]
 
     async def says(words: str) -> None:
-        said = ""
-        while words not in said:
+        error = ""
+        while words not in error:
             with pytest.raises(RegistryUnreachable) as caught:
                 await clients[0].describe(deadline=0.2)
-            said = str(caught.value)
+            error = str(caught.value)
 
     async with following.serving(address):
         electing = asyncio.create_task(following.until_elected(stop))

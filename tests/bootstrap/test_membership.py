@@ -155,18 +155,18 @@ class Swarm:
         self.suspect(accuser, accused, cause, why)
         self.answer()
 
-    def lose(self, node: str, there: bool | None = None) -> list[Effect]:
-        """Its stream breaks; `there`: what the registry's dial comes to, once it is told."""
+    def lose(self, node: str, answers: bool | None = None) -> list[Effect]:
+        """Its stream breaks; `answers`: what the registry's dial comes to, once it is told."""
         effects = self.after(self.machine.stream_lost(node, self.now))
         for dial in effects:
             assert isinstance(dial, Dial)
-            if there is not None:
-                self.machine.dialled(dial.question, dial.node, there)
+            if answers is not None:
+                self.machine.dialled(dial.question, dial.node, answers)
         return effects
 
-    def lost(self, node: str, there: bool | None = None) -> int:
+    def lost(self, node: str, answers: bool | None = None) -> int:
         """As `lose`; returns the number of the dial."""
-        (dial,) = self.lose(node, there)
+        (dial,) = self.lose(node, answers)
         assert isinstance(dial, Dial)
         return dial.question
 
@@ -174,12 +174,12 @@ class Swarm:
         (probe,) = (e for e in self.effects if isinstance(e, Probe))
         return self.renew(probe.node, probe=probe.number)
 
-    def ask(self, newcomer: str, there: Sequence[str] = (), **join: object) -> JoinReply:
+    def ask(self, newcomer: str, answering: Sequence[str] = (), **join: object) -> JoinReply:
         """Has it join while no member is heard, and tells what the registry's dials came to."""
         reply = self.join(newcomer, **join)  # type: ignore[arg-type]
         for dial in self.effects:
             assert isinstance(dial, Dial)
-            self.machine.dialled(dial.question, dial.node, dial.node in there)
+            self.machine.dialled(dial.question, dial.node, dial.node in answering)
         return reply
 
     def join_again(self, newcomer: str, asked: JoinReply, **join: object) -> JoinReply:
@@ -196,8 +196,8 @@ class Swarm:
 
     def report(self, node: str, complaints: Sequence[Complaint] = (), **seat: object) -> Report:
         """Of a node with one seat."""
-        told = SeatReport(stage=self.stage(node) or 0, **seat)  # type: ignore[arg-type]
-        return Report(seats=[told], complaints=complaints)
+        seat_report = SeatReport(stage=self.stage(node) or 0, **seat)  # type: ignore[arg-type]
+        return Report(seats=[seat_report], complaints=complaints)
 
     def nodes(self) -> list[str]:
         return [m.node for m in self.view.members]
@@ -300,7 +300,7 @@ def awaiting(owner: bool = True, **rules: float) -> Swarm:
     swarm.tell("b", committed=12, saves=[10])
     seats = [SeatReport(stage=s, committed=12, saves=[10, 5]) for s in (0, 2, 3, 4)]
     swarm.renew("a", report=Report(seats=seats))
-    swarm.lose("a", there=False)
+    swarm.lose("a", answers=False)
     swarm.wait(1)
     assert swarm.nodes() == ["b"]
     return swarm
@@ -309,14 +309,14 @@ def awaiting(owner: bool = True, **rules: float) -> Swarm:
 def test_saves_of_a_lost_node_are_awaited_until_it_is_back_or_for_some_time() -> None:
     swarm = awaiting(wait_for_saves=40)
     assert seats(swarm) == {"b": [0, 1, 2, 3, 4]}, "who takes the seats waits there"
-    known = [(one.stage, one.step, one.node, one.seconds) for one in swarm.view.awaited]
+    known = [(save.stage, save.step, save.node, save.seconds) for save in swarm.view.awaited]
     assert known == [(stage, 10, "a", 40) for stage in (0, 2, 3, 4)]
     later = restarted(swarm, stages=4, lease=30, wait_for_saves=40)
     for number in range(1, 5):
         swarm.now += 9
         swarm.tell("b", committed=12)
         swarm.join(f"c{number}", standby=True)
-    assert {one.seconds for one in swarm.view.awaited} == {4}
+    assert {save.seconds for save in swarm.view.awaited} == {4}
     swarm.wait(5)
     assert not swarm.view.awaited
     assert "no save of stage 0, 2, 3, 4 is awaited any longer" in swarm.view.reason
@@ -437,7 +437,7 @@ def test_saves_are_not_awaited_of_who_has_left_or_was_evicted_for_cause() -> Non
             swarm.suspect("n0", "n1", CHECKSUM)
             swarm.suspect("n2", "n1", CHECKSUM)
         else:
-            swarm.lose("n1", there=False)
+            swarm.lose("n1", answers=False)
             swarm.wait(1)
         assert "n1" not in swarm.nodes(), end
         assert not swarm.view.awaited, end
@@ -520,12 +520,12 @@ def test_of_those_who_join_together_as_many_may_as_when_they_came() -> None:
     swarm = Swarm(joins_per_second=5)
     asked = [JoinAttempt(request(f"n{i}"), "", swarm.now + i / 5, True) for i in range(40)]
     answers, effects = swarm.machine.join(asked, swarm.now + 8)
-    assert all(isinstance(one, JoinReply) for one in answers)
+    assert all(isinstance(answer, JoinReply) for answer in answers)
     swarm.after(effects)
     more = [JoinAttempt(request(f"m{i}"), "", swarm.now + 8.1, True) for i in range(7)]
     answers, effects = swarm.machine.join(more, swarm.now + 9)
     swarm.after(effects)
-    assert sum(isinstance(one, Refused) for one in answers) == 2
+    assert sum(isinstance(answer, Refused) for answer in answers) == 2
 
 
 def test_who_waits_for_its_answer_is_no_silent_member() -> None:
@@ -536,7 +536,7 @@ def test_who_waits_for_its_answer_is_no_silent_member() -> None:
         swarm.machine.wait(["a", "nobody"], swarm.now + now)
         swarm.after(swarm.machine.tick(swarm.now + now))
     described = swarm.machine.describe(swarm.now + 19).members
-    assert [(one.since_renewal, one.reached_by) for one in described] == [(0, ""), (19, "a")]
+    assert [(m.since_renewal, m.reached_by) for m in described] == [(0, ""), (19, "a")]
 
 
 def test_those_who_join_together_are_in_one_view() -> None:
@@ -551,13 +551,13 @@ def test_those_who_join_together_are_in_one_view() -> None:
         request("f"),
     ]
     answers, effects = swarm.machine.join(
-        [JoinAttempt(one, "", swarm.now, True) for one in asked], swarm.now
+        [JoinAttempt(newcomer, "", swarm.now, True) for newcomer in asked], swarm.now
     )
     swarm.after(effects)
     assert [effect.view for effect in effects if isinstance(effect, Issue)] == [swarm.view]
     assert (swarm.view.number, {m.node for m in swarm.view.members}) == (1, {"a", "d", "e"})
-    assert [one.view for one in answers if isinstance(one, JoinReply)] == [View(number=1)] * 3
-    refused = [one.reason for one in answers if isinstance(one, Refused)]
+    assert [a.view for a in answers if isinstance(a, JoinReply)] == [View(number=1)] * 3
+    refused = [a.reason for a in answers if isinstance(a, Refused)]
     assert "stage 7 does not exist" in refused[0]
     assert "more than 5 joins per second" in refused.pop()
     assert refused[1] == refused[2]
@@ -572,10 +572,10 @@ def test_one_by_one_or_together_the_same_is_decided() -> None:
         )
         for n in range(12)
     ]
-    for one in asked:
-        alone.after(join(alone.machine, one, 0.0, "192.0.2.0/24")[1])
+    for newcomer in asked:
+        alone.after(join(alone.machine, newcomer, 0.0, "192.0.2.0/24")[1])
     _, effects = together.machine.join(
-        [JoinAttempt(one, "192.0.2.0/24", 0.0, True) for one in asked], 0.0
+        [JoinAttempt(newcomer, "192.0.2.0/24", 0.0, True) for newcomer in asked], 0.0
     )
     together.after(effects)
     assert list(together.view.members) == list(alone.view.members)
@@ -799,24 +799,24 @@ def test_lease_runs_out_unless_renewed() -> None:
 
 def test_broken_stream_of_one_that_is_gone_evicts_unless_it_comes_back() -> None:
     swarm = full(reconnect=0.4)
-    assert swarm.lose("n1", there=False) == [Dial(1, "n1", "n1:1", 5.0)]
+    assert swarm.lose("n1", answers=False) == [Dial(1, "n1", "n1:1", 5.0)]
     swarm.now += 0.3
     swarm.open("n1")
     assert swarm.wait(0.2) == []
-    swarm.lose("n1", there=False)
+    swarm.lose("n1", answers=False)
     assert "its stream broke" in evictions(swarm.wait(0.5))["n1"]
 
 
-@pytest.mark.parametrize("there", [True, None])
+@pytest.mark.parametrize("answers", [True, None])
 def test_who_is_there_though_its_stream_broke_has_its_lease_to_come_back(
-    there: bool | None,
+    answers: bool | None,
 ) -> None:
     """None: its network is away, and so nobody has answered yet."""
     swarm = full(reconnect=0.4, lease=5)
     swarm.now += 1
     for node in swarm.nodes():
         swarm.renew(node)
-    swarm.lose("n1", there)
+    swarm.lose("n1", answers)
     swarm.suspect("n0", "n1")
     assert swarm.wait(3.9) == []
     swarm.miss("n0", "n1")
@@ -827,7 +827,7 @@ def test_who_is_there_though_its_stream_broke_has_its_lease_to_come_back(
 @pytest.mark.parametrize("when", ["before the node is back", "too late"])
 def test_an_answer_about_a_stream_before_the_last_one_does_not_count(when: str) -> None:
     swarm = full(reconnect=0.4)
-    question = swarm.lost("n1", there=None if when == "too late" else False)
+    question = swarm.lost("n1", answers=None if when == "too late" else False)
     swarm.open("n1")
     swarm.lose("n1")
     if when == "too late":
@@ -866,7 +866,7 @@ def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> Non
     assert silent(swarm, 60, "n1", n0=["n1"]) == []
     decided = " ".join(swarm.machine.history.decisions)
     assert decided.count("n1 (stage 1) is not heard, but n2 reaches it: it stays") == 1
-    assert [one.reached_by for one in swarm.machine.describe(swarm.now).members] == ["", "n2", ""]
+    assert [m.reached_by for m in swarm.machine.describe(swarm.now).members] == ["", "n2", ""]
     effects = silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
     evict = Evict("n1", "not renewed for 5 s, and no member reaches it any more")
     assert [effect for effect in effects if isinstance(effect, Evict)] == [evict]
@@ -920,10 +920,10 @@ def test_who_is_not_needed_goes_though_others_reach_it(report: Report | None) ->
     assert [node for node in swarm.nodes() if node != "n1b"] == ["n0", "n2"]
 
 
-@pytest.mark.parametrize("told", ["a state at the start", "nothing of its seat yet"])
-def test_a_last_holder_stays_though_others_have_told_of_later_steps(told: str) -> None:
+@pytest.mark.parametrize("reported", ["a state at the start", "nothing of its seat yet"])
+def test_a_last_holder_stays_though_others_have_told_of_later_steps(reported: str) -> None:
     swarm = full(lease=5)
-    seats = [SeatReport(stage=1, phase="running")] if told == "a state at the start" else []
+    seats = [SeatReport(stage=1, phase="running")] if reported == "a state at the start" else []
     swarm.renew("n1", report=Report(seats=seats))
     for committed in range(20):
         swarm.tell("n0", "n2", phase="running", committed=committed)
@@ -933,7 +933,7 @@ def test_a_last_holder_stays_though_others_have_told_of_later_steps(told: str) -
 
 def test_a_last_holder_whose_process_has_ended_goes_at_once() -> None:
     swarm = full(lease=5, reconnect=0.4)
-    swarm.lose("n1", there=False)
+    swarm.lose("n1", answers=False)
     assert swarm.wait(0.3) == []
     swarm.wait(0.2)
     assert swarm.nodes() == ["n0", "n2"]
@@ -975,11 +975,11 @@ def test_who_reaches_a_last_holder_is_believed_though_its_own_stream_has_just_br
 def test_one_that_only_just_needs_a_link_speaks_for_nobody() -> None:
     swarm = full(lease=5)
     silent(swarm, 3, "n1", n0=["n1"], n2=["n1"])
-    told = {"n0": ["n1"], "n2": ["n1"]}
+    complaints = {"n0": ["n1"], "n2": ["n1"]}
     for name in ("a", "b", "c"):
         swarm.join(name, 2)
-        silent(swarm, 1, "n1", **told)
-        told[name] = ["n1"]
+        silent(swarm, 1, "n1", **complaints)
+        complaints[name] = ["n1"]
     assert "n1" not in swarm.nodes()
 
 
@@ -1036,12 +1036,12 @@ def test_an_ordinary_renewal_is_no_answer_to_a_probe() -> None:
 
 def test_suspect_without_a_stream_has_the_time_to_reconnect() -> None:
     swarm = full(reconnect=0.4)
-    swarm.lose("n1", there=False)
+    swarm.lose("n1", answers=False)
     assert swarm.suspect("n0", "n1") == []
     swarm.open("n1")
     assert swarm.effects == []
     assert swarm.machine.history.decisions[-1] == "n1 answers the registry"
-    swarm.lose("n1", there=False)
+    swarm.lose("n1", answers=False)
     swarm.suspect("n0", "n1")
     assert "suspected by n0" in evictions(swarm.wait(0.5))["n1"]
 
@@ -1091,7 +1091,7 @@ def test_whom_the_driver_alone_accuses_stays_and_another_one_drives(pause: int) 
 def test_the_word_of_a_driver_that_goes_in_that_moment_is_none() -> None:
     swarm = two_at_the_end()
     swarm.accuse("n0", "n2", NUMBERS, "1e300")
-    swarm.lose("n0", there=False)
+    swarm.lose("n0", answers=False)
     swarm.now += swarm.machine.rules.corroboration_time
     swarm.after(swarm.machine.tick(swarm.now))
     assert swarm.nodes() == ["n1", "n2", "m0"]
@@ -1225,8 +1225,8 @@ def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> Non
     assert late.join("again", 1, key="i").quarantine == 20
     late.now = 1030
     assert late.join("again", 1, key="i").reason == "stage 1, as requested"
-    (told,) = late.machine.describe(late.now).quarantined
-    assert (told.node, told.seconds, told.times) == ("bad", 0, 1)
+    (quarantined,) = late.machine.describe(late.now).quarantined
+    assert (quarantined.node, quarantined.seconds, quarantined.times) == ("bad", 0, 1)
     swarm = evicted_for(AUDIT, "its sum is wrong")
     assert swarm.join("again", 1, key="i").quarantine == 3600
 
@@ -1279,9 +1279,9 @@ def test_two_that_cannot_reach_each_other_get_a_relay_which_outlives_the_registr
     assert list(swarm.view.relays) == [Relay(a="n1", b="n2", via="n0")]
     assert swarm.view.reason == "n1 and n2 can't reach each other: n0 relays for them"
     assert swarm.view.number == number + 1
-    (told,) = swarm.machine.describe(swarm.now).cuts
-    assert (told.a, told.b, told.via, told.seconds) == ("n1", "n2", "n0", 44)
-    assert told.state == "n0 relays for them"
+    (cut,) = swarm.machine.describe(swarm.now).cuts
+    assert (cut.a, cut.b, cut.via, cut.seconds) == ("n1", "n2", "n0", 44)
+    assert cut.state == "n0 relays for them"
     late = restarted(swarm, lease=5)
     late.open("n0", "n1", "n2")
     cut_off(late, 20, ("n1", "n2"), relayed=True)
@@ -1316,8 +1316,8 @@ def test_however_many_are_mute_those_stay_that_the_driver_reaches() -> None:
         for node in set(mute) & set(swarm.nodes()):
             swarm.renew(node, report=Report())
         for node, since, phase in (("new", 0, "syncing"), ("n0", 2, "halted"), ("n2", 2, "halted")):
-            told = [Complaint(peer=peer) for peer in mute if second >= since]
-            swarm.tell(node, complaints=told, committed=7, phase=phase)
+            complaints = [Complaint(peer=peer) for peer in mute if second >= since]
+            swarm.tell(node, complaints=complaints, committed=7, phase=phase)
         swarm.wait(1)
     assert swarm.nodes() == ["n0", "n2", "new"]
 
@@ -1332,8 +1332,8 @@ def test_of_two_for_whom_nobody_can_carry_the_one_with_a_replica_goes_once() -> 
     swarm.enter("twin", 1)
     cut_off(swarm, 60, ("n0", "n1"), ("n1", "twin"))
     assert swarm.nodes() == ["n0", "twin"]
-    (told,) = swarm.machine.describe(swarm.now).evictions
-    assert (told.member.node, told.reason) == ("n1", "unreachable from n0 for 10 s, though alive")
+    (gone,) = swarm.machine.describe(swarm.now).evictions
+    assert (gone.member.node, gone.reason) == ("n1", "unreachable from n0 for 10 s, though alive")
 
 
 def test_one_whom_nobody_but_the_registry_reaches_goes_though_it_is_the_last_holder() -> None:
@@ -1364,7 +1364,7 @@ def test_another_run_is_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "age"),
+    ("reports", "age"),
     [
         ([("n0", 7, 0), ("n1", 5, 0)], (0, 7)),
         ([("n1", 99, 3), ("n0", 7, 0)], (0, 7)),  # only the driver says it
@@ -1372,11 +1372,11 @@ def test_another_run_is_told_so() -> None:
     ],
 )
 def test_what_the_driver_has_committed_travels_with_views(
-    told: list[tuple[str, int, int]], age: tuple[int, int]
+    reports: list[tuple[str, int, int]], age: tuple[int, int]
 ) -> None:
     swarm = full(steps=100)
     number = swarm.view.number
-    for node, committed, lineage in told:
+    for node, committed, lineage in reports:
         report = swarm.report(node, committed=committed, lineage=lineage)
         assert swarm.renew(node, report=report) == []
     assert swarm.view.number == number
@@ -1593,7 +1593,7 @@ def test_a_lone_node_that_neither_registry_nor_newcomer_can_dial_is_gone(stream:
 @pytest.mark.parametrize("by_registry", [True, False])
 def test_a_lone_node_that_answers_either_is_not_gone(by_registry: bool) -> None:
     swarm = lone()
-    reply = swarm.ask("new", there=["old"] if by_registry else [])
+    reply = swarm.ask("new", answering=["old"] if by_registry else [])
     answered = [] if by_registry else ["old"]
     swarm.refuses(
         "new",
@@ -1695,7 +1695,7 @@ def test_a_lone_node_that_is_started_again_at_its_address_needs_no_dialling() ->
 def test_one_of_many_that_answers_speaks_for_all() -> None:
     swarm = full(lease=5)
     swarm.wait(60)
-    reply = swarm.ask("new", there=["n2"])
+    reply = swarm.ask("new", answering=["n2"])
     swarm.refuses("new", question=reply.question, why="n2")
     assert swarm.nodes() == ["n0", "n1", "n2"], "they may train together"
 
@@ -1728,7 +1728,7 @@ def test_a_node_of_which_nothing_is_heard_but_its_goodbye_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"node": ""},
         {"node": "a\n2026-01-01 INFO all is well"},
@@ -1741,11 +1741,11 @@ def test_a_node_of_which_nothing_is_heard_but_its_goodbye_is_gone() -> None:
         {"address": "h\x1b2J:7400"},
     ],
 )
-def test_who_calls_itself_what_is_no_name_is_refused(said: dict[str, str]) -> None:
+def test_who_calls_itself_what_is_no_name_is_refused(fields: dict[str, str]) -> None:
     swarm = Swarm()
     problem = r"is not a valid name|isn't printable|is more than HOST:PORT"
     with pytest.raises(Refused, match=problem) as caught:
-        join(swarm.machine, JoinRequest(**{"protocol": PROTOCOL, "node": "a", **said}), swarm.now)
+        join(swarm.machine, JoinRequest(**{"protocol": PROTOCOL, "node": "a", **fields}), swarm.now)
     assert caught.value.code == "INVALID_ARGUMENT"
     assert caught.value.reason.isprintable()
     assert swarm.nodes() == []
@@ -1754,17 +1754,17 @@ def test_who_calls_itself_what_is_no_name_is_refused(said: dict[str, str]) -> No
 def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey() -> None:
     swarm = full()
     evil = "bad\n2026-01-01 INFO all is well\x1b[2J"
-    told = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
+    safe = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
     seat = SeatReport(stage=0, message=evil, phase=evil)
     swarm.renew("n1", report=Report(seats=[seat], trouble=evil))
     report = swarm.machine.describe(swarm.now).members[1].report
-    assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (told, told, told)
+    assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (safe, safe, safe)
     swarm.suspect("n0", "n2", NUMBERS, evil)
     swarm.leave("n1", why=evil)
     description = swarm.machine.describe(swarm.now)
-    assert told in description.view.reason
-    assert told in "".join(description.decisions)
-    assert told in description.evictions[-1].reason
+    assert safe in description.view.reason
+    assert safe in "".join(description.decisions)
+    assert safe in description.evictions[-1].reason
     assert all(text.isprintable() for text in (description.view.reason, *description.decisions))
 
 
@@ -1797,11 +1797,11 @@ def test_rules_are_checked(wrong: dict[str, object], message: str) -> None:
 def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
     swarm = full(stages=1)
     swarm.enter("twin", 0)
-    told = [Rebuild(stage=1, step=9, method="checkfree"), Rebuild(stage=1, step=4, method="twin")]
+    done = [Rebuild(stage=1, step=9, method="checkfree"), Rebuild(stage=1, step=4, method="twin")]
     for node in ("n0", "n0", "twin"):
-        swarm.renew(node, report=Report(rebuilds=told))
+        swarm.renew(node, report=Report(rebuilds=done))
     swarm.leave("n0", why="it has to go")
-    assert list(swarm.machine.describe(swarm.now).rebuilds) == sorted(told, key=lambda r: r.step)
+    assert list(swarm.machine.describe(swarm.now).rebuilds) == sorted(done, key=lambda r: r.step)
     for step in range(500):
         swarm.renew(
             "twin", report=Report(rebuilds=[Rebuild(stage=1, step=step, method="checkfree")])
@@ -1815,13 +1815,13 @@ def stranger_is_refused(swarm: Swarm, why: str, code: str = "UNAVAILABLE") -> No
     swarm.refuses("x", 1, "n1:1", key="another", why=why, code=code)
 
 
-def contest(swarm: Swarm, there: bool | None) -> None:
+def contest(swarm: Swarm, answers: bool | None) -> None:
     """A stranger joins from n1's address; what the registry's dial comes to."""
     reply = swarm.join("x", 1, "n1:1", key="another")
     assert reply.question
     assert swarm.effects == [Dial(reply.question, "n1", "n1:1", 4.0)]
     stranger_is_refused(swarm, r"address of n1 \(stage 1\), and the registry checks")
-    swarm.machine.dialled(reply.question, "n1", there)
+    swarm.machine.dialled(reply.question, "n1", answers)
 
 
 def test_nobody_takes_the_address_of_a_member_that_answers() -> None:
@@ -1831,10 +1831,10 @@ def test_nobody_takes_the_address_of_a_member_that_answers() -> None:
     assert swarm.nodes() == ["n0", "n1", "n2"]
 
 
-@pytest.mark.parametrize("there", [False, None])
-def test_nobody_takes_the_address_of_a_member_that_renews(there: bool | None) -> None:
+@pytest.mark.parametrize("answers", [False, None])
+def test_nobody_takes_the_address_of_a_member_that_renews(answers: bool | None) -> None:
     swarm = full(lease=10)
-    contest(swarm, there)
+    contest(swarm, answers)
     for _ in range(3):
         stranger_is_refused(swarm, "the registry checks whether it is alive")
         swarm.now += 1
@@ -1869,9 +1869,9 @@ def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str)
     swarm.join("x")
     assert (swarm.view.lineage, swarm.view.committed) == (0, 7)
     decisions = swarm.machine.history.decisions
-    assert len([told for told in decisions if why in told and liar in told]) == 1
+    assert len([decision for decision in decisions if why in decision and liar in decision]) == 1
     described = swarm.machine.describe(swarm.now).members
-    assert all(seat.committed <= 7 for one in described for seat in one.report.seats)
+    assert all(seat.committed <= 7 for member in described for seat in member.report.seats)
 
 
 def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:

@@ -101,9 +101,9 @@ class Registry(RuleBasedStateMachine):
         try:
             reply, effects = join(self.machine, request, self.now, owner=owner)
             if reply.question:
-                told = self.dial(reply, effects, by_registry), self.dial(reply, [], by_newcomer)
-                request.question, request.answered[:] = reply.question, told[1]
-                self.join_again(request, {*told[0], *told[1]})
+                answered = self.dial(reply, effects, by_registry), self.dial(reply, [], by_newcomer)
+                request.question, request.answered[:] = reply.question, answered[1]
+                self.join_again(request, {*answered[0], *answered[1]})
                 reply, effects = join(self.machine, request, self.now, owner=owner)
                 assert not reply.question
         except Refused as refusal:
@@ -117,7 +117,7 @@ class Registry(RuleBasedStateMachine):
         assert node in [m.node for m in reply.view.members]
         assert join(self.machine, request, self.now) == (reply, [])
 
-    def join_again(self, request: JoinRequest, there: set[str]) -> None:
+    def join_again(self, request: JoinRequest, answering: set[str]) -> None:
         """Raises Refused while the members stay; else they go, all silent and not there."""
         before = list(self.machine.view.members)
         try:
@@ -128,15 +128,15 @@ class Registry(RuleBasedStateMachine):
                 assert list(self.machine.view.members) == before
                 raise
         own = {member.node for member in before if member.address == request.address}
-        assert there <= own, "who answers there is the newcomer itself"
+        assert answering <= own, "who answers there is the newcomer itself"
         assert not any(self.heard(member.node) for member in before)
 
     def heard(self, name: str) -> bool:
         return name not in self.broken and self.now < self.renewed[name] + RULES.lease
 
-    def dial(self, reply: JoinReply, effects: list[Effect], there: list[int]) -> list[str]:
+    def dial(self, reply: JoinReply, effects: list[Effect], reached: list[int]) -> list[str]:
         """Who answers; the registry's dials are told to it."""
-        answered = [m.node for i, m in enumerate(reply.unheard) if i in there]
+        answered = [m.node for i, m in enumerate(reply.unheard) if i in reached]
         for effect in effects:
             assert isinstance(effect, Dial)
             assert not self.heard(effect.node)
@@ -154,7 +154,7 @@ class Registry(RuleBasedStateMachine):
     def renew(
         self, pick: int, first: bool, probe: int, step: int, missed: list[int], leaving: bool
     ) -> None:
-        complaints = [Complaint(peer=self.node(one)) for one in missed]
+        complaints = [Complaint(peer=self.node(index)) for index in missed]
         seats = [SeatReport(committed=step)]
         report = Report(seats=seats, complaints=complaints, leaving=leaving)
         renewal = Renewal(node=self.node(pick), probe=probe, report=report)
@@ -167,9 +167,9 @@ class Registry(RuleBasedStateMachine):
         self.after(event(renewal, self.now))
         self.renewed[renewal.node] = self.now
 
-    @rule(pick=PICK, there=st.sampled_from([True, False, None]))
-    def break_stream(self, pick: int, there: bool | None) -> None:
-        """`there`: what the registry's dial comes to; None: nothing yet."""
+    @rule(pick=PICK, answers=st.sampled_from([True, False, None]))
+    def break_stream(self, pick: int, answers: bool | None) -> None:
+        """`answers`: what the registry's dial comes to; None: nothing yet."""
         node = self.node(pick)
         if node in self.machine.members.by_name and self.machine.members.by_name[node].streaming:
             self.broken.add(node)
@@ -177,8 +177,8 @@ class Registry(RuleBasedStateMachine):
         self.after(dials)
         for dial in dials:
             assert isinstance(dial, Dial)
-            if there is not None:
-                self.machine.dialled(dial.question, node, there)
+            if answers is not None:
+                self.machine.dialled(dial.question, node, answers)
 
     @rule(accuser=PICK, accused=PICK)
     def suspect(self, accuser: int, accused: int) -> None:

@@ -48,10 +48,10 @@ def neighbours(members: list[Member], stages: int, swapped: bool = False) -> Nei
 @given(st.integers(1, 40), st.integers(1, 6), st.booleans())
 def test_two_who_keep_a_link_both_do(nodes: int, stages: int, swapped: bool) -> None:
     members = swarm(nodes, stages)
-    found = neighbours(members, stages, swapped)
-    for one in members:
-        assert one.node not in found.of(one.node)
-        assert all(one.node in found.of(other) for other in found.of(one.node))
+    links = neighbours(members, stages, swapped)
+    for member in members:
+        assert member.node not in links.of(member.node)
+        assert all(member.node in links.of(other) for other in links.of(member.node))
 
 
 @given(st.integers(1, ALL), st.integers(1, 6), st.booleans())
@@ -59,46 +59,46 @@ def test_up_to_eight_nodes_a_stage_all_have_to_do_with_all(
     replicas: int, stages: int, swapped: bool
 ) -> None:
     members = swarm(replicas * (stages + 1), stages)
-    found = neighbours(members, stages, swapped)
-    for one in members:
-        assert found.of(one.node) == {
+    links = neighbours(members, stages, swapped)
+    for member in members:
+        assert links.of(member.node) == {
             other.node
             for other in members
-            if other is not one
-            and related(one.seats[0].stage, other.seats[0].stage, stages, swapped)
+            if other is not member
+            and related(member.seats[0].stage, other.seats[0].stage, stages, swapped)
         }
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
 def test_of_a_thousand_nodes_none_but_who_may_drive_has_more_than_fifty_links(speed: str) -> None:
     members = swarm(1000, 9, speed)
-    found = neighbours(members, 9)
+    links = neighbours(members, 9)
     ends = [member.node for member in members if member.seats[0].stage == 0]
     for member in members:
         if member.node not in ends[:DRIVERS]:
-            assert len(found.of(member.node)) <= 50
-        assert set(ends[:DRIVERS]) - {member.node} <= found.of(member.node)
+            assert len(links.of(member.node)) <= 50
+        assert set(ends[:DRIVERS]) - {member.node} <= links.of(member.node)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(sorted(SPEEDS)))
 def test_everybody_has_somebody_at_each_neighbouring_stage(
-    here: int, there: int, speed: str
+    at_first: int, at_next: int, speed: str
 ) -> None:
-    drawn = swarm(here + there, 0, speed)
+    drawn = swarm(at_first + at_next, 0, speed)
     for number, member in enumerate(drawn):
-        member.seats[0].stage = 1 + (number >= here)
-    found = neighbours(drawn, 2)
+        member.seats[0].stage = 1 + (number >= at_first)
+    links = neighbours(drawn, 2)
     stage = {member.node: member.seats[0].stage for member in drawn}
     for member in drawn:
-        other = [node for node in found.of(member.node) if stage[node] != stage[member.node]]
-        assert len(other) >= min(2, there if stage[member.node] == 1 else here)
+        other = [node for node in links.of(member.node) if stage[node] != stage[member.node]]
+        assert len(other) >= min(2, at_next if stage[member.node] == 1 else at_first)
 
 
 def test_a_newcomer_changes_few_links_of_the_stages_beside_its_own() -> None:
     members = swarm(1000, 9)
     newcomer = Member(node="newcomer", address="new:1", seats=[Seat(stage=4)], speed=1.0)
     before, after = neighbours(members, 9), neighbours([*members, newcomer], 9)
-    beside = [one.node for one in members if abs(one.seats[0].stage - 4) == 1]
+    beside = [member.node for member in members if abs(member.seats[0].stage - 4) == 1]
     changed = [len(after.of(node) - before.of(node)) for node in beside]
     assert sum(changed) < len(beside) / 2
 
@@ -106,10 +106,10 @@ def test_a_newcomer_changes_few_links_of_the_stages_beside_its_own() -> None:
 def test_with_swapped_orders_their_ends_adjoin_stage_0() -> None:
     ways = [(0, 1, 2, 3, 4, 5, 0), (0, 2, 1, 3, 5, 4, 0)]
     hops = {frozenset(hop) for way in ways for hop in pairwise(way)}
-    found = {
+    related_stages = {
         frozenset((a, b)) for a in range(6) for b in range(a) if adjoining(a, b, 5, swapped=True)
     }
-    assert found == hops
+    assert related_stages == hops
 
 
 def named(count: int) -> list[str]:
@@ -119,26 +119,26 @@ def named(count: int) -> list[str]:
 @given(st.integers(1, 1000))
 def test_rows_are_all_replicas_in_their_order_and_as_long_as_each_other(count: int) -> None:
     ids = named(count)
-    found = rows(ids[::-1])
-    assert [one for row in found for one in row] == ids
-    assert max(map(len, found)) - min(map(len, found)) <= 1
-    assert len(found) <= max(map(len, found))
+    all_rows = rows(ids[::-1])
+    assert [node for row in all_rows for node in row] == ids
+    assert max(map(len, all_rows)) - min(map(len, all_rows)) <= 1
+    assert len(all_rows) <= max(map(len, all_rows))
     if count <= ALL:
-        assert found == [ids]
+        assert all_rows == [ids]
     else:
-        assert min(map(len, found)) >= 3
+        assert min(map(len, all_rows)) >= 3
 
 
 @given(st.integers(1, 1000), st.data())
 def test_partners_are_few_and_each_others(count: int, data: st.DataObject) -> None:
     ids = named(count)
     node = data.draw(st.sampled_from(ids))
-    found = partners(node, ids)
-    assert node not in found
-    assert all(node in partners(other, ids) for other in found)
+    its_partners = partners(node, ids)
+    assert node not in its_partners
+    assert all(node in partners(other, ids) for other in its_partners)
     if count <= ALL:
-        assert found == [one for one in ids if one != node]
-    assert len(found) <= max(ALL - 1, 2 * math.sqrt(count))
+        assert its_partners == [other for other in ids if other != node]
+    assert len(its_partners) <= max(ALL - 1, 2 * math.sqrt(count))
 
 
 def test_a_hundred_have_eighteen_each() -> None:
@@ -165,10 +165,10 @@ def test_any_two_replicas_are_partners_or_have_one_in_common(
     """So of two commits that a driver tells of, replicas that don't compare with each other can't
     have applied both: who compares with either has heard one of them."""
     names = named(count)
-    one, other = (data.draw(st.sampled_from(names)) for _ in range(2))
-    of_one, of_other = set(partners(one, names)), set(partners(other, names))
-    assert one == other or other in of_one or of_one & of_other
-    assert (other in of_one) == (one in of_other)
+    node, other = (data.draw(st.sampled_from(names)) for _ in range(2))
+    of_node, of_other = set(partners(node, names)), set(partners(other, names))
+    assert node == other or other in of_node or of_node & of_other
+    assert (other in of_node) == (node in of_other)
 
 
 def test_a_node_that_nobody_can_dial_links_to_all_who_serve() -> None:

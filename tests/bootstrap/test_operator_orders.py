@@ -101,8 +101,8 @@ def test_settings_change_once_each_stage_has_saved_and_all_join_again(before: st
     run = Run()
     run.order(before)
     wanted = "steps=9", "training.lr=1e-4"
-    said = "the operator orders: steps=9, training.lr=1e-4"
-    assert run.change(*wanted) == said
+    decision = "the operator orders: steps=9, training.lr=1e-4"
+    assert run.change(*wanted) == decision
     assert [*run.machine.view.changes] == [Change(number=1, settings=wanted, pending=True)]
     with pytest.raises(Refused, match="settings are being changed"):
         run.change("steps=10")
@@ -137,8 +137,8 @@ def test_a_run_goes_back_to_a_step_once_each_stage_rests_and_has_it(before: str)
         with pytest.raises(Refused, match=f"saved step {step}; steps that each has: 4, 6"):
             run.change(back=step)
     reason = run.change("steps=12", back=6)
-    said = "the operator orders: back to step 6, steps=12"
-    assert reason == said
+    expected = "the operator orders: back to step 6, steps=12"
+    assert reason == expected
     run.report("a", saved(0, 9, 8, 6, finished=True))
     run.report("b", saved(1, 6, 4, 2))
     number, members = run.machine.view.number, run.machine.view.members

@@ -53,16 +53,16 @@ Changes = list[SeatAssigned | SeatReleased]
 
 def apply(nodes: list[Candidate], changes: Changes, now: float) -> list[Candidate]:
     """Who gets a seat copies its state at once."""
-    after = {one.node: one for one in nodes}
+    after = {each.node: each for each in nodes}
     for change in changes:
-        one = after[change.node]
-        stages, since = one.stages, one.since
+        mover = after[change.node]
+        stages, since = mover.stages, mover.since
         if isinstance(change, SeatAssigned):
             stages, since = stages | {change.stage}, {**since, change.stage: now}
         else:
             stages = stages - {change.stage}
-        waits = one.waits or not stages
-        after[one.node] = replace(one, stages=stages, holds=stages, since=since, waits=waits)
+        waits = mover.waits or not stages
+        after[mover.node] = replace(mover, stages=stages, holds=stages, since=since, waits=waits)
     return list(after.values())
 
 
@@ -75,13 +75,13 @@ def settled(nodes: list[Candidate], work: Load, known: Links | None = None) -> l
         assert len(changes) == 1, "one move at a time"
         assert changes[0].stage > 0, "stage 0 never moves"
         nodes = apply(nodes, changes, now)
-        served = {stage for one in nodes for stage in one.stages}
+        served = {stage for each in nodes for stage in each.stages}
         assert served == set(range(len(work.layers) + 1)), "no stage is vacant"
-    raise AssertionError(f"seats still move: {[sorted(one.stages) for one in nodes]}")
+    raise AssertionError(f"seats still move: {[sorted(each.stages) for each in nodes]}")
 
 
 def seats(nodes: list[Candidate]) -> dict[str, list[int]]:
-    return {one.node: sorted(one.stages) for one in nodes}
+    return {each.node: sorted(each.stages) for each in nodes}
 
 
 # --- the expected time
@@ -98,7 +98,7 @@ def test_a_lone_node_computes_one_after_the_other_and_two_at_the_same_time() -> 
 
 def test_links_delay_each_trip_and_carry_a_microbatch_after_the_other() -> None:
     both = [node("a", 0), node("b", 1)]
-    seats = {one.node: one.stages for one in both}
+    seats = {each.node: each.stages for each in both}
     work = load((1,), microbatches=5, size=1000)
     delayed = outlook_of(both, work, links(both, LinkSpeed(0.25, 1e9))).step_seconds(seats)
     assert delayed == pytest.approx(2 + 4 * 0.25 + 4 + 2 * 0.5), "four hops and two round trips"
@@ -108,7 +108,7 @@ def test_links_delay_each_trip_and_carry_a_microbatch_after_the_other() -> None:
 
 def test_replicas_share_a_stage_by_their_speed() -> None:
     nodes = [node("a", 0), node("b", 1, layer=3.0), node("c", 1, layer=1.5)]
-    seats = {one.node: one.stages for one in nodes}
+    seats = {each.node: each.stages for each in nodes}
     assert outlook_of(nodes, load((2,), microbatches=1)).step_seconds(seats) == pytest.approx(
         1 + 2 / 3 * 3 + 1 / 3 * 6
     )
@@ -141,94 +141,91 @@ def test_who_asked_for_a_stage_keeps_its_seat_however_slow_it_is() -> None:
 
 
 def test_two_equal_machines_share_the_stages() -> None:
-    there = [node("a", 0, 2, 3, 4), node("b", 1)]
-    (move,) = assign(there, 4, outlook=outlook_of(there, load()))
+    nodes = [node("a", 0, 2, 3, 4), node("b", 1)]
+    (move,) = assign(nodes, 4, outlook=outlook_of(nodes, load()))
     assert move == SeatAssigned(
         *("b", 2, "moves from a: a step is expected to take 26 s instead of 33 s (-21%)")
     )
-    assert seats(settled(there, load())) == {"a": [0, 3, 4], "b": [1, 2]}
+    assert seats(settled(nodes, load())) == {"a": [0, 3, 4], "b": [1, 2]}
 
 
 def test_nothing_moves_while_a_node_copies_or_leaves_or_a_stage_is_vacant() -> None:
-    there = [node("a", 0, 2, 3, 4), node("b", 1), node("c")]
-    known = outlook_of(there, load())
-    assert assign(there, 4, outlook=known)
-    for other in (
-        replace(there[1], holds=frozenset()),
-        replace(there[1], heard=False),
-    ):
-        assert assign([there[0], other, there[2]], 4, outlook=known) == []
-    assert assign(there, 4, begun=False, outlook=known) == []
-    beside = [there[0], replace(node("b", 1, 2), holds=frozenset([1])), there[2]]
+    nodes = [node("a", 0, 2, 3, 4), node("b", 1), node("c")]
+    known = outlook_of(nodes, load())
+    assert assign(nodes, 4, outlook=known)
+    for other in (replace(nodes[1], holds=frozenset()), replace(nodes[1], heard=False)):
+        assert assign([nodes[0], other, nodes[2]], 4, outlook=known) == []
+    assert assign(nodes, 4, begun=False, outlook=known) == []
+    beside = [nodes[0], replace(node("b", 1, 2), holds=frozenset([1])), nodes[2]]
     assert assign(beside, 4, outlook=known) == [], "one move at a time"
 
 
 def test_a_link_that_nobody_has_measured_is_awaited_for_a_while() -> None:
-    there = [node("a", *range(5)), joiner("b", 1)]
-    known = outlook_of(there, load(), {})
-    assert assign(there, 4, outlook=replace(known, rested=False)) == []
-    assert [change.node for change in assign(there, 4, outlook=known)] == ["a"]
-    there = [node("a", 0, 2, 3, 4), node("b", 1)]
-    assert assign(there, 4, outlook=outlook_of(there, load(), {})) == [], "seats do not move then"
-    assert assign(there, 4, outlook=replace(outlook_of(there, load()), rested=False)) == []
+    nodes = [node("a", *range(5)), joiner("b", 1)]
+    known = outlook_of(nodes, load(), {})
+    assert assign(nodes, 4, outlook=replace(known, rested=False)) == []
+    assert [change.node for change in assign(nodes, 4, outlook=known)] == ["a"]
+    nodes = [node("a", 0, 2, 3, 4), node("b", 1)]
+    assert assign(nodes, 4, outlook=outlook_of(nodes, load(), {})) == [], "seats do not move then"
+    assert assign(nodes, 4, outlook=replace(outlook_of(nodes, load()), rested=False)) == []
 
 
 def test_a_faster_machine_gets_more_though_it_has_more_already() -> None:
-    there = [node("a", 0, 2, 3, 4), node("b", 1, layer=0.25)]
-    assert seats(settled(there, load())) == {"a": [0], "b": [1, 2, 3, 4]}
+    nodes = [node("a", 0, 2, 3, 4), node("b", 1, layer=0.25)]
+    assert seats(settled(nodes, load())) == {"a": [0], "b": [1, 2, 3, 4]}
 
 
 def test_stages_with_more_layers_count_for_more() -> None:
     work = load((4, 1, 1, 1))
-    there = [node("a", 0, 1, 2, 3, 4, ends=0.5), node("b")]
-    assert seats(settled(there, work)) == {"a": [0, 2, 3, 4], "b": [1]}
+    nodes = [node("a", 0, 1, 2, 3, 4, ends=0.5), node("b")]
+    assert seats(settled(nodes, work)) == {"a": [0, 2, 3, 4], "b": [1]}
 
 
 def test_no_more_seats_than_there_is_room_for_and_only_what_fits() -> None:
-    there = [node("a", 0, 2, 3, 4), node("b", 1, room=1)]
-    assert settled(there, load()) == there
-    there = [node("a", 0, 2, 3, 4), node("b", 1, fits=frozenset([1, 4]))]
-    assert seats(settled(there, load())) == {"a": [0, 2, 3], "b": [1, 4]}
+    nodes = [node("a", 0, 2, 3, 4), node("b", 1, room=1)]
+    assert settled(nodes, load()) == nodes
+    nodes = [node("a", 0, 2, 3, 4), node("b", 1, fits=frozenset([1, 4]))]
+    assert seats(settled(nodes, load())) == {"a": [0, 2, 3], "b": [1, 4]}
 
 
 def test_neighbouring_stages_come_together_where_links_are_slow() -> None:
-    there = [node("a", 0, 2, 4), node("b", 1, 3)]
-    after = settled(there, load(microbatches=4), links(there, LinkSpeed(0.6, 1e9)))
-    assert crossings({one.node: one.stages for one in after}, 4) == 2
-    assert settled(there, load(microbatches=4), links(there, LinkSpeed(0.001, 1e9))) == there
+    nodes = [node("a", 0, 2, 4), node("b", 1, 3)]
+    after = settled(nodes, load(microbatches=4), links(nodes, LinkSpeed(0.6, 1e9)))
+    assert crossings({each.node: each.stages for each in after}, 4) == 2
+    assert settled(nodes, load(microbatches=4), links(nodes, LinkSpeed(0.001, 1e9))) == nodes
 
 
 def test_a_newcomer_whose_link_would_hold_all_up_becomes_a_standby() -> None:
-    there = [node("a", *range(5)), joiner("b", 1)]
+    nodes = [node("a", *range(5)), joiner("b", 1)]
     work = load(size=1_000_000)
-    known = outlook_of(there, work, links(there, LinkSpeed(0.02, 0.5 * MBPS)))
-    (change,) = assign(there, 4, outlook=known)
+    known = outlook_of(nodes, work, links(nodes, LinkSpeed(0.02, 0.5 * MBPS)))
+    (change,) = assign(nodes, 4, outlook=known)
     assert isinstance(change, SeatReleased)
     assert (change.node, change.stage) == ("b", 1)
     assert change.why.startswith("standby: without it at stage 1 a step is expected to take 40 s")
-    after = settled(there, work, known.links)
+    after = settled(nodes, work, known.links)
     assert seats(after) == {"a": [0, 1, 2, 3, 4], "b": []}
-    fast = outlook_of(there, work, links(there, LinkSpeed(0.02, 100 * MBPS)))
-    (change,) = assign(there, 4, outlook=fast)
+    fast = outlook_of(nodes, work, links(nodes, LinkSpeed(0.02, 100 * MBPS)))
+    (change,) = assign(nodes, 4, outlook=fast)
     assert (change.node, change.stage) == ("a", 1)
 
 
 def test_a_newcomer_that_pays_only_with_several_stages_stays_and_gets_them() -> None:
-    there = [node("a", *range(5)), joiner("b", 1)]
-    delays = links(there, LinkSpeed(1.5, 1e9))
-    alone = outlook_of(there, load(), delays)
+    nodes = [node("a", *range(5)), joiner("b", 1)]
+    delays = links(nodes, LinkSpeed(1.5, 1e9))
+    alone = outlook_of(nodes, load(), delays)
     with_one = alone.step_seconds({"a": frozenset([0, 2, 3, 4]), "b": frozenset([1])})
     assert with_one > alone.step_seconds({"a": frozenset(range(5))}), "with one it does not"
-    assert len(seats(settled(there, load(), delays))["b"]) == 2
+    assert len(seats(settled(nodes, load(), delays))["b"]) == 2
 
 
 def test_a_seat_comes_back_when_the_link_has_become_slow() -> None:
-    there = [node("a", 0, 3, 4), node("b", 1, 2)]
-    slow = links(there, LinkSpeed(5.0, 1e9))
-    (move,) = assign(there, 4, outlook=outlook_of(there, load(), slow))
+    nodes = [node("a", 0, 3, 4), node("b", 1, 2)]
+    slow = links(nodes, LinkSpeed(5.0, 1e9))
+    (move,) = assign(nodes, 4, outlook=outlook_of(nodes, load(), slow))
     assert isinstance(move, SeatAssigned)
     assert (move.node, "(of stages 1 to 2)" in move.why) == ("a", True)
-    assert seats(settled(there, load(), slow)) == {"a": [0, 1, 2, 3, 4], "b": []}
+    assert seats(settled(nodes, load(), slow)) == {"a": [0, 1, 2, 3, 4], "b": []}
 
 
 def swarm(chance: random.Random, equal: bool) -> tuple[list[Candidate], Load, Links]:
@@ -260,18 +257,18 @@ def test_moves_end_and_make_no_step_longer(seed: int) -> None:
     chance = random.Random(seed)
     nodes, work, known = swarm(chance, equal=False)
     seconds = outlook_of(nodes, work, known).step_seconds
-    before = seconds({one.node: one.stages for one in nodes})
-    newcomer, several = nodes[-1], [one for one in nodes[:-1] if len(one.stages) > 1]
+    before = seconds({each.node: each.stages for each in nodes})
+    newcomer, several = nodes[-1], [each for each in nodes[:-1] if len(each.stages) > 1]
     if not newcomer.stages and several:
         stage = chance.choice(sorted(several[0].stages - {0}))
         nodes[-1] = joiner(newcomer.node, stage, layer=newcomer.layer)
     after = settled(nodes, work, known)
-    assert seconds({one.node: one.stages for one in after}) <= before * SLOWER / GAIN
+    assert seconds({each.node: each.stages for each in after}) <= before * SLOWER / GAIN
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_of_equal_machines_none_has_two_seats_more_than_another(seed: int) -> None:
     nodes, work, _ = swarm(random.Random(seed), equal=True)
     after = settled(nodes, work)
-    movable = [len(one.stages) for one in after]
+    movable = [len(each.stages) for each in after]
     assert max(movable) - min(movable) <= 1

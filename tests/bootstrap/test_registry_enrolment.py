@@ -39,7 +39,7 @@ async def test_the_first_invites_stay_until_they_are_no_good(tmp_path: Path) -> 
     assert await begin(tmp_path) == first
 
     admission = Admission(tmp_path)
-    [revoked] = [one.id for one in admission.invites.invites.values() if one.role is Role.NODE]
+    [revoked] = [each.id for each in admission.invites.invites.values() if each.role is Role.NODE]
     admission.decide(admission.invites.revoke(revoked))
     second = await begin(tmp_path)
     assert second[Role.OPERATOR] == first[Role.OPERATOR]

@@ -36,10 +36,10 @@ async def python(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     draining = None
     try:
         async with asyncio.timeout(TIMEOUT):
-            said = b""
+            output = b""
             while b"listens on" not in (line := await process.stdout.readline()):
-                assert line, f"the registry ended before it listened: {said.decode()}"
-                said += line
+                assert line, f"the registry ended before it listened: {output.decode()}"
+                output += line
         draining = asyncio.create_task(process.stdout.read())
         yield process
     finally:

@@ -22,15 +22,15 @@ def test_no_more_is_on_its_way_than_there_is_room_for_and_each_is_answered_in_it
 ) -> None:
     answers = ReplyBudget(ROOM)
     waiting, going = dict[int, str](), dict[int, int]()
-    for kind, what in events:
+    for kind, value in events:
         if kind == "ask":
-            waiting[answers.ask(str(what))] = str(what)
+            waiting[answers.ask(str(value))] = str(value)
         elif kind == "end":
-            answers.end(call := int(str(what)))
+            answers.end(call := int(str(value)))
             waiting.pop(call, None)
             going.pop(call, None)
         else:
-            size = int(str(what))
+            size = int(str(value))
             for call in answers.go(size):
                 assert call == min(waiting), "it was not its turn"
                 del waiting[call]

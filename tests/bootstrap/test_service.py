@@ -106,9 +106,9 @@ async def test_the_block_of_addresses_is_that_which_the_registry_sees(
 ) -> None:
     here = await place.node("a", stage=1)
     monkeypatch.setattr(service, "host_of", lambda peer: "203.0.113.7")
-    there = await place.node("b", stage=1)
+    second = await place.node("b", stage=1)
     assert [m.block for m in here.reply.view.members] == [""]
-    assert [m.block for m in there.reply.view.members] == ["", "203.0.113.0/24"]
+    assert [m.block for m in second.reply.view.members] == ["", "203.0.113.0/24"]
 
 
 async def test_the_evicted_are_told_why(place: Any) -> None:
@@ -133,8 +133,8 @@ async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(p
         await client.join(request, identity("d"))
     assert 0 < caught.value.seconds <= 30
     description = await client.describe()
-    assert [one.instance for one in description.quarantined] == [identity("d").instance]
-    assert [one.member.node for one in description.evictions] == ["d"]
+    assert [each.instance for each in description.quarantined] == [identity("d").instance]
+    assert [each.member.node for each in description.evictions] == ["d"]
 
 
 async def test_who_is_no_member_any_more_suspects_nobody_and_says_nothing_of_it(
@@ -164,10 +164,10 @@ async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -
         await stub.Watch(WatchRequest(run="other")).read()
     first = asyncio.ensure_future(shown.read())
     await place.node("b")
-    for told in (await first, await strange.read()):
-        assert told.difference.former == held.number
-        assert [member.node for member in told.difference.view.members] == ["b"]
-        assert view_in(told, held) == place.registry.machine.view
+    for reply in (await first, await strange.read()):
+        assert reply.difference.former == held.number
+        assert [member.node for member in reply.difference.view.members] == ["b"]
+        assert view_in(reply, held) == place.registry.machine.view
     for name in "cdefghijklmnopqrs":  # more than the registry remembers
         await place.node(name)
     newest = place.registry.machine.view
@@ -184,9 +184,9 @@ async def test_a_registry_that_is_back_tells_who_has_its_view_nothing_but_the_ne
     async with serve(journal=tmp_path / "journal") as again:
         stub = again.stub()
         call = stub.Watch(WatchRequest(known=held.signature))
-        told = asyncio.ensure_future(call.read())
+        reading = asyncio.ensure_future(call.read())
         await again.node("b")  # a is gone
-        first = await asyncio.wait_for(told, TIMEOUT)
+        first = await asyncio.wait_for(reading, TIMEOUT)
         assert first.difference.former == held.number
         assert again.registry.machine.is_genuine(view_in(first, held))
 
@@ -197,10 +197,10 @@ async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_aske
     asked, spoilt_in = list[bytes](), ["banned"]
 
     def spoilt(former: View, view: View) -> Difference:
-        found = difference(former, view)
-        getattr(found, spoilt_in[0]).append(Splice(gone=1))
-        found.view.committed += 1
-        return found
+        changed = difference(former, view)
+        getattr(changed, spoilt_in[0]).append(Splice(gone=1))
+        changed.view.committed += 1
+        return changed
 
     a, news = await place.node("a"), place.registry._broadcast.news
     monkeypatch.setattr(broadcast, "difference", spoilt)
@@ -288,10 +288,10 @@ async def test_no_more_joins_wait_than_there_is_room_for(
 async def test_describe_has_reports_and_decisions(serve: Serve) -> None:
     async with serve(MembershipRules(run="r", stages=2, lease=5000)) as place:
         a = await place.node("a")
-        told = SeatReport(committed=3, phase="forward", message="all is well")
-        a.client.report(Report(seats=[told]))
+        seat = SeatReport(committed=3, phase="forward", message="all is well")
+        a.client.report(Report(seats=[seat]))
         described = await until_described(place, lambda d: bool(d.members[0].report.seats))
-    assert list(described.members[0].report.seats) == [told]
+    assert list(described.members[0].report.seats) == [seat]
     assert described.run_file == 'name = "r"\n'
     assert described.protocol == PROTOCOL
     assert "a joined" in described.decisions[-1]
@@ -357,16 +357,16 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
 async def test_nothing_that_was_refused_is_kept_until_garbage_is_collected(place: Any) -> None:
     """Strangers could say more until then than there is memory."""
     much, channel = "x" * (2 << 20), place.channel()
-    said = {
+    messages = {
         ("KeepAlive", True): Renewal(node="x", report=Report(trouble=much)),
         ("Join", False): joining("x", host=much),
         ("Watch", False): WatchRequest(run=much),
         ("Suspect", False): Suspicion(accuser="x", accused=much),
         ("Examine", False): ExamineRequest(name=much),
     }
-    contents = {how: message.SerializeToString() for how, message in said.items()}
-    kinds = {type(message) for message in said.values()}
-    said.clear()
+    contents = {how: message.SerializeToString() for how, message in messages.items()}
+    kinds = {type(message) for message in messages.values()}
+    messages.clear()
     gc.collect()
     gc.disable()
     try:
@@ -393,11 +393,11 @@ async def test_a_node_with_too_much_to_say_says_what_there_is_room_for(place: An
     lacking = [Complaint(peer=f"{number:012}") for number in range(900)]
     a.client.report(Report(seats=seats, complaints=lacking, trouble="y" * 9000))
     described = await until_described(place, lambda d: bool(d.members[0].report.seats))
-    told = described.members[0].report
-    assert told.ByteSize() < RENEWAL_BYTES
-    assert [seat.committed for seat in told.seats] == [3] * 9
-    assert told.trouble.endswith("yyy...")
-    assert 0 < len(told.complaints) == 900 - told.unlisted
+    report = described.members[0].report
+    assert report.ByteSize() < RENEWAL_BYTES
+    assert [seat.committed for seat in report.seats] == [3] * 9
+    assert report.trouble.endswith("yyy...")
+    assert 0 < len(report.complaints) == 900 - report.unlisted
     assert not a.evicted.done()
 
 
@@ -437,10 +437,10 @@ async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFi
         await b.client.join(joining("a", "a:1"), identity("b"))
     description = await until_described(place, lambda d: True)
     assert names(description.view) == {"a", "b"}
-    assert not [told for told in description.decisions if "suspected" in told]
+    assert not [decision for decision in description.decisions if "suspected" in decision]
     assert not a.evicted.done()
-    said = [r.getMessage() for r in caplog.records if "in the name of a" in r.getMessage()]
-    assert len(said) == 7
+    warnings = [r.getMessage() for r in caplog.records if "in the name of a" in r.getMessage()]
+    assert len(warnings) == 7
 
 
 async def test_a_report_that_cannot_be_has_no_effect(
@@ -505,8 +505,8 @@ async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
         nodes, port, place.nodes = place.nodes, place.port, []
     async with serve(port=port, authority=Authority.make(0)) as place:
         async with asyncio.timeout(TIMEOUT):
-            said = "a shows view 1, which this registry's key has not signed"
-            while said not in caplog.text:  # noqa: ASYNC110  it tells nobody
+            warning = "a shows view 1, which this registry's key has not signed"
+            while warning not in caplog.text:  # noqa: ASYNC110  it tells nobody
                 await asyncio.sleep(0.01)
         stranger = place.client()
         await stranger.join(joining("b", "b:1"), identity("b"))
@@ -557,9 +557,9 @@ async def test_an_unwritable_journal_is_said_and_written_later(
             disk.setattr(os, "fsync", _full)
             disk.setattr("planaria.bootstrap.service.JOURNAL_RETRY", 0.0)
             a = await place.node("a")
-            found = await until_described(place, lambda d: d.trouble)
-            assert "can't write view 1 to the journal" in found.trouble
-            assert "No space left on device" in found.trouble
+            description = await until_described(place, lambda d: d.trouble)
+            assert "can't write view 1 to the journal" in description.trouble
+            assert "No space left on device" in description.trouble
             b = await place.node("b")
             await a.sees(lambda view: names(view) == {"a", "b"})
         await until_described(place, lambda d: not d.trouble)
@@ -664,11 +664,11 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 
     monkeypatch.setattr(GrpcTransport, "is_alive", is_there)
     client = place.client()
-    for port, there in ((7401, True), (7402, False), (7403, None)):
+    for port, answers in ((7401, True), (7402, False), (7403, None)):
         request = ExamineRequest(name="10.0.0.1:22", port=port)
         reply = await client.examine(request, TIMEOUT)
         assert reply.host == "127.0.0.1"
-        assert (reply.there if reply.HasField("there") else None) is there
+        assert (reply.there if reply.HasField("there") else None) is answers
     assert dialled == [("10.0.0.1:22", f"127.0.0.1:{port}") for port in (7401, 7402, 7403)]
     reply = await client.examine(ExamineRequest(wanted=1000), TIMEOUT)
     assert (len(reply.load), len(dialled)) == (1000, 3), "without a port nobody is dialled"
@@ -704,11 +704,11 @@ async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.Monke
 
 async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
     other = MembershipRules(run="other", stages=2)
-    async with serve() as one, serve() as same, serve(rules=other) as another:
-        client = RegistryClient([one.address, same.address])
+    async with serve() as first, serve() as same, serve(rules=other) as another:
+        client = RegistryClient([first.address, same.address])
         await client.check_one_run(TIMEOUT)
         await client.close()
-        client = RegistryClient([one.address, another.address])
+        client = RegistryClient([first.address, another.address])
         with pytest.raises(JoinRefused, match=r"serves r, .* serves other. Name those of one run"):
             await client.check_one_run(TIMEOUT)
         await client.close()
@@ -717,8 +717,8 @@ async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
 async def test_who_keeps_to_a_run_passes_over_other_registries_and_reports_them(
     serve: Serve,
 ) -> None:
-    async with serve() as one, serve(MembershipRules("other", stages=1)) as another:
-        client = RegistryClient([another.address, one.address], run="r")
+    async with serve() as own, serve(MembershipRules("other", stages=1)) as another:
+        client = RegistryClient([another.address, own.address], run="r")
         await client.check_one_run(TIMEOUT)
         assert (await client.describe()).run == "r"
         client.report(report := Report(trouble="its disk is full"))
@@ -770,20 +770,20 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     reply = await client.join(joining("honest", "h:1"), identity("honest"))
     lie = View(run="r", number=reply.view.number + 1, members=[*reply.view.members, liar])
     sign(lie, KEY, reply.view)
-    told: list[View] = []
-    membership = _Membership(client, "honest", reply, told.append, lambda number: None)
+    views: list[View] = []
+    membership = _Membership(client, "honest", reply, views.append, lambda number: None)
     place.registry._broadcast.publish(lie)
-    said = await asyncio.wait_for(membership._watch(client._channel(client._address)), TIMEOUT)
-    assert said.startswith("it sent an invalid view: ") and why in said
-    assert not told
+    reason = await asyncio.wait_for(membership._watch(client._channel(client._address)), TIMEOUT)
+    assert reason.startswith("it sent an invalid view: ") and why in reason
+    assert not views
     place.registry._broadcast.publish(reply.view)
 
 
 async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: Any) -> None:
     client = place.client()
     reply = await client.join(joining("honest", "h:1"), identity("honest"))
-    own, told = reply.view, list[View]()
-    membership = _Membership(client, "honest", reply, told.append, lambda number: None)
+    own, views = reply.view, list[View]()
+    membership = _Membership(client, "honest", reply, views.append, lambda number: None)
 
     async def watched(view: View) -> str:
         place.registry._broadcast.publish(view)
@@ -801,7 +801,7 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
         membership.evicted = ""
         await watched(view)
         assert f"view {view.number} of the registry doesn't follow view 1" in membership.evicted
-    assert not told
+    assert not views
     place.registry._broadcast.publish(own)
 
 

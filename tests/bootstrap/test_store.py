@@ -193,7 +193,7 @@ class Registries(RuleBasedStateMachine):
         self.fates: list[Fate] = []
         links = [self.etcd.link(self.fate) for _ in range(2)]
         self.stores = [store(self.etcd, f"{n}:1", link) for n, link in enumerate(links)]
-        self.told: dict[int, bytes] = {}
+        self.shown: dict[int, bytes] = {}
 
     def fate(self) -> Fate:
         return self.fates.pop(0) if self.fates else Fate.ANSWERED
@@ -216,14 +216,14 @@ class Registries(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), fate=st.sampled_from(Fate), reason=st.sampled_from("xyz"))
     def issues(self, which: int, fate: Fate, reason: str) -> None:
         """Also one that doesn't know that its time is over."""
-        self.fates, one = [fate], self.stores[which]
-        view = after(one.view, f"{which}{reason}")
+        self.fates, store = [fate], self.stores[which]
+        view = after(store.view, f"{which}{reason}")
         try:
-            one.append(view)
+            store.append(view)
         except NotLeading:
             return
-        assert one.leads
-        assert self.told.setdefault(view.number, view.SerializeToString()) == (
+        assert store.leads
+        assert self.shown.setdefault(view.number, view.SerializeToString()) == (
             view.SerializeToString()
         )
 
@@ -242,13 +242,13 @@ class Registries(RuleBasedStateMachine):
 
     @invariant()
     def one_leads_at_most(self) -> None:
-        assert sum(one.leads for one in self.stores) <= 1
+        assert sum(store.leads for store in self.stores) <= 1
 
     @invariant()
     def views_are_in_order_and_all_that_were_told_are_there(self) -> None:
         assert all(a < b for a, b in pairwise(numbers(self.etcd)))
         views = [value for key, value in self.etcd.history if key == "planaria/r/view"]
-        assert set(self.told.values()) <= set(views)
+        assert set(self.shown.values()) <= set(views)
 
 
 Registries.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

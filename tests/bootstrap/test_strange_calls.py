@@ -195,7 +195,7 @@ async def test_no_call_makes_a_registry_fail(place: Any, caplog: pytest.LogCaptu
                 codes.add(error.code())
     assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} < codes
     assert grpc.StatusCode.UNKNOWN not in codes
-    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     client = place.client()
     described = await soon(client.describe())
     await client.close()

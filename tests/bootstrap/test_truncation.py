@@ -71,10 +71,10 @@ def test_what_a_registry_says_fits_however_much_its_nodes_say(word: str) -> None
         report = Report(seats=[seat], trouble="mine" if number % 2 else word * 5000)
         machine.lease_renewed(Renewal(node=f"n{number}", report=report), 0.0)
     described = machine.describe(1.0)
-    assert sum(one.report.ByteSize() for one in described.members) <= REPORTS_BYTES
+    assert sum(member.report.ByteSize() for member in described.members) <= REPORTS_BYTES
     assert described.ByteSize() <= DESCRIPTION_BYTES
     assert len(described.members) == NODES
-    assert {one.report.seats[0].committed for one in described.members} == {*range(NODES)}
+    assert {member.report.seats[0].committed for member in described.members} == {*range(NODES)}
     assert omitted_from(described) == [
         f"the reports of {described.shortened} nodes are truncated: together they are too large"
     ]

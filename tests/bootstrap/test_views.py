@@ -122,8 +122,8 @@ def places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.type == FieldDescriptor.TYPE_MESSAGE:
-            for one in value if field.is_repeated else [value]:
-                yield from places(one)
+            for each in value if field.is_repeated else [value]:
+                yield from places(each)
         yield message, field
 
 
@@ -232,20 +232,20 @@ def test_a_view_and_what_the_next_one_differs_in_give_that_one_to_the_byte(
 ) -> None:
     former, later = views
     before = serialized(former), serialized(later)
-    told = Difference.FromString(difference(former, later).SerializeToString())
-    assert serialized(apply(former, told)) == serialized(later)
+    sent = Difference.FromString(difference(former, later).SerializeToString())
+    assert serialized(apply(former, sent)) == serialized(later)
     assert (serialized(former), serialized(later)) == before
-    assert serialized(view_in(NewView(difference=told), former)) == serialized(later)
+    assert serialized(view_in(NewView(difference=sent), former)) == serialized(later)
     assert view_in(NewView(whole=later), former).number == later.number
 
 
 @given(VIEWS, VIEWS)
 def test_what_is_told_comes_out_as_it_was_packed(former: View, later: View) -> None:
-    for told in (NewView(whole=later), NewView(difference=difference(former, later))):
-        sent = packed(told)
-        assert serialized(unpacked(sent)) == serialized(told)
-        assert sent.ByteSize() <= told.ByteSize() + 64
-        assert unpack(pack(serialized(told))) == serialized(told)
+    for message in (NewView(whole=later), NewView(difference=difference(former, later))):
+        sent = packed(message)
+        assert serialized(unpacked(sent)) == serialized(message)
+        assert sent.ByteSize() <= message.ByteSize() + 64
+        assert unpack(pack(serialized(message))) == serialized(message)
 
 
 @given(VIEWS, st.integers(0), st.integers(0, 7))
@@ -278,10 +278,10 @@ def test_no_bit_of_a_difference_is_flipped_without_notice(
     content = bytearray(difference(former, later).SerializeToString())
     content[at % len(content)] ^= 1 << bit
     try:
-        found = apply(former, Difference.FromString(bytes(content)))
+        result = apply(former, Difference.FromString(bytes(content)))
     except (DecodeError, ValueError):
         return
-    assert serialized(found) == serialized(later) or not is_genuine(found, KEY.public, "r")
+    assert serialized(result) == serialized(later) or not is_genuine(result, KEY.public, "r")
 
 
 @given(VIEWS, st.tuples(VIEWS, VIEWS))
@@ -293,10 +293,10 @@ def test_a_difference_from_another_view_gives_no_genuine_one(
     other.number = former.number
     sign(later, KEY, former)
     try:
-        found = apply(other, difference(former, later))
+        result = apply(other, difference(former, later))
     except ValueError:
         return
-    assert serialized(found) == serialized(later) or not is_genuine(found, KEY.public, "r")
+    assert serialized(result) == serialized(later) or not is_genuine(result, KEY.public, "r")
 
 
 @pytest.mark.parametrize(
@@ -319,12 +319,12 @@ def test_one_join_among_thousands_is_told_in_few_bytes() -> None:
     members = [Member(node=f"node-{n}", joined=n + 1, key=bytes(32)) for n in range(5_000)]
     former = issued(1, members=members)
     later = issued(2, former, members=[*members, Member(node="new", joined=9_999)])
-    told = difference(former, later)
-    assert [*told.members] == [Splice(kept=5_000, added=1)]
-    assert told.ByteSize() < 200 < former.ByteSize() / 1000
+    sent = difference(former, later)
+    assert [*sent.members] == [Splice(kept=5_000, added=1)]
+    assert sent.ByteSize() < 200 < former.ByteSize() / 1000
     later = issued(2, former, members=[*members[:700], *members[701:]])
-    told = difference(former, later)
-    assert [*told.members] == [Splice(kept=700), Splice(gone=1, kept=4_299)]
+    sent = difference(former, later)
+    assert [*sent.members] == [Splice(kept=700), Splice(gone=1, kept=4_299)]
 
 
 def test_members_that_come_in_another_order_stay_in_it() -> None:

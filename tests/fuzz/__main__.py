@@ -30,8 +30,8 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
         from tests.fuzz.seeds import seeds
         from tests.fuzz.targets import TARGETS
     logging.disable()
-    corpus, found = out / name / "corpus", out / name / "found"
-    for folder in (corpus, found):
+    corpus, findings = out / name / "corpus", out / name / "found"
+    for folder in (corpus, findings):
         folder.mkdir(parents=True, exist_ok=True)
     for data in seeds(name):
         (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
@@ -42,10 +42,10 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
             TARGETS[name](data)
         except Exception as error:  # noqa: BLE001 (it is what is looked for)
             last = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__} at {last.filename}:{last.lineno}"
-            if what not in known:  # others come, too
-                known.add(what)
-                path = found / hashlib.sha1(what.encode()).hexdigest()[:12]
+            failure = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+            if failure not in known:  # others come, too
+                known.add(failure)
+                path = findings / hashlib.sha1(failure.encode()).hexdigest()[:12]
                 path.write_bytes(data)
                 print(f"FOUND by {name}: {path}", flush=True)
                 traceback.print_exc()
@@ -59,7 +59,7 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
             f"-rss_limit_mb={MEMORY}",
             "-max_len=4096",
             "-print_final_stats=1",
-            f"-artifact_prefix={found}/",
+            f"-artifact_prefix={findings}/",
         ],
         target,
     )
@@ -72,26 +72,26 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=600, help="for each target")
     parser.add_argument("--out", type=Path, default=Path("out/fuzz"))
     parser.add_argument("--here", action="store_true", help="in this process; one target")
-    told = parser.parse_args()
-    if told.here:
-        fuzz(*told.targets, told.seconds, told.out)
+    options = parser.parse_args()
+    if options.here:
+        fuzz(*options.targets, options.seconds, options.out)
     from tests.fuzz.targets import TARGETS
 
-    if unknown := set(told.targets) - TARGETS.keys():
+    if unknown := set(options.targets) - TARGETS.keys():
         parser.error(f"{', '.join(unknown)}: no target; there are {', '.join(TARGETS)}")
     failed = []
-    for name in told.targets or TARGETS:
-        print(f"{name}, for {told.seconds} s", flush=True)
+    for name in options.targets or TARGETS:
+        print(f"{name}, for {options.seconds} s", flush=True)
         command = [sys.executable, "-m", "tests.fuzz", name, "--here"]
-        command += ["--seconds", str(told.seconds), "--out", str(told.out)]
-        log = told.out / name / "log"
+        command += ["--seconds", str(options.seconds), "--out", str(options.out)]
+        log = options.out / name / "log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             done = subprocess.run(command, stdout=file, stderr=file, env=os.environ, check=False)
-        found = sorted((told.out / name / "found").glob("*"))
-        if done.returncode or found:
+        cases = sorted((options.out / name / "found").glob("*"))
+        if done.returncode or cases:
             failed.append(name)
-            print(f"  exit status {done.returncode}, found {', '.join(map(str, found))}: see {log}")
+            print(f"  exit status {done.returncode}, found {', '.join(map(str, cases))}: see {log}")
     print(f"found something: {', '.join(failed)}" if failed else "found nothing")
     return 1 if failed else 0
 

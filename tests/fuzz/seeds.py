@@ -72,22 +72,22 @@ def _chunks() -> list[bytes]:
 
 def _frames() -> list[bytes]:
     drawing = Drawing(Random(1))
-    found = []
+    frames = []
     for frame in (_a_frame(), *(drawing.frame() for _ in range(4))):
         payload = frame.payload if isinstance(frame.payload, tuple) else (frame.payload,)
-        found.append(_joined([frame.head()]) + b"".join(payload))
+        frames.append(_joined([frame.head()]) + b"".join(payload))
     empty = Descriptor("float32", (0, 3), "none", xxh3_64_intdigest(b""), 0)
-    return [*found, _joined([Frame("twin", (1, 0), {}, [empty], b"").head()])]
+    return [*frames, _joined([Frame("twin", (1, 0), {}, [empty], b"").head()])]
 
 
 def _factors() -> list[bytes]:
-    found = []
+    factors = []
     for start, size, rank in ((0, 3660, 4), (35, 1700, 1)):
         some = cuts(MATRICES, rank, start, size)
         _, payload = encode_low_rank(torch.arange(float(size)).sin(), some, rank)
         where = b"".join(number.to_bytes(2, "little") for number in (start, size))
-        found.append(where + bytes([rank - 1]) + b"".join(payload))
-    return found
+        factors.append(where + bytes([rank - 1]) + b"".join(payload))
+    return factors
 
 
 def _messages() -> list[bytes]:
@@ -166,7 +166,7 @@ def _corpora() -> list[bytes]:
     fields |= {"tokenizer": "0" * 32, "splits": {"train": split, "validation": split}}
     masks = {**split, "masks": [shard], "scored": 3}
     masked = {**fields, "format": 2, "splits": {"train": masks, "validation": masks}}
-    return [json.dumps(one).encode() for one in (fields, masked)]
+    return [json.dumps(content).encode() for content in (fields, masked)]
 
 
 def _checkpoints() -> list[bytes]:
@@ -188,8 +188,8 @@ def _configs() -> list[bytes]:
     stretched = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     stretched |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 2}
     return [
-        json.dumps(one).encode()
-        for one in (config, {**config, "rope_parameters": stretched, "model_type": "qwen3"})
+        json.dumps(content).encode()
+        for content in (config, {**config, "rope_parameters": stretched, "model_type": "qwen3"})
     ]
 
 
@@ -212,11 +212,11 @@ def _keys() -> list[bytes]:
 
 def _invites() -> list[bytes]:
     assert ADMISSION.authority is not None
-    said = Invitation(
+    invitation = Invitation(
         run="r", registries=["host:1"], enrolments=["[::1]:2"], role="node", stage=1, secret=SECRET
     )
-    said.authority = to_der(ADMISSION.authority.certificate)
-    return [encode_invite(said).encode(), said.SerializeToString(deterministic=True)]
+    invitation.authority = to_der(ADMISSION.authority.certificate)
+    return [encode_invite(invitation).encode(), invitation.SerializeToString(deterministic=True)]
 
 
 def _enrolments() -> list[bytes]:
@@ -255,8 +255,8 @@ def _stores() -> list[bytes]:
 
 
 def _new_views() -> list[bytes]:
-    told = NewView(difference=difference(HELD, LATER)), NewView(whole=LATER)
-    return [one.SerializeToString() for one in told]
+    messages = NewView(difference=difference(HELD, LATER)), NewView(whole=LATER)
+    return [message.SerializeToString() for message in messages]
 
 
 def _addresses() -> list[bytes]:

@@ -250,8 +250,8 @@ def saves(data: bytes) -> None:
         fields = json.loads(data[8 : 8 + length])[METADATA]
         fields.pop("xxh3", None)
         contents.append(bytes(_encode_header(fields)) + data[8 + length :])
-        said = json.dumps({METADATA: {**fields, "xxh3": _checksum(fields)}}).encode()
-        contents.append(len(said).to_bytes(8, "little") + said + data[8 + length :])
+        header = json.dumps({METADATA: {**fields, "xxh3": _checksum(fields)}}).encode()
+        contents.append(len(header).to_bytes(8, "little") + header + data[8 + length :])
     for content in contents:
         with folder_with(save=content) as folder, suppress(SaveError):
             SaveFile.open(folder / "save").check()

@@ -116,7 +116,7 @@ def reduce_all(
 ) -> list[Exception | None]:
     """Every node's outcome: None or what it raised."""
     exchanges = start_all(network, values, ids, non_finite=non_finite)
-    errors = [network.error(one) for one in exchanges]
+    errors = [network.error(exchange) for exchange in exchanges]
     network.settle()
     return errors
 
@@ -124,8 +124,8 @@ def reduce_all(
 def first_failure(network: Network, exchanges: Sequence[Exchange[None]]) -> Exception | None:
     """The others, who would wait for the one that failed, are cancelled."""
     while network.step():
-        for one in exchanges:
-            if one.done and (error := network.error(one)) is not None:
+        for exchange in exchanges:
+            if exchange.done and (error := network.error(exchange)) is not None:
                 for other in exchanges:
                     other.cancel()
                 return error

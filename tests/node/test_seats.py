@@ -78,7 +78,7 @@ class Machine:
 
     def __init__(self, *built: str) -> None:
         self.nodes, self.links = Nodes(), VirtualNet({"b"})
-        self.told: list[tuple[str, str, str]] = []  # to onlookers: who, by which seat, what
+        self.shown: list[tuple[str, str, str]] = []  # to onlookers: who, by which seat, what
         self.seats: Seats[Any] = Seats("a", self.links, self.tell, self.log)
         self.view = view(1, a=[(0, 0), (1, 0)], b=[(2, 0), (3, 0)])
         new, _ = self.seats.viewed(self.view, 0.0)
@@ -88,7 +88,7 @@ class Machine:
 
     def tell(self, observer: str, item: pb.Message | Frame) -> None:
         kind = item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
-        self.told.append((observer, item.sender, kind))
+        self.shown.append((observer, item.sender, kind))
 
     def log(self, request: pb.LogRequest) -> pb.LogLines:
         return pb.LogLines(lines=["what a did"][: request.lines])
@@ -175,17 +175,17 @@ def test_no_more_waits_for_a_seat_that_is_being_built_than_there_is_room_for() -
 def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() -> None:
     machine = Machine("0", "1")
 
-    def said(seat: str, number: int) -> pb.Message:
+    def query(seat: str, number: int) -> pb.Message:
         return pb.Message(ballot=pb.Ballot(view=number), seat=seat, sender="2", query=pb.Query())
 
     for seat, number in (("2.2", 2), ("3.2", 2), ("2.2", 1)):
-        machine.seats.on_message("b", said(seat, number), 0.0)
+        machine.seats.on_message("b", query(seat, number), 0.0)
     new, _ = machine.seats.viewed(view(2, a=[(0, 0), (1, 0), (2, 2)], b=[(2, 0), (3, 0)]), 0.0)
     assert list(new) == ["2.2"]
     machine.agents["2.2"] = Listener(machine.nodes.new())
     machine.build("2.2")
     assert machine.heard("2.2") == [("b/2", "query")]
-    machine.seats.on_message("b", said("3.2", 2), 0.0)  # of which there is none
+    machine.seats.on_message("b", query("3.2", 2), 0.0)  # of which there is none
     assert not machine.seats.has("3.2")
     assert machine.seats._early_bytes.used == 0
 
@@ -193,12 +193,12 @@ def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() 
 def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
     machine = Machine("0", "1")
 
-    def said(number: int) -> pb.Message:
+    def of_view(number: int) -> pb.Message:
         query = pb.Query()
         return pb.Message(ballot=pb.Ballot(view=number), seat="1", sender="2", query=query)
 
     for number, now in ((2, 0.0), (3, 0.0), (2, VIEW_TO_COME), (1 << 40, VIEW_TO_COME)):
-        machine.seats.on_message("b", said(number), now)
+        machine.seats.on_message("b", of_view(number), now)
     assert machine.heard("1") == []
     machine.seats.viewed(view(2, a=[(0, 0), (1, 0)], b=[(2, 0)]), VIEW_TO_COME)
     of_this_view, too_late = [("b/2", "query")] * 2, [("b/2", "query")]
@@ -294,7 +294,7 @@ def test_an_onlooker_and_a_seat_of_the_node_that_it_asks_hear_each_other() -> No
     net = SeatNet(machine.seats, "1")
     assert net.send("a/?1", pb.Message(pinned=pb.Pinned()))
     assert net.send("a/?1", frame("state"))
-    assert machine.told == [("?1", "a/1", "pinned"), ("?1", "a/1", "state")]
+    assert machine.shown == [("?1", "a/1", "pinned"), ("?1", "a/1", "state")]
 
 
 def test_what_an_onlooker_asks_another_node_for_goes_over_the_link_and_the_answer_back() -> None:
@@ -304,21 +304,21 @@ def test_what_an_onlooker_asks_another_node_for_goes_over_the_link_and_the_answe
     assert (to, message.seat, message.sender) == ("b", "2", "?1")
     machine.seats.on_message("b", pb.Message(seat="?1", sender="2", pinned=pb.Pinned()), 0.0)
     machine.seats.on_frame("b", frame("state", seat="?1", sender="2"), 0.0)
-    assert machine.told == [("?1", "b/2", "pinned"), ("?1", "b/2", "state")]
+    assert machine.shown == [("?1", "b/2", "pinned"), ("?1", "b/2", "state")]
 
 
 @pytest.mark.parametrize("seat", ["a/7", "c/7", "", "/", "a"])
 def test_an_onlooker_is_told_when_there_is_no_way_to_a_seat(seat: str) -> None:
     machine = Machine("0", "1")
     machine.asked(seat, pin_request=pb.PinRequest(step=3))
-    assert machine.told == [("?1", seat, "pinned")]
+    assert machine.shown == [("?1", seat, "pinned")]
 
 
 def test_a_node_shows_its_log_to_onlookers_of_its_own_and_of_others_and_to_nobody_else() -> None:
     machine = Machine()  # it needs no seat
     wanted = pb.LogRequest(lines=5)
     machine.asked("a/", log_request=wanted)
-    assert machine.told == [("?1", "a/", "log_lines")]
+    assert machine.shown == [("?1", "a/", "log_lines")]
     machine.asked("b/", log_request=wanted)
     machine.seats.on_message("b", pb.Message(seat="", sender="?4", log_request=wanted), 0.0)
     machine.seats.on_message("b", pb.Message(seat="", sender="2", log_request=wanted), 0.0)
@@ -327,7 +327,7 @@ def test_a_node_shows_its_log_to_onlookers_of_its_own_and_of_others_and_to_nobod
     assert (to, answer.seat, answer.log_lines.lines) == ("b", "?4", ["what a did"])
     machine.seats.on_message("b", pb.Message(seat="?1", log_lines=pb.LogLines()), 0.0)
     machine.asked("c/", log_request=wanted)
-    assert machine.told[1:] == [("?1", "b/", "log_lines"), ("?1", "c/", "log_lines")]
+    assert machine.shown[1:] == [("?1", "b/", "log_lines"), ("?1", "c/", "log_lines")]
 
 
 def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> None:
@@ -338,7 +338,7 @@ def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> No
         machine.asked(seat, state_request=pb.StateRequest(optimizer=True))
         machine.asked(seat, shard_request=pb.ShardRequest(kind="snapshot"))
         machine.asked(seat)
-    assert (machine.heard("1"), machine.links.sent, machine.told) == ([], [], [])
+    assert (machine.heard("1"), machine.links.sent, machine.shown) == ([], [], [])
 
 
 def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:

@@ -63,9 +63,9 @@ def test_sides_can_be_exchanged(
     rows: list[tuple[float, float]], omega_before: float, omega_after: float
 ) -> None:
     before, after = columns(rows)
-    one = average(before, after, omega_before, omega_after)
-    other = average(after, before, omega_after, omega_before)
-    assert torch.equal(one, other)
+    straight = average(before, after, omega_before, omega_after)
+    exchanged = average(after, before, omega_after, omega_before)
+    assert torch.equal(straight, exchanged)
 
 
 @given(st.lists(values, min_size=1, max_size=20), omegas, omegas)

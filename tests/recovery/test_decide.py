@@ -40,9 +40,9 @@ def nodes(decision: Rebuild) -> list[str]:
 
 
 def resumed(held: list[Held], stages: int) -> Resume:
-    found = resume(held, stages)
-    assert found is not None
-    return found
+    plan = resume(held, stages)
+    assert plan is not None
+    return plan
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -53,9 +53,9 @@ def test_a_stage_that_lives_on_is_copied_from_all_its_nodes(policy):
 
 def test_those_that_were_told_to_go_hand_over_what_nobody_else_has():
     left = Left(4, STEP, {1: ["a"], 2: ["c", "b"]}, leaving={"a", "c"})
-    one, other = rebuild(1, left, "checkfree"), rebuild(2, left, "checkfree")
-    assert (one.method, nodes(one), one.exact) == ("handover", ["a"], True)
-    assert (other.method, nodes(other)) == ("replica", ["b", "c"])
+    alone, replicated = rebuild(1, left, "checkfree"), rebuild(2, left, "checkfree")
+    assert (alone.method, nodes(alone), alone.exact) == ("handover", ["a"], True)
+    assert (replicated.method, nodes(replicated)) == ("replica", ["b", "c"])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -337,12 +337,12 @@ def test_weights_that_another_commit_made_or_of_before_the_run_went_back_are_non
 
 def test_a_run_of_which_all_that_is_left_had_come_to_heirs_goes_on_from_that() -> None:
     weights = [came("weights", stage, 12, (2, 3)) for stage in range(3)]
-    found = resumed(weights, 2)
-    assert (found.step, found.exact) == (12, False)
-    assert "without its moments stage 0, 1, 2" in found.reason
+    plan = resumed(weights, 2)
+    assert (plan.step, plan.exact) == (12, False)
+    assert "without its moments stage 0, 1, 2" in plan.reason
     whole = [*weights, came("memory", 1, 12, (2, 3))]
-    found = resumed(whole, 2)
-    kinds = {of: [one.kind for one in held] for of, held in found.held.items()}
+    plan = resumed(whole, 2)
+    kinds = {of: [each.kind for each in held] for of, held in plan.held.items()}
     assert kinds == {0: ["weights"], 1: ["memory"], 2: ["weights"]}
     assert resume([], 2) is None
     assert resume(weights[:2], 2) is None, "of one stage there is nothing"
@@ -470,23 +470,23 @@ def saves(*steps: set[int]) -> list[Held]:
 
 
 def test_a_run_goes_on_from_the_newest_step_that_every_stage_has_saved():
-    found = resumed(saves({10, 20}, {20, 30}, {10, 20, 30}), 2)
-    assert (found.step, found.exact, set(found.held)) == (20, True, {0, 1, 2})
+    plan = resumed(saves({10, 20}, {20, 30}, {10, 20, 30}), 2)
+    assert (plan.step, plan.exact, set(plan.held)) == (20, True, {0, 1, 2})
 
 
 def test_without_a_common_step_the_newest_mix_is_taken_loudly():
-    found = resumed(saves({10}, {20, 30}, set()), 2)
-    assert (found.step, found.exact) == (30, False)
-    assert {of: held[0].source.step for of, held in found.held.items()} == {0: 10, 1: 30}
-    assert "nothing of stage 2" in found.reason
+    plan = resumed(saves({10}, {20, 30}, set()), 2)
+    assert (plan.step, plan.exact) == (30, False)
+    assert {of: held[0].source.step for of, held in plan.held.items()} == {0: 10, 1: 30}
+    assert "nothing of stage 2" in plan.reason
 
 
 def test_a_later_lineage_wins_over_a_later_step():
     old, new = (
         [holds("save", s, step, lineage=n) for s in range(2)] for step, n in ((40, 0), (30, 1))
     )
-    found = resumed([*old, *new], 1)
-    assert (found.lineage, found.step) == (1, 30)
+    plan = resumed([*old, *new], 1)
+    assert (plan.lineage, plan.step) == (1, 30)
 
 
 def test_files_of_one_step_made_by_different_commits_are_no_common_step():
@@ -494,18 +494,18 @@ def test_files_of_one_step_made_by_different_commits_are_no_common_step():
         return [Held("save", Source(f"n{s}", s, step), by) for s, by in enumerate(made)]
 
     held = [*files(10, (1, 3), (1, 3)), *files(20, (2, 5), (3, 1))]
-    found = resumed(held, 1)
-    assert (found.step, found.exact) == (10, True)
-    found = resumed([*held, *files(20, (3, 1), (3, 1))], 1)
-    assert (found.step, found.exact) == (20, True)
+    plan = resumed(held, 1)
+    assert (plan.step, plan.exact) == (10, True)
+    plan = resumed([*held, *files(20, (3, 1), (3, 1))], 1)
+    assert (plan.step, plan.exact) == (20, True)
 
 
 def test_of_different_files_of_one_step_and_commit_those_count_that_most_have():
     def of_1(node: str, digest: bytes) -> Held:
         return Held("save", Source(node, 1, 10), (1, 3), digest)
 
-    def sources_of_1(found: Resume) -> list[str]:
-        return [held.source.node for held in found.held[1]]
+    def sources_of_1(plan: Resume) -> list[str]:
+        return [held.source.node for held in plan.held[1]]
 
     first = [Held("save", Source("a", 0, 10), (1, 3), b"0")]
     guessed = [of_1(node, b"guessed") for node in "bd"]
@@ -519,11 +519,11 @@ def test_what_is_in_memory_counts_as_a_save_does_and_is_read_before_it():
 
     files = [at("save", stage, 20) for stage in range(3)]
     in_memory = [at("memory", stage, 23) for stage in range(3)]
-    found = resumed([*files, at("save", 0, 23), *in_memory], 2)
-    assert (found.step, found.exact) == (23, True)
-    assert [[one.kind for one in held] for held in found.held.values()] == [["memory"]] * 3
-    found = resumed([*files, *in_memory[:2]], 2)
-    assert (found.step, found.exact) == (20, True)
+    plan = resumed([*files, at("save", 0, 23), *in_memory], 2)
+    assert (plan.step, plan.exact) == (23, True)
+    assert [[each.kind for each in held] for held in plan.held.values()] == [["memory"]] * 3
+    plan = resumed([*files, *in_memory[:2]], 2)
+    assert (plan.step, plan.exact) == (20, True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

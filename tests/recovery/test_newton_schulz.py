@@ -33,12 +33,12 @@ def test_the_singular_vectors_stay_and_the_values_are_evened(
 ) -> None:
     matrix = drawn(rows, columns, seed)
     u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
-    found = u.T @ orthogonalized(matrix) @ vt.T
+    product = u.T @ orthogonalized(matrix) @ vt.T
     large = s >= 0.003 * torch.linalg.vector_norm(s)
-    values = found.diagonal()
+    values = product.diagonal()
     assert (values[large] > 0.66).all()
     assert (values < 1.23).all()
-    torch.testing.assert_close(found, values.diag(), atol=0.02, rtol=0)
+    torch.testing.assert_close(product, values.diag(), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])

@@ -47,9 +47,9 @@ def losses(draw: st.DrawFn) -> Loss:
 def test_runs_are_the_lost_stages_of_an_order_as_long_as_can_be(loss: Loss) -> None:
     orders, lost = loss
     for visits in orders:
-        found = runs(visits, lost)
-        assert sorted(s for run in found for s in run.stages) == sorted(lost - {0})
-        for run in found:
+        all_runs = runs(visits, lost)
+        assert sorted(s for run in all_runs for s in run.stages) == sorted(lost - {0})
+        for run in all_runs:
             assert run.stages == visits[run.start : run.end]
             around = {*visits[max(0, run.start - 1) : run.start], *visits[run.end : run.end + 1]}
             assert not around & lost
@@ -66,12 +66,12 @@ def test_a_route_has_the_runs_of_its_order_one_visit_later(loss: Loss) -> None:
 @given(losses())
 def test_blocks_are_a_partition_that_cuts_no_run(loss: Loss) -> None:
     orders, lost = loss
-    found = blocks(orders, lost)
-    assert sorted(stage for block in found for stage in block) == sorted(lost - {0})
+    partition = blocks(orders, lost)
+    assert sorted(stage for block in partition for stage in block) == sorted(lost - {0})
     together = [set(run.stages) for visits in orders for run in runs(visits, lost)]
     for stages in together:
-        assert any(stages <= set(block) for block in found)
-    for block in found:
+        assert any(stages <= set(block) for block in partition)
+    for block in partition:
         for stage in block if len(block) > 1 else ():
             assert any(stage in stages and len(stages) > 1 for stages in together)
 
@@ -103,12 +103,12 @@ def test_swapped_orders_part_what_is_lost_differently() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_parts_are_all_samples_in_order_evenly(samples: int, at_most: int) -> None:
-    found = sample_parts(samples, at_most)
-    assert [at for part in found for at in range(samples)[part]] == list(range(samples))
-    sizes = [part.stop - part.start for part in found]
+    slices = sample_parts(samples, at_most)
+    assert [at for part in slices for at in range(samples)[part]] == list(range(samples))
+    sizes = [part.stop - part.start for part in slices]
     assert max(sizes) <= at_most
     assert max(sizes) - min(sizes) <= 1
-    assert len(found) == -(-samples // at_most)
+    assert len(slices) == -(-samples // at_most)
 
 
 def test_an_update_is_made_of_whole_samples_one_at_least() -> None:
@@ -205,14 +205,14 @@ class Residual(nn.Module):
 
 def pairs_of(teachers: list[Residual], count: int = 4) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    found = []
+    pairs = []
     for _ in range(count):
         x = torch.randn(2, 3, 8, generator=generator)
         y = x
         for teacher in teachers:
             y = teacher(y).detach()
-        found.append((x, y))
-    return found
+        pairs.append((x, y))
+    return pairs
 
 
 def learners(stages: list[Residual], lr: float = 1e-2) -> list[Learner]:
@@ -229,8 +229,8 @@ def test_an_update_is_that_of_the_composition(length: int) -> None:
     chain = learners(stages)
     for x, y in pairs * 3:
         learn(chain, x, y)
-        found = nn.Sequential(*reference)(x)
-        error = ((found - y) ** 2).sum() / ((y - x) ** 2).sum()
+        output = nn.Sequential(*reference)(x)
+        error = ((output - y) ** 2).sum() / ((y - x) ** 2).sum()
         for stage in reference:
             stage.zero_grad()
         error.backward()

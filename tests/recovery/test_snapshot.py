@@ -217,8 +217,8 @@ def test_an_update_arrives_as_the_sender_thinks(
     sources = drawn(3)[:tensors]
     payload, restored = encode(LAYOUT, own, sources, codec)
     assert payload.nbytes <= largest_update(LAYOUT, tensors)
-    found, values = decode(LAYOUT, payload, len(chosen), tensors, codec)
-    assert torch.equal(found, blocks)
+    indices, values = decode(LAYOUT, payload, len(chosen), tensors, codec)
+    assert torch.equal(indices, blocks)
     assert len(values) == tensors
     assert all(torch.equal(x, y) for x, y in zip(values[0], restored, strict=True))
     if codec == "none":
@@ -310,9 +310,9 @@ def test_a_holder_has_what_the_sender_thinks_whatever_is_lost(
             held.overlay(step, *decode(LAYOUT, *args))
         if fate != "arrives":
             sent.lost(step)
-        there = sent.taken != NEVER
-        assert torch.equal(held.taken[there], sent.taken[there])
-        at = there.nonzero().flatten()
+        taken = sent.taken != NEVER
+        assert torch.equal(held.taken[taken], sent.taken[taken])
+        at = taken.nonzero().flatten()
         for x, y in zip(
             LAYOUT.gather(held.tensors[0], at), LAYOUT.gather(sent.sent, at), strict=True
         ):

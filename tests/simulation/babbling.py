@@ -70,19 +70,19 @@ class Babbling(Lying):
 
     def _lie(self) -> float:
         assert self.cluster.guilty is not None
-        there = {host.name: host.node.name for host in self.cluster.hosts.values() if host.node}
+        node_at = {host.name: host.node.name for host in self.cluster.hosts.values() if host.node}
         driver, chosen = self.cluster.registry.view().driver, self.random
-        others = [host for host in there if there[host] != driver] or [*self.cluster.hosts]
-        one = chosen.choice(others)
+        others = [host for host in node_at if node_at[host] != driver] or [*self.cluster.hosts]
+        liar = chosen.choice(others)
         seconds = chosen.choice(self.lasting)
         self.wild, self.careful = chosen.choice(WILD), chosen.choice(CAREFUL)
         self.each = chosen.choice(self.at_once)
-        self.cluster.guilty.add(one)
-        self.cluster.lying.add(one)
+        self.cluster.guilty.add(liar)
+        self.cluster.lying.add(liar)
         how = f"{self.wild:.0%} of it wild, {self.careful:.0%} careful"
-        self.world.say(one, f"babbles for {seconds:.0f} s, {how}")
-        self.cluster.tampering[one] = self._remembered
-        self._babble(one, self.world.now + seconds)
+        self.world.say(liar, f"babbles for {seconds:.0f} s, {how}")
+        self.cluster.tampering[liar] = self._remembered
+        self._babble(liar, self.world.now + seconds)
         return seconds + 5.0
 
     def _babble(self, host: str, until: float) -> None:
@@ -104,7 +104,7 @@ class Babbling(Lying):
         member = node.name in self.cluster.registry.names()
         late = member and self.world.now > since + OUT
         self.cluster.demand(not late, "I6", f"{node.name} babbles, and is a member still")
-        for link in sorted(node.links.by_peer.values(), key=lambda one: one.peer):
+        for link in sorted(node.links.by_peer.values(), key=lambda link: link.peer):
             for _ in range(self.each):
                 if not link.over.is_set() and link.connection is not None:
                     self._blurt(node, link)

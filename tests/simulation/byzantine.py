@@ -31,7 +31,7 @@ class Lying(Sick):
     """Seconds, one of which it lies for."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.said: list[pb.Message | Frame] = []
+        self.overheard: list[pb.Message | Frame] = []
         super().__init__(*arguments)
 
     def _plan_faults(self) -> float:
@@ -42,18 +42,18 @@ class Lying(Sick):
 
     def _lie(self) -> float:
         hosts = sorted(host.name for host in self.cluster.hosts.values() if host.node)
-        one, seconds = self.random.choice(hosts), self.random.choice(self.lasting)
+        liar, seconds = self.random.choice(hosts), self.random.choice(self.lasting)
         gap = self.random.choice([0.02, 0.2, 1.0])
         assert self.cluster.guilty is not None
-        self.cluster.guilty.add(one)
-        self.cluster.lying.add(one)
-        self.world.say(one, f"lies for {seconds:.0f} s")
-        self.cluster.tampering[one] = self._remembered
-        self._go_on_lying(one, self.world.now + seconds, gap)
+        self.cluster.guilty.add(liar)
+        self.cluster.lying.add(liar)
+        self.world.say(liar, f"lies for {seconds:.0f} s")
+        self.cluster.tampering[liar] = self._remembered
+        self._go_on_lying(liar, self.world.now + seconds, gap)
         return seconds + 5.0
 
     def _remembered(self, item: pb.Message | Frame) -> pb.Message | Frame:
-        self.said = [*self.said[-KEPT:], item]
+        self.overheard = [*self.overheard[-KEPT:], item]
         return item
 
     def _go_on_lying(self, host: str, until: float, gap: float) -> None:
@@ -69,25 +69,25 @@ class Lying(Sick):
         links = [link for link in node.links.by_peer.values() if not link.over.is_set()]
         if not links or not node.process.responsive:
             return
-        link = self.random.choice(sorted(links, key=lambda one: one.peer))
+        link = self.random.choice(sorted(links, key=lambda link: link.peer))
         item = self._lie_of(node, link.peer)
         self.cluster.counts["lies"] += 1
         node.links.send_as_is(link.peer, item)
 
     def _lie_of(self, node: Node, peer: str) -> pb.Message | Frame:
-        chosen, there = self.random, sorted(seat.name for seat in self.cluster.seats)
+        chosen, names = self.random, sorted(seat.name for seat in self.cluster.seats)
         seats = [seat for seat in self.cluster.seats if seat.host is node]
         member = seats[0].member if seats else None
         numbers = [0, 1, 2, self.cluster.rules.stages, self.cluster.rules.steps]
         if member is not None:
             numbers += [*member.promised, member.committed, member.step, node.view.number]
-        drawing = Drawing(chosen, there, numbers, rarely=0.0)
-        to = [seat.partition("/")[2] for seat in there if seat.startswith(f"{peer}/")]
+        drawing = Drawing(chosen, names, numbers, rarely=0.0)
+        to = [seat.partition("/")[2] for seat in names if seat.startswith(f"{peer}/")]
         by = [seat.name.partition("/")[2] for seat in seats]
         if member is not None and chosen.random() < 0.4:
-            item = self._aimed(member, chosen.choice(there))
-        elif self.said and chosen.random() < 0.4:
-            item = self._changed(chosen.choice(self.said), drawing)
+            item = self._aimed(member, chosen.choice(names))
+        elif self.overheard and chosen.random() < 0.4:
+            item = self._changed(chosen.choice(self.overheard), drawing)
         elif chosen.random() < 0.2:
             item = drawing.frame()
             if member is not None and chosen.random() < 0.5:
@@ -167,12 +167,12 @@ class Slandering(Lying):
             self.cluster.counts["lies"] += 1
 
     def _slander(self, member: MemberSide, seat: str) -> pb.Message:
-        one = self.chosen
-        said: dict[str, pb.Cut | pb.Failed] = {
-            "cut": pb.Cut(node=one, reason="so I say", cause=self.cause),
-            "failed": pb.Failed(reason="so I say", accused=[one], cause=self.cause),
+        accused = self.chosen
+        slanders: dict[str, pb.Cut | pb.Failed] = {
+            "cut": pb.Cut(node=accused, reason="so I say", cause=self.cause),
+            "failed": pb.Failed(reason="so I say", accused=[accused], cause=self.cause),
         }
-        message = member.promised.send("", **{self.way: said[self.way]}).message
+        message = member.promised.send("", **{self.way: slanders[self.way]}).message
         message.seat, message.sender = seat, member.node.partition("/")[2]
         return message
 

@@ -381,13 +381,13 @@ class Cluster:
         ]
         return own + [
             Held(
-                one.kind,  # type: ignore[arg-type]
-                Source(seat.name, one.stage, one.step, one.lineage),
-                Ballot.of(one.made),
-                one.digest,
+                holding.kind,  # type: ignore[arg-type]
+                Source(seat.name, holding.stage, holding.step, holding.lineage),
+                Ballot.of(holding.made),
+                holding.digest,
             )
             for seat in seats
-            for one in seat.serving.listed()
+            for holding in seat.serving.listed()
         ]
 
     def decisions(self, step: int, having: list[Seat], left: list[Seat]) -> list[Decision]:
@@ -402,9 +402,9 @@ class Cluster:
         trained = {seat.stage for seat in having if seat.member.boosted_at < step}
         guessed = frozenset(survivors.keys() - trained)
         held, givers = self.held(left), [seat.name for seat in left if seat.weights.origin]
-        what = Left(rules.stages, step, survivors, self.lineage, held, guessed, made, givers)
+        remains = Left(rules.stages, step, survivors, self.lineage, held, guessed, made, givers)
         stages = range(rules.stages + 1)
-        return [decide(stage, what, rules.policy, rules.strict) for stage in stages]
+        return [decide(stage, remains, rules.policy, rules.strict) for stage in stages]
 
     @property
     def nodes(self) -> list[Node]:
@@ -456,9 +456,9 @@ class Cluster:
                 if trap.countdown == 0:
                     trap.spring()
 
-    def demand(self, holds: bool, invariant: str, what: str) -> None:
+    def demand(self, holds: bool, invariant: str, why: str) -> None:
         if not holds:
-            raise InvariantError(f"{invariant}: {what}")
+            raise InvariantError(f"{invariant}: {why}")
 
     def check_issued(self, before: registry.View, view: registry.View) -> None:
         if self.guilty is None or view.number > before.number + 1:
@@ -467,7 +467,7 @@ class Cluster:
         stay = {member.node for member in view.members}
         gone = [member for member in before.members if member.node not in stay]
         left = [member for member in before.members if member.node in stay]
-        innocent = [one.node for one in gone if not self._may_go(one, left, view.reason)]
+        innocent = [member.node for member in gone if not self._may_go(member, left, view.reason)]
         self.demand(not innocent, "I6", f"{innocent} evicted: {view.reason}")
 
     def _may_go(
@@ -506,9 +506,9 @@ class Cluster:
         lost = lost or (kind == "rebuilding" and fields["method"] not in (*COPIED, "twin"))
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
-    def agree(self, holds: bool, what: str) -> None:
+    def agree(self, holds: bool, why: str) -> None:
         """Demands one history, unless a driver signs two: then no step follows on that one."""
-        self.demand(holds or self.parting, "I2", what)
+        self.demand(holds or self.parting, "I2", why)
 
     def check_start(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
         """In the compute thread, when everything before the attempt is done."""
@@ -570,19 +570,20 @@ class Cluster:
         weights, stage = seat.weights, seat.stage
         who = f"{seat.name} of stage {stage} applies step {commit.step}"
         self.demand(weights.step == commit.step - 1, "I3", f"{who} on step {weights.step}")
-        found = weights.gradient[TRAINED][1:]
+        gradient = weights.gradient[TRAINED][1:]
         window = self.window(commit.step, weights.stage)
         if self.run.wire.averaging != "none":
-            self.check_owed(seat, commit, found - window)
-        elif not torch.equal(found, window):
-            self.demand(False, "I1", f"{who} with {found}, not {window}")
+            self.check_owed(seat, commit, gradient - window)
+        elif not torch.equal(gradient, window):
+            self.demand(False, "I1", f"{who} with {gradient}, not {window}")
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
         same = attempt.chain == weights.chain and not attempt.parted
         self.demand(same, "I2", f"{who} with another history")
         if seat.name in attempt.nodes:
-            told = self.voted.setdefault((ballot, weights.stage), weights.told)
-            self.demand(told == weights.told, "I2", f"{who}, and its replicas told of others")
+            voted = self.voted.setdefault((ballot, weights.stage), weights.last_digest)
+            same = voted == weights.last_digest
+            self.demand(same, "I2", f"{who}, and its replicas told of others")
         if ballot < self.lineage_from:
             return
         before = self.confirmed.setdefault(commit.step - 1, weights.chain)
@@ -608,10 +609,10 @@ class Cluster:
         trained = self.replicas[ballot, stage]
         if commit.skipped or seat.name not in trained:
             return
-        there = self.owed.setdefault((ballot, stage), {})
-        there[seat.name] = _more(seat.averaging.feedback, ballot)
-        if there.keys() == trained:
-            left = sum(there.values()) + above
+        feedback = self.owed.setdefault((ballot, stage), {})
+        feedback[seat.name] = _more(seat.averaging.feedback, ballot)
+        if feedback.keys() == trained:
+            left = sum(feedback.values()) + above
             who = f"the replicas of stage {stage} in step {commit.step}"
             self.demand(bool(left.abs().max() < 1.0), "I1", f"{who} leave {left} out")
             self.counts["owed"] += len(trained) > 1
@@ -675,10 +676,10 @@ class Cluster:
         best = resume(self.held(members), self.rules.stages)
         assert best is not None
         self.demand(best.step == step, "I3", f"{who}, but there is step {best.step}")
-        there = self.files.newest_common(self.rules.stages)
-        if there is not None and (mixed or there > (best.lineage, best.step)):
+        common = self.files.newest_common(self.rules.stages)
+        if common is not None and (mixed or common > (best.lineage, best.step)):
             self.counts["resumed too early"] += 1  # a host that comes yet has more
-            self.world.say(seat.name, f"goes to {step}, although there is {there}")
+            self.world.say(seat.name, f"goes to {step}, although there is {common}")
 
     def check_fallback(self, seat: Seat, fields: Mapping[str, Any]) -> None:
         """The policy is given up only where it can't serve."""
@@ -729,8 +730,8 @@ class Cluster:
         self.demand(newer, "I3", f"{who} over {seat.weights.age}")
         for state in states:
             named = {(s.lineage, s.step) for s in sync.sources if s.stage == state.id.stage}
-            said = state.id.age in named or not state.id.step
-            self.demand(said, "I5", f"{who}, and got {state.id.age}, not what was named: {named}")
+            is_named = state.id.age in named or not state.id.step
+            self.demand(is_named, "I5", f"{who}, and got {state.id.age}, not one of {named}")
         if sync.method in (*COPIED, *INEXACT):
             self.demand(len(set(map(chain_of, states))) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
@@ -755,9 +756,9 @@ class Cluster:
         if exact and (same_step or back) and not mixed:
             self.demand(chain_of(state) == weights.chain, "I5", f"{who}, of another history")
             whole, alone = _digests(weights.optimizer)
-            found = whole if "first_moment" in state.tensors else alone
+            digest = whole if "first_moment" in state.tensors else alone
             had = self._had(weights.chain, weights.stage)
-            self.demand(found in had, "I5", f"{who}, which it never had")
+            self.demand(digest in had, "I5", f"{who}, which it never had")
         if sync.method in ARRIVED and not self.guilty:
             had = self._had(chain_of(state), weights.stage)
             alone = weights_digest(state.tensors["weights"])
@@ -774,16 +775,16 @@ class Cluster:
         had applied the last, only its twins have that, and what is copied from them."""
         return self.known.get((chain, stage)) or self.twins.get((chain, stage), set())
 
-    def check_announced(self, seat: Seat, said: pb.Holding, held: StageState) -> None:
+    def check_announced(self, seat: Seat, holding: pb.Holding, held: StageState) -> None:
         """What a node says it holds: of this run, and not ahead of its own weights."""
         if self.guilty:
             return  # it may be of weights that changed while they were sent
-        what = f"{seat.name} announces a {said.kind} of stage {said.stage} at {held.id.age}"
-        known = self._had(chain_of(held), said.stage)
+        claim = f"{seat.name} announces a {holding.kind} of stage {holding.stage} at {held.id.age}"
+        known = self._had(chain_of(held), holding.stage)
         digest = weights_digest(held.tensors["weights"])
-        self.demand(digest in known, "I5", f"{what}, which was never committed")
+        self.demand(digest in known, "I5", f"{claim}, which was never committed")
         step = self.steps.get(chain_of(held), 0)
-        self.demand(step == said.step, "I5", f"{what}, which is of step {step}")
+        self.demand(step == holding.step, "I5", f"{claim}, which is of step {step}")
 
     def _holders(self, step: int) -> list[Seat]:
         """Live members that have the step in their weights, or were ready to commit it."""

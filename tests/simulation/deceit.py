@@ -24,15 +24,15 @@ class Deceitful(Driver):
 
     lie: str
     changes_weights = True
-    told = 0  # lies
+    lies = 0
 
     def send_step(self, step: pb.Step, now: float) -> Turn:
         turn = super().send_step(step, now)
         if not step.HasField("commit"):
             return turn
         deceived = self._deceived()
-        told = [told for one in turn.effects for told in self._told(one, deceived)]
-        return Turn(told, turn.phase)
+        effects = [sent for effect in turn.effects for sent in self._lie_to(effect, deceived)]
+        return Turn(effects, turn.phase)
 
     def _deceived(self) -> set[str]:
         """The last one of each stage that has others."""
@@ -40,10 +40,10 @@ class Deceitful(Driver):
         stages = list(self.members.values())
         return {node for stage, node in last.items() if stages.count(stage) > 1}
 
-    def _told(self, effect: Effect, deceived: set[str]) -> Sequence[Effect]:
+    def _lie_to(self, effect: Effect, deceived: set[str]) -> Sequence[Effect]:
         if not isinstance(effect, Send) or effect.to not in deceived:
             return [effect]
-        self.told += 1
+        self.lies += 1
         if self.lie == "nothing":
             return []
         message = pb.Message()
@@ -80,13 +80,13 @@ class Vanishing(Deceitful):
 
     lie = "another"
 
-    def _told(self, effect: Effect, deceived: set[str]) -> Sequence[Effect]:
+    def _lie_to(self, effect: Effect, deceived: set[str]) -> Sequence[Effect]:
         if not isinstance(effect, Send) or effect.to == self.node:
             return [effect]
         if effect.to not in deceived:
             return []
         for _ in range(1 + self.members[effect.to]):
-            (effect,) = super()._told(effect, deceived)
+            (effect,) = super()._lie_to(effect, deceived)
         return [effect]
 
 
@@ -162,7 +162,7 @@ class Abandoned(Deceived):
 
     def _look(self, node: Node) -> None:
         drivers = [seat.driver for seat in node.seats.agents.values()]
-        if any(isinstance(driver, Vanishing) and driver.told for driver in drivers):
+        if any(isinstance(driver, Vanishing) and driver.lies for driver in drivers):
             self.cluster.counts["vanished"] += 1
             self.cluster.crash(node.process, "when it has told some of a commit")
         elif not node.ended:

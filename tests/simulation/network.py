@@ -88,7 +88,7 @@ class Network:
 
     def died(self, process: Process) -> None:
         """The process is gone without a word."""
-        self.listeners = {at: one for at, one in self.listeners.items() if one.process != process}
+        self.listeners = {at: end for at, end in self.listeners.items() if end.process != process}
         for connection in self.connections:
             if process in [end.process for end in connection.ends]:
                 connection.break_off()
@@ -96,7 +96,7 @@ class Network:
     # --- looking for silence
 
     def _watch(self) -> None:
-        self.connections = [one for one in self.connections if one.is_wanted()]
+        self.connections = [connection for connection in self.connections if connection.is_wanted()]
         for connection in self.connections:
             connection.pass_on()
             connection.look()
@@ -106,13 +106,13 @@ class Network:
 class Connection:
     """What one of two has dialled. What comes to an end comes in order."""
 
-    def __init__(self, network: Network, one: End, other: End) -> None:
+    def __init__(self, network: Network, near: End, far: End) -> None:
         self.network, self.world = network, network.world
-        self.ends = one, other
+        self.ends = near, far
         self.intact = True
         self._cut = False  # what was on its way when it broke is lost
-        self._queues: dict[End, deque[Any]] = {one: deque(), other: deque()}  # by receiver
-        self._last = {one: 0.0, other: 0.0}  # when the newest comes
+        self._queues: dict[End, deque[Any]] = {near: deque(), far: deque()}  # by receiver
+        self._last = {near: 0.0, far: 0.0}  # when the newest comes
         self._held: Counter[End] = Counter()  # how many of those wait
         network.connections.append(self)
 

@@ -235,8 +235,8 @@ class VirtualDisk:
         self._saved, self._failed, self._check = saved, failed, check
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
-        there = self._files.of(*self._folder)
-        saves = [there[age] for age in sorted(there, reverse=True) if age not in refused]
+        files = self._files.of(*self._folder)
+        saves = [files[age] for age in sorted(files, reverse=True) if age not in refused]
         return [replace(save.id, digest=_digest_of(save)) for save in saves]
 
     def damaged(self) -> set[Age]:
@@ -264,8 +264,8 @@ class VirtualDisk:
 
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
         state = self._files.of(*self._folder).get(save)
-        found = SaveError(f"there is no save of {save}") if state is None else state
-        self._process.after(self._process.world.random.uniform(0.01, 0.3), then, found)
+        result = SaveError(f"there is no save of {save}") if state is None else state
+        self._process.after(self._process.world.random.uniform(0.01, 0.3), then, result)
 
     def finish(self, seconds: float) -> None:
         """What is being written goes on."""

@@ -360,8 +360,8 @@ class Scenario:
 
     def _isolate(self) -> float:
         hosts = [*sorted(self.cluster.hosts), "registry"]
-        one = self.random.choice(hosts)
-        return self._part_off([one], [host for host in hosts if host != one])
+        alone = self.random.choice(hosts)
+        return self._part_off([alone], [host for host in hosts if host != alone])
 
     def _isolate_driver(self) -> float:
         """Its last commit may be known to nobody else; its files outlive it."""
@@ -377,8 +377,8 @@ class Scenario:
         """Two can't reach each other, though all others can reach both."""
         driver = self._driver()
         hosts = [*sorted(self.cluster.hosts), "registry", "registry"]
-        one = self.random.choice(hosts) if driver is None else driver.process.host
-        return self._part_off([one], [self.random.choice([host for host in hosts if host != one])])
+        own = self.random.choice(hosts) if driver is None else driver.process.host
+        return self._part_off([own], [self.random.choice([host for host in hosts if host != own])])
 
     def _part_off(self, left: list[str], right: list[str]) -> float:
         number, seconds = next(self._partitions), self.random.choice([1.0, 3.0, 8.0, 15.0])
@@ -401,25 +401,25 @@ class Scenario:
 
     def _break_link(self) -> float:
         """Its connection, that is; a link goes on by another one."""
-        if there := [one for one in self.cluster.network.connections if one.intact]:
-            self._break_off(self.random.choice(there))
+        if intact := [c for c in self.cluster.network.connections if c.intact]:
+            self._break_off(self.random.choice(intact))
         return 0.0
 
     def _break_link_of_driver(self) -> float:
         driver = self._driver()
-        if there := [
+        if its_own := [
             connection
             for connection in self.cluster.network.connections
             if connection.intact
             and driver is not None
             and driver.process in [end.process for end in connection.ends]
         ]:
-            self._break_off(self.random.choice(there))
+            self._break_off(self.random.choice(its_own))
         return 4.0
 
     def _break_off(self, connection: Connection) -> None:
-        one, other = (end.process.host for end in connection.ends)
-        self.world.say("network", f"breaks a connection of {one} and {other}")
+        host, other = (end.process.host for end in connection.ends)
+        self.world.say("network", f"breaks a connection of {host} and {other}")
         connection.break_off()
 
     def _freeze_registry(self) -> float:
@@ -468,12 +468,12 @@ class Scenario:
             if world.now > self.quiet_from + LONGEST:
                 cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
 
-    def report(self, what: str) -> str:
+    def report(self, problem: str) -> str:
         rules = self.cluster.rules
         shape = f"{rules.stages} body stages, {len(self.cluster.hosts)} hosts, {rules.steps} steps"
         return "\n".join(
             [
-                f"seed {self.seed}: {what}",
+                f"seed {self.seed}: {problem}",
                 f"at {self.world.now:.3f} s; faults over at {self.quiet_from:.1f} s; {shape}",
                 *list(self.world.trace)[-TAIL:],
                 self.cluster.who_waits(),

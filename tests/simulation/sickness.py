@@ -65,18 +65,18 @@ class Sick(Scenario):
 
     def _blink_host(self) -> float:
         """One host loses sight of all others, again and again."""
-        one = self.random.choice(self._all_hosts())
-        return self._blink([one], [host for host in self._all_hosts() if host != one])
+        blinking = self.random.choice(self._all_hosts())
+        return self._blink([blinking], [host for host in self._all_hosts() if host != blinking])
 
     def _blink_pair(self) -> float:
-        one, other = self.random.sample(self._all_hosts(), 2)
-        return self._blink([one], [other])
+        host, other = self.random.sample(self._all_hosts(), 2)
+        return self._blink([host], [other])
 
     def _blink_all(self) -> float:
         """Each link by itself, at its own times."""
         hosts = self._all_hosts()
-        pairs = [(one, other) for i, one in enumerate(hosts) for other in hosts[i + 1 :]]
-        return max(self._blink([one], [other]) for one, other in pairs)
+        pairs = [(host, other) for i, host in enumerate(hosts) for other in hosts[i + 1 :]]
+        return max(self._blink([host], [other]) for host, other in pairs)
 
     def _all_hosts(self) -> list[str]:
         return [*sorted(self.cluster.hosts), "registry"]
@@ -94,31 +94,31 @@ class Sick(Scenario):
         """Some pairs lose their links."""
         hosts, seconds = sorted(self.cluster.hosts), 0.0
         for _ in range(self.random.randint(1, 4)):
-            one, other = self.random.sample(hosts, 2)
-            seconds = max(seconds, self._lose([one], [other], self.random.uniform(1.0, LONG)))
+            host, other = self.random.sample(hosts, 2)
+            seconds = max(seconds, self._lose([host], [other], self.random.uniform(1.0, LONG)))
         return seconds
 
     def _isolate_from_nodes(self) -> float:
         """One host, which the registry hears."""
         hosts = sorted(self.cluster.hosts)
-        one = self.random.choice(hosts)
-        others = [host for host in hosts if host != one]
-        return self._lose([one], others, self.random.uniform(1.0, LONG))
+        alone = self.random.choice(hosts)
+        others = [host for host in hosts if host != alone]
+        return self._lose([alone], others, self.random.uniform(1.0, LONG))
 
     def _isolate_from_registry(self) -> float:
         """One host, for so long that it may lose its place to a replica."""
-        one, now = self.random.choice(sorted(self.cluster.hosts)), self.world.now
+        host, now = self.random.choice(sorted(self.cluster.hosts)), self.world.now
         seconds = self.random.uniform(3.0, 20.0)
-        if any(one in pair and until > now + SHORT for pair, until in self.rested.items()):
+        if any(host in pair and until > now + SHORT for pair, until in self.rested.items()):
             return 0.0  # nobody at all could reach it
-        self.cluster.unheard.add(one)
-        self.away[one] = now + seconds + REST
-        return self._lose([one], ["registry"], seconds)
+        self.cluster.unheard.add(host)
+        self.away[host] = now + seconds + REST
+        return self._lose([host], ["registry"], seconds)
 
     def _part_two(self) -> float:
         """For so long that others have to carry for them."""
-        one, other = self.random.sample(sorted(self.cluster.hosts), 2)
-        return self._lose([one], [other], self.random.uniform(10.0, 40.0))
+        host, other = self.random.sample(sorted(self.cluster.hosts), 2)
+        return self._lose([host], [other], self.random.uniform(10.0, 40.0))
 
     def _lose(self, left: list[str], right: list[str], seconds: float) -> float:
         self._pause(left, right, seconds)
@@ -126,7 +126,7 @@ class Sick(Scenario):
 
     def _pause(self, left: list[str], right: list[str], seconds: float) -> None:
         number, network, now = next(self._partitions), self.cluster.network, self.world.now
-        pairs = [frozenset((one, other)) for one in left for other in right]
+        pairs = [frozenset((host, other)) for host in left for other in right]
         if any(self.rested.get(pair, 0.0) > now for pair in pairs):
             return  # together they would take too long
         away = any(self.away.get(host, 0.0) > now for host in (*left, *right))
@@ -201,13 +201,13 @@ class Poisoned(Sick):
         if not hosts:  # nobody has started yet
             self.world.after(1.0, self._strike, self._poison)
             return 1.0
-        one, guilty = self.random.choice(hosts), self.cluster.guilty
+        culprit, guilty = self.random.choice(hosts), self.cluster.guilty
         share, seconds = self.random.choice([0.01, 0.1, 1.0]), self.random.choice([5.0, 30.0])
         assert guilty is not None
-        guilty.add(one)
-        self.world.say(one, f"sends {share:.0%} wrong for {seconds:.0f} s: {way.__name__}")
-        way(one, share)
-        self.world.after(seconds, self._heal, one)
+        guilty.add(culprit)
+        self.world.say(culprit, f"sends {share:.0%} wrong for {seconds:.0f} s: {way.__name__}")
+        way(culprit, share)
+        self.world.after(seconds, self._heal, culprit)
         return seconds
 
     def _heal(self, host: str) -> None:

@@ -177,7 +177,7 @@ class Stage:
         self.void = False  # overwritten by what isn't fit to train yet
         self.corrupted = False  # not what the commits have made of them
         self.misapplies = False  # the next update
-        self.told = b""  # the digest that was taken last
+        self.last_digest = b""  # the digest that was taken last
         self.work = Work(self)
         self._reduced = self.omega = 0.0
 
@@ -186,14 +186,14 @@ class Stage:
         return read_chain(self.optimizer.weights)
 
     def digest(self) -> bytes:
-        self.told = self.optimizer.digest()
-        return self.told
+        self.last_digest = self.optimizer.digest()
+        return self.last_digest
 
     def corrupt(self) -> None:
         self.corrupted = True
         chosen = self.cluster.world.random
         moment = chosen.choice([self.optimizer.first_moment, self.optimizer.second_moment])
-        moment = moment[self.optimizer.in_turn()]  # others are found once they have done harm
+        moment = moment[self.optimizer.in_turn()]  # others are initial once they have done harm
         wrong = chosen.choice([self.optimizer.weights[TRAINED], moment])
         wrong[chosen.randrange(len(wrong))] += 1.0
 
@@ -236,8 +236,8 @@ class Stage:
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
     def checkpoint_state(self, stage: int) -> StageState:
-        found = self.initial_state(stage, 0)
-        return replace(found, tensors={"weights": found.tensors["weights"]})
+        initial = self.initial_state(stage, 0)
+        return replace(initial, tensors={"weights": initial.tensors["weights"]})
 
     def take_frozen_weights(self, weights: torch.Tensor, giver: str) -> None:
         raise AssertionError("all that is here is trained")

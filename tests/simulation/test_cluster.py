@@ -113,11 +113,12 @@ class Muddled(MemberSide):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
-        one = metafunc.config.getoption("seed", default=None)
+        seed = metafunc.config.getoption("seed", default=None)
         count = metafunc.config.getoption("seeds", default=None) or SEEDS
-        starts = range(0, count, CHUNK) if one is None else [one]
+        starts = range(0, count, CHUNK) if seed is None else [seed]
         chunks = [
-            range(start, min(start + CHUNK, count) if one is None else one + 1) for start in starts
+            range(start, min(start + CHUNK, count) if seed is None else seed + 1)
+            for start in starts
         ]
         names = [f"{chunk.start}-{chunk.stop - 1}" for chunk in chunks]
         metafunc.parametrize("seeds", chunks, ids=names)

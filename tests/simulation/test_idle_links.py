@@ -18,7 +18,7 @@ from simulation.scenario import run
 def few(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
     """With the driver all, with others half of those with whom it has to do in a step."""
     needed = neighbours.to_link(own, view, stages, swapped)
-    carrying = {one for relay in view.relays for one in (relay.a, relay.b, relay.via)}
+    carrying = {node for relay in view.relays for node in (relay.a, relay.b, relay.via)}
     return [
         peer
         for peer in needed

@@ -30,15 +30,15 @@ class Departing(Shrinking):
         return super()._plan_faults()
 
     def lose(self) -> None:
-        there = [node for node in self._some() if not node.retiring]
+        alive = [node for node in self._some() if not node.retiring]
         self.fewest = min(self.fewest, len(self.cluster.nodes))
-        if len(there) == 1 and len(self.cluster.nodes) > 1:
+        if len(alive) == 1 and len(self.cluster.nodes) > 1:
             self.world.after(1.0, self.lose)  # the last one is taking over what they have
             return
-        if len(there) == 1:
+        if len(alive) == 1:
             self.after_commits(BETWEEN, self.bring_back)
             return
-        for node in self.random.sample(there, min(len(there) - 1, self.random.choice([1, 1, 2]))):
+        for node in self.random.sample(alive, min(len(alive) - 1, self.random.choice([1, 1, 2]))):
             self.cluster.retire(node)
         self.after_commits(BETWEEN, self.lose)
 
@@ -67,9 +67,9 @@ class CutOff(Shrinking):
         return 30.0
 
     def lose(self) -> None:
-        there = self._some()
-        if len(there) > 1:
-            leaver = self.random.choice(there)
+        alive = self._some()
+        if len(alive) > 1:
+            leaver = self.random.choice(alive)
             self.cluster.retire(leaver)
             self.world.after(0.0, self.watch, leaver)
 
@@ -106,15 +106,15 @@ class Ending(Shrinking):
 
     def _plan_faults(self) -> float:
         self.world.straggling = 0.0  # nothing else takes as long as an heir
-        self.told: list[Node] = []
+        self.retired: list[Node] = []
         self.taken: list[str] = []
         self.after_commits(5, self.end)
         return 30.0
 
     def end(self) -> None:
         self.began = self.world.now
-        self.told = list(self.cluster.nodes)
-        for node in self.told:
+        self.retired = list(self.cluster.nodes)
+        for node in self.retired:
             self.cluster.retire(node)
         self.cluster.on_event = self.on_event  # type: ignore[method-assign]
 
@@ -132,7 +132,7 @@ class Ending(Shrinking):
         return any(member.leaving for member in before.members if member.node == node_of(seat))
 
     def run(self) -> Result:
-        while not self.told or self.cluster.nodes:
+        while not self.retired or self.cluster.nodes:
             self.world.run_until(self.world.now + 0.01)
         assert not self.taken, "whoever leaves took a seat"
         return Result("ended", self.world.now - self.began, self.cluster.counts)
@@ -157,8 +157,8 @@ class EndingInAnUpdate(Ending):
         self.world.after(self.random.uniform(0.0, 0.1), self.end_then)
 
     def end_then(self) -> None:
-        there = [seat for node in self.cluster.nodes for seat in node.seats.agents.values()]
-        self.cluster.counts["changing"] += sum(seat.member.changing for seat in there)
+        seats = [seat for node in self.cluster.nodes for seat in node.seats.agents.values()]
+        self.cluster.counts["changing"] += sum(seat.member.changing for seat in seats)
         super().end()
 
 

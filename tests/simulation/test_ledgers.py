@@ -101,10 +101,10 @@ class Bereft(InRows):
         for node in self._some():
             if 0 in node.stages:
                 self.cluster.files.stalled[node.process.host] = self.world.now + 9.0
-        there = [node for node in self._some() if 1 in node.stages]
-        for node in there[: records.MEMORIES]:
+        holders = [node for node in self._some() if 1 in node.stages]
+        for node in holders[: records.MEMORIES]:
             self.cluster.network.latency[driver.process.host, node.process.host] = 9.0
-        for node in there[:2]:
+        for node in holders[:2]:
             self.world.after(0.5, self._crash_if_alive, node.process)
         self.world.after(0.5, self._strike, self._crash_stage_0)
         self.world.after(4.0, self.cluster.network.latency.clear)

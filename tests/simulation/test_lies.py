@@ -33,6 +33,13 @@ from simulation.world import Process
 from tests.bootstrap.conftest import identity
 
 
+def check_caught(kind: type[Scenario], violation: str) -> None:
+    """In one of a few seeds."""
+    with pytest.raises(ScenarioError, match=violation):
+        for seed in range(10):
+            run(seed, kind=kind)
+
+
 def test_lies_cost_nobody_else_state_or_place() -> None:
     for seed in (0, 1, 12):  # in the last one a driver that is accused meets an overflow
         assert run(seed, kind=Lying).counts["lies"]
@@ -53,9 +60,7 @@ def test_where_nobody_is_accused_who_babbles_stays_and_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RegistryClient, "suspect", lambda *_: None)
-    with pytest.raises(ScenarioError, match=r"I6: .* babbles, and is a member still"):
-        for seed in range(10):
-            run(seed, kind=Talkative)
+    check_caught(Talkative, r"I6: .* babbles, and is a member still")
 
 
 class Obedient(MemberSide):
@@ -140,9 +145,7 @@ def test_a_registry_that_believes_the_driver_alone_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Accusations, "_heirs", lambda *_: [])
-    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, according to "):
-        for seed in range(10):
-            run(seed, kind=Accusing)
+    check_caught(Accusing, r"I6: .* evicted: .* so I say, according to ")
 
 
 def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the_run() -> None:
@@ -164,10 +167,5 @@ def test_who_never_votes_or_whose_work_nobody_gets_does_not_stop_the_run() -> No
 
 
 def test_a_driver_that_believes_every_accusation_is_caught() -> None:
-    gullible = patch.object(FaultPolicy, "believes", lambda policy, by, node: True)
-    with (
-        gullible,
-        pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, according to "),
-    ):
-        for seed in range(10):
-            run(seed, kind=Framing)
+    with patch.object(FaultPolicy, "believes", lambda policy, by, node: True):
+        check_caught(Framing, r"I6: .* evicted: .* so I say, according to ")

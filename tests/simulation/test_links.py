@@ -142,13 +142,13 @@ def test_whatever_resets_and_blinks_all_comes_once_and_in_order(seed: int) -> No
 
 def test_a_link_that_loses_what_goes_one_way_is_lost_when_that_has_lasted() -> None:
     cast = Cast(0)
-    one, other = cast.ends
+    near, far = cast.ends
     cast.network.part(0, frozenset("a"), frozenset("b"), both_ways=False)
     cast.pass_time(SETTINGS.silence - 0.6)
-    assert not one.lost + other.lost
+    assert not near.lost + far.lost
     cast.pass_time(2.0)
-    assert "silent" in other.lost[0]
-    assert "closed the link" in one.lost[0]
+    assert "silent" in far.lost[0]
+    assert "closed the link" in near.lost[0]
     cast.network.heal(0)
     cast.pass_time(3.0)
     assert [end.ups for end in cast.ends] == [2, 2]
@@ -156,19 +156,19 @@ def test_a_link_that_loses_what_goes_one_way_is_lost_when_that_has_lasted() -> N
 
 def test_two_that_cannot_reach_each_other_talk_through_a_third_and_then_directly_again() -> None:
     cast = Cast(0, "abc")
-    one, other, _ = cast.ends
+    near, far, _ = cast.ends
     cast.network.part(0, frozenset("a"), frozenset("b"))
     cast.pass_time(0.1)
     cast.new_view(2, [Relay("a", "b", "c")])
     cast.pass_time(SETTINGS.silence + 4.0)
-    assert [one.net.carrier("b"), other.net.carrier("a")] == ["c", "c"]
-    cast.send(one, other, numbered(7))
+    assert [near.net.carrier("b"), far.net.carrier("a")] == ["c", "c"]
+    cast.send(near, far, numbered(7))
     cast.pass_time(0.2)
-    assert other.came == [14]
+    assert far.came == [14]
     cast.network.heal(0)
     cast.pass_time(12.0)
-    assert [one.net.carrier("b"), other.net.carrier("a")] == ["", ""]
-    assert len(one.lost) == 1
+    assert [near.net.carrier("b"), far.net.carrier("a")] == ["", ""]
+    assert len(near.lost) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -176,14 +176,14 @@ def test_what_goes_through_a_relay_comes_once_and_in_order_while_its_links_blink
     seed: int,
 ) -> None:
     cast = Cast(seed, "abc")
-    one, other, _ = cast.ends
+    near, far, _ = cast.ends
     cast.network.part(-1, frozenset("a"), frozenset("b"))
     cast.new_view(2, [Relay("a", "b", "c")])
     cast.pass_time(SETTINGS.silence + 4.0)
     chance, rounds = cast.world.random, 30
     for number in range(rounds):
-        cast.send(one, other, numbered(number))
-        cast.send(one, other, Frame("probe", (0, 0), {"number": number}, [], bytes(300)))
+        cast.send(near, far, numbered(number))
+        cast.send(near, far, Frame("probe", (0, 0), {"number": number}, [], bytes(300)))
         if chance.random() < 0.2:
             cast.network.part(number, frozenset(chance.choice("ab")), frozenset("c"))
             cast.pass_time(chance.uniform(0.001, 0.5))
@@ -192,23 +192,23 @@ def test_what_goes_through_a_relay_comes_once_and_in_order_while_its_links_blink
             cast.reset()
         cast.pass_time(chance.uniform(0.001, 0.3))
     cast.pass_time(8.0)
-    assert [n // 2 for n in other.came if n % 2 == 0] == list(range(rounds)), "messages"
-    assert sorted(n // 2 for n in other.came if n % 2) == list(range(rounds)), "frames"
+    assert [n // 2 for n in far.came if n % 2 == 0] == list(range(rounds)), "messages"
+    assert sorted(n // 2 for n in far.came if n % 2) == list(range(rounds)), "frames"
 
 
 def test_a_session_that_ends_at_the_peer_as_it_is_resumed_is_begun_anew() -> None:
     cast = Cast(0)
-    one, other = cast.ends
-    session = other.net.session("a")
-    hello = one.net.session("b").hello()
+    near, far = cast.ends
+    session = far.net.session("a")
+    hello = near.net.session("b").hello()
 
     def return_late() -> None:
         with pytest.raises(Exception, match="no such link any more"):
-            other.net.resume("a", replace(hello, session=hello.session + 1))
+            far.net.resume("a", replace(hello, session=hello.session + 1))
 
-    cast.run(other.process.run, return_late)
-    assert other.lost == ["a has lost the link, and dialled anew"]
-    assert other.net.session("a").number > session.number
+    cast.run(far.process.run, return_late)
+    assert far.lost == ["a has lost the link, and dialled anew"]
+    assert far.net.session("a").number > session.number
 
 
 def between(cast: Cast) -> int:
@@ -244,8 +244,8 @@ def wide(monkeypatch: pytest.MonkeyPatch, seed: int) -> Cast:
     """Two nodes whose frames take several streams, over which a frame is under way."""
     monkeypatch.setattr(ChunkOutbox, "streams", property(lambda outbox: WIDE))
     cast = Cast(seed)
-    one, other = cast.ends
-    cast.send(one, other, Frame("probe", (0, 0), {"number": 0}, [], bytes(2000)))
+    near, far = cast.ends
+    cast.send(near, far, Frame("probe", (0, 0), {"number": 0}, [], bytes(2000)))
     return cast
 
 
@@ -254,20 +254,20 @@ def test_frames_over_several_streams_come_once_while_streams_break(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cast = wide(monkeypatch, seed)
-    one, other = cast.ends
+    near, far = cast.ends
     chance, rounds = cast.world.random, 30
     cast.pass_time(0.5)
     assert between(cast) == 1 + WIDE
     for number in range(1, rounds):
-        cast.send(one, other, Frame("probe", (0, 0), {"number": number}, [], bytes(1000)))
+        cast.send(near, far, Frame("probe", (0, 0), {"number": number}, [], bytes(1000)))
         if chance.random() < 0.3:
             intact = [connection for connection in cast.network.connections if connection.intact]
             for connection in chance.sample(intact, min(1, len(intact))):
                 connection.break_off(at_once=1.0)
         cast.pass_time(chance.uniform(0.001, 0.5))
     cast.pass_time(5.0)
-    assert sorted(n // 2 for n in other.came if n % 2) == list(range(rounds))
-    assert not one.lost + other.lost
+    assert sorted(n // 2 for n in far.came if n % 2) == list(range(rounds))
+    assert not near.lost + far.lost
 
 
 def end_as_a_stream_is_added(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_a_stream_that_is_added_to_a_link_that_closes_is_closed_too(
 def changed_carriers(seed: int) -> None:
     """Frames are sent while a relay takes a link over, and gives it back."""
     cast = Cast(seed, "abc")
-    one, other, _ = cast.ends
+    near, far, _ = cast.ends
     chance, sent, number = cast.world.random, 0, 1
     for carrier in ("c", "", "c", ""):
         number += 1
@@ -300,13 +300,13 @@ def changed_carriers(seed: int) -> None:
             cast.network.part(number, frozenset("a"), frozenset("b"))
         else:
             cast.network.heal(number - 1)
-        while one.net.carrier("b") != carrier:
-            cast.send(one, other, Frame("probe", (0, 0), {"number": sent}, [], bytes(300)))
+        while near.net.carrier("b") != carrier:
+            cast.send(near, far, Frame("probe", (0, 0), {"number": sent}, [], bytes(300)))
             sent += 1
             cast.pass_time(chance.uniform(0.001, 0.3))
     cast.pass_time(5.0)
-    assert not one.lost + other.lost
-    assert sorted(n // 2 for n in other.came if n % 2) == list(range(sent))
+    assert not near.lost + far.lost
+    assert sorted(n // 2 for n in far.came if n % 2) == list(range(sent))
 
 
 @pytest.mark.parametrize("seed", range(5))

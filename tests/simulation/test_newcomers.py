@@ -35,7 +35,7 @@ class Newcomers(Scenario):
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = range(rules.stages + 1)
-        return [Host(f"{one}{stage}", stage, False) for one in self.sets for stage in stages]
+        return [Host(f"{name}{stage}", stage, False) for name in self.sets for stage in stages]
 
     def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
         return Files()
@@ -97,9 +97,9 @@ class Bereaved(Newcomers):
         return replace(super()._rules("snapshot"), strict=False)
 
     def _wait_for_joiners(self) -> None:
-        there = [seat for seat in self.cluster.seats if seat.stage == 1 and seat.member.committed]
-        trains = [seat for seat in there if not seat.member.following]
-        follows = [seat for seat in there if seat.member.following]
+        having = [seat for seat in self.cluster.seats if seat.stage == 1 and seat.member.committed]
+        trains = [seat for seat in having if not seat.member.following]
+        follows = [seat for seat in having if seat.member.following]
         if trains and follows:
             hosts = trains[0].process.host, follows[0].process.host
             self.cluster.network.latency[hosts] = HEARS_LATE

@@ -53,10 +53,10 @@ class Shrinking(Scenario):
         self.cluster.traps.append(Trap("committed", count, then))  # type: ignore[arg-type]
 
     def lose(self) -> None:
-        there = self._some()
-        self.fewest = min(self.fewest, len(there))
-        able = [node for node in there if self.cluster.recoverable_without([node])]
-        if len(there) == 1 or not able:
+        alive = self._some()
+        self.fewest = min(self.fewest, len(alive))
+        able = [node for node in alive if self.cluster.recoverable_without([node])]
+        if len(alive) == 1 or not able:
             self.after_commits(BETWEEN, self.bring_back)
             return
         node = self.random.choice(able)

@@ -42,10 +42,10 @@ def main() -> None:
             super().__init__(*arguments)
             say = self.world.say
 
-            def note(who: str, what: str) -> None:
+            def note(who: str, text: str) -> None:
                 if who == "registry":
-                    lines.append(f"{self.world.now:.6f} {what}")
-                say(who, what)
+                    lines.append(f"{self.world.now:.6f} {text}")
+                say(who, text)
 
             self.world.say = note  # type: ignore[method-assign]
 

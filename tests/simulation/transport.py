@@ -212,8 +212,8 @@ class Accepted(End):
 class TcpConnection(Connection):
     """Of one stream."""
 
-    def __init__(self, network: Network, one: End, other: End) -> None:
-        super().__init__(network, one, other)
+    def __init__(self, network: Network, near: End, far: End) -> None:
+        super().__init__(network, near, far)
         self._patience = SILENCE + self.world.random.uniform(0.0, SILENCE)
         self._silent_since: float | None = None
 
@@ -226,9 +226,9 @@ class TcpConnection(Connection):
 
     def look(self) -> None:
         """What keepalive does."""
-        one, other = (end.process for end in self.ends)
-        hear = one.responsive and other.responsive
-        if hear and self.network.reach(one.host, other.host):
+        near, far = (end.process for end in self.ends)
+        hear = near.responsive and far.responsive
+        if hear and self.network.reach(near.host, far.host):
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = self.world.now
@@ -251,7 +251,7 @@ class MemoryChannel:
         self, method: str, metadata: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> Dialled:
         stream = Dialled(self._transport, self._address, method, metadata or {}, seconds)
-        self._streams = [stream, *(one for one in self._streams if not one.is_over)]
+        self._streams = [stream, *(each for each in self._streams if not each.is_over)]
         return stream
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:

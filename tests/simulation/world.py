@@ -107,8 +107,8 @@ class World(asyncio.AbstractEventLoop):
         finally:
             asyncio._set_running_loop(None)
 
-    def say(self, who: str, what: str) -> None:
-        self.trace.append(f"{self.now:9.3f} {who:>8} {what}")
+    def say(self, who: str, text: str) -> None:
+        self.trace.append(f"{self.now:9.3f} {who:>8} {text}")
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability

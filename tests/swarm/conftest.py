@@ -33,13 +33,13 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 class Up:
     """`planaria up` as a child process."""
 
-    def __init__(self, out: Path, said: Path, *arguments: str, **how: Any) -> None:
-        self.out, self.said, self.lines = out, said, Lines(out)
-        self.process = Forked(said, "up", *arguments, **how)
+    def __init__(self, out: Path, output: Path, *arguments: str, **how: Any) -> None:
+        self.out, self.output, self.lines = out, output, Lines(out)
+        self.process = Forked(output, "up", *arguments, **how)
 
     def finish(self) -> tuple[int, str]:
         """Exit status and output."""
-        return self.process.wait(DEADLINE), self.said.read_text()
+        return self.process.wait(DEADLINE), self.output.read_text()
 
     def end(self, number: signal.Signals) -> None:
         """In the middle of training; no process may be left behind."""
@@ -79,11 +79,11 @@ class Up:
 
         return {member.node for member in asyncio.run(described()).view.members}
 
-    def wait_until(self, what: str, condition: Callable[[], Any]) -> None:
+    def wait_until(self, awaited: str, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + DEADLINE
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.finish()[1]}"
-            assert time.monotonic() < deadline, f"still waiting for {what}"
+            assert self.process.poll() is None, f"ended before {awaited}:\n{self.finish()[1]}"
+            assert time.monotonic() < deadline, f"still waiting for {awaited}"
             time.sleep(0.05)
 
     def summary(self) -> dict[str, Any]:
@@ -107,14 +107,16 @@ def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
 
     def start(run: RunFile | Path, *arguments: str, at: Path = data, **how: Any) -> Up:
         """A run that is new, or goes on in a folder; `how` as for Forked."""
-        out, file, said = (tmp_path / f"{what}{len(started)}" for what in ("out", "run", "said"))
+        out, file, output = (
+            tmp_path / f"{kind}{len(started)}" for kind in ("out", "run", "output")
+        )
         if isinstance(run, Path):
             arguments = ("--resume", str(run), *arguments)
             out = run
         else:
             file.write_text(dumps(override(run, data__path=str(at))))
             arguments = (str(file), "--out", str(out), *arguments)
-        started.append(Up(out, said, *arguments, **how))
+        started.append(Up(out, output, *arguments, **how))
         return started[-1]
 
     yield start

@@ -144,8 +144,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
 def run_planaria_until(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`; in front of them, POINT@STEP: die there, at that step or later;
     POINT~STEP: hang there, which in the compute thread leaves the event loop alive."""
-    if found := re.fullmatch(r"(\w+)([@~])(\d+)", arguments[0]):
-        point, how, step = found.groups()
+    if match := re.fullmatch(r"(\w+)([@~])(\d+)", arguments[0]):
+        point, how, step = match.groups()
         _arm(*_points()[point], int(step), _die if how == "@" else _hang)
         arguments.pop(0)
     from planaria.node.machine.processes import run_planaria

@@ -107,13 +107,13 @@ class Machines:
 
     async def command(self, *words: str, join: Invitation) -> str:
         """What it says."""
-        invite, said = self.folder / "home.invite", self.folder / "home.said"
+        invite, output = self.folder / "home.invite", self.folder / "home.said"
         invite.write_text(encode(join))
         settings = {"XDG_STATE_HOME": str(self.folder / "home"), "COLUMNS": "200"}
         arguments = [*words, "--join", f"@{invite}", *self.token]
-        process = Forked(said, *arguments, environment=settings)
-        assert await asyncio.to_thread(process.wait, DEADLINE) == 0, said.read_text()
-        return said.read_text()
+        process = Forked(output, *arguments, environment=settings)
+        assert await asyncio.to_thread(process.wait, DEADLINE) == 0, output.read_text()
+        return output.read_text()
 
     async def committed(self, beyond: int) -> int:
         """As the ledgers of stage 0 have it, once it is beyond that."""

@@ -30,9 +30,9 @@ async def test_the_example_of_the_page_trains_and_exports(data, tmp_path, monkey
     assert result.losses[-1] < result.losses[0] < 1.1 * math.log(2048)
     assert result.recoveries[0]["stage"] == 1
     assert Path("my-model/config.json").exists()
-    told = capsys.readouterr().out
-    assert f"{result.losses[-1]}" in told
-    assert "\x1b" not in told
-    assert "learning rate: 0.001 after 5 steps of warm-up, then cosine" in told
-    assert "node-1.0 killed during step 6; stage 1 is lost" in told
+    printed = capsys.readouterr().out
+    assert f"{result.losses[-1]}" in printed
+    assert "\x1b" not in printed
+    assert "learning rate: 0.001 after 5 steps of warm-up, then cosine" in printed
+    assert "node-1.0 killed during step 6; stage 1 is lost" in printed
     assert 'src="data:image/png' in result._repr_html_()

@@ -30,14 +30,14 @@ def sick(data: Path, tmp_path: Path) -> Iterator[Swarm]:
 
 def test_a_node_that_hangs_says_so_and_ends_when_it_is_told_to(sick: Swarm) -> None:
     sick.start()
-    while not (said := sick.read("hangs")):
+    while not (hangs := sick.read("hangs")):
         sick.pause()
-    assert said[0]["task"] == "forward"
+    assert hangs[0]["task"] == "forward"
     pid = sick.processes.running()[HUNG]
     os.kill(pid, signal.SIGTERM)
     ended: list[int] = []
     while not ended:
-        ended = [one.status for one in sick.processes.ended() if one.slot == HUNG]
+        ended = [process.status for process in sick.processes.ended() if process.slot == HUNG]
         sick.pause()
     assert ended == [0]
     assert "hangs" in sick.processes.log(HUNG).read_text()
@@ -88,7 +88,7 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_ba
         swarm.start(2, 0)
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert not any(node.over.done() for node in others)
-    assert {node_of(told["node"]) for told in swarm.lines.events("held up")} == {sick.node}
+    assert {node_of(event["node"]) for event in swarm.lines.events("held up")} == {sick.node}
     rebuilt = swarm.lines.events("rebuilt")
     assert [(e["stage"], e["method"], e["step"]) for e in rebuilt] == [(2, "save", at)]
     assert audit(tmp_path).exact

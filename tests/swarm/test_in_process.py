@@ -64,9 +64,9 @@ def undisturbed(run: RunFile, corpus: Data, steps: int) -> list[float]:
     """The first losses that one process has, from which these keys take nothing."""
     exact = WireSection(activations="none", gradients="none")
     alone = run.model_copy(update={"saves": SavesSection(), "swarm": SwarmSection(), "wire": exact})
-    found, training = _begun(alone, corpus)
-    found.extend(islice(training, max(0, steps - len(found))))
-    return found[:steps]
+    known, training = _begun(alone, corpus)
+    known.extend(islice(training, max(0, steps - len(known))))
+    return known[:steps]
 
 
 @cache
@@ -169,15 +169,15 @@ def assert_replicas_applied_the_same(swarm: LocalSwarm) -> None:
     for event in swarm.lines.events("applied"):
         at = stage_of[event["node"]], event["step"]
         digests.setdefault(at, set()).add(event["digest"])
-    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(of_step) == 1 for of_step in digests.values())
 
 
 def assert_nothing_shows(swarm: LocalSwarm, directory: Path) -> None:
     """Of what befell it, in any step that was committed: replicas applied the same, and the losses
     are those of one process to which nothing has happened."""
     assert_replicas_applied_the_same(swarm)
-    found = losses(directory)
-    assert found == pytest.approx(undisturbed(swarm.run, swarm.corpus, len(found)), rel=1e-5)
+    seen = losses(directory)
+    assert seen == pytest.approx(undisturbed(swarm.run, swarm.corpus, len(seen)), rel=1e-5)
     assert audit(directory).exact
 
 
@@ -223,8 +223,8 @@ async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path):
         await swarm.until(lambda: all_running(swarm, here + 12))
         assert joined.seat.averaging.feedback.row.any()
     assert_replicas_applied_the_same(swarm)
-    found = losses(tmp_path)
-    assert sum(found[-3:]) < sum(found[:3])
+    seen = losses(tmp_path)
+    assert sum(seen[-3:]) < sum(seen[:3])
     assert audit(tmp_path).exact
 
 
@@ -237,8 +237,8 @@ async def test_twins_equal_the_next_stage_after_each_commit(
 
     def noted(twin: Twin, commit: pb.Commit, lr: float) -> None:
         apply(twin, commit, lr)
-        found = digests.setdefault((twin.stage, commit.step), set())
-        found.add(twin.optimizer.digest().hex())
+        of_step = digests.setdefault((twin.stage, commit.step), set())
+        of_step.add(twin.optimizer.digest().hex())
 
     monkeypatch.setattr(Twin, "apply", noted)
     changes = {"recovery__policy": "redundant", **OTHER_OPTIMIZER}
@@ -250,7 +250,7 @@ async def test_twins_equal_the_next_stage_after_each_commit(
         digests[stage_of[node_of(event["node"])], event["step"]].add(event["digest"])
     numbers = range(swarm.config.stages + 1)
     assert sorted(digests) == [(s, t) for s in numbers for t in range(1, run.steps + 1)]
-    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(of_step) == 1 for of_step in digests.values())
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
 
 
@@ -259,9 +259,9 @@ async def test_what_codecs_leave_of_tensors_is_trained_with_as_by_one_process(co
     run = small(stages=3, wire__activations="int8", wire__gradients="int4")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
-    found = [line["loss"] for line in swarm.lines.of("ledger-*.jsonl") if "step" in line]
+    seen = [line["loss"] for line in swarm.lines.of("ledger-*.jsonl") if "step" in line]
     alone = (train(run, corpus) for run in (swarm.run, small(stages=3)))
-    off = [max(abs(a - b) for a, b in zip(found, known, strict=True)) for known in alone]
+    off = [max(abs(a - b) for a, b in zip(seen, known, strict=True)) for known in alone]
     assert off[0] < off[1] / 2
 
 
@@ -290,8 +290,8 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
     assert [e["node"] for e in swarm.lines.events("handed over")] == [leaver.node]
     rebuilt = {(e["stage"], e["method"]) for e in swarm.lines.events("rebuilt")}
     assert rebuilt == {(2, "handover")}
-    found = losses(tmp_path)
-    assert found == pytest.approx(undisturbed(run, corpus, len(found)), rel=1e-5)
+    seen = losses(tmp_path)
+    assert seen == pytest.approx(undisturbed(run, corpus, len(seen)), rel=1e-5)
     assert list((tmp_path / "saves/2.0/stage-2").glob("step-*"))
     assert not swarm.lines.events("save failed")
     assert audit(tmp_path).exact
@@ -331,15 +331,15 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
         assert swarm.registry.membership.view == view
     assert len(losses(tmp_path)) >= at + 2, "the last one may not have been applied"
     assert audit(tmp_path).exact
-    told = [e["step"] for e in swarm.lines.events("applied") if node_of(e["node"]) == node.node]
-    assert told == list(range(1, told[-1] + 1)), "lines have waited, and none is lost"
+    applied = [e["step"] for e in swarm.lines.events("applied") if node_of(e["node"]) == node.node]
+    assert applied == list(range(1, applied[-1] + 1)), "lines have waited, and none is lost"
 
 
 async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus, tmp_path):
     """Also at a node that only dials out. What is exported is what each stage has saved."""
-    told = small(stages=3, steps=ENDLESS, saves__every=1, saves__keep=1000)
-    told = override(told, saves__in_flight=100)  # a slow disk leaves out no save
-    run = override(told, model__vocabulary=corpus.vocabulary)
+    run_file = small(stages=3, steps=ENDLESS, saves__every=1, saves__keep=1000)
+    run_file = override(run_file, saves__in_flight=100)  # a slow disk leaves out no save
+    run = override(run_file, model__vocabulary=corpus.vocabulary)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(2, 0)
@@ -354,18 +354,18 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
             targets[:, 5:9] = UNSCORED
             loss = await stages.loss(inputs, targets)
         async with LivingModel(access, 60.0) as model:
-            there = swarm.committed()
-            await swarm.until(lambda: swarm.committed() >= there + 2)
+            before = swarm.committed()
+            await swarm.until(lambda: swarm.committed() >= before + 2)
             sizes = [run.model.config.parameters[min(stage, 1)] for stage in range(4)]
             whole = [await model.read(stage, 0, size) for stage, size in enumerate(sizes)]
             part = await model.read(2, 100, 50)
         assert len(swarm.lines.events("aborted")) == aborted
     assert part.tolist() == whole[2][100:150].tolist()
-    assert there - 3 <= model.step <= there
+    assert before - 3 <= model.step <= before
     assert [part.tobytes() for part in saved_weights(tmp_path, run, model.step)] == [
         weights.numpy().tobytes() for weights in whole
     ]
-    weights = [torch.from_numpy(one) for one in saved_weights(tmp_path, run, stages.step)]
+    weights = [torch.from_numpy(values) for values in saved_weights(tmp_path, run, stages.step)]
     ends, *body = (inference_stage(run.model.config, stage, w) for stage, w in enumerate(weights))
     x = reduce(lambda x, stage: stage(x), body, ends.embed(inputs))
     assert loss == pytest.approx(float(ends.loss(x, targets)), rel=1e-6)
@@ -395,10 +395,10 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         await swarm.until(lambda: len(swarm.lines.events("sampled")) == 2)
-        told = await outside_access(swarm.describe, PLAIN)
-        async with LivingStages(told) as stages:
-            found = await stages.logits(tokens)
-        async with LivingModel(told, 60.0) as model:
+        description = await outside_access(swarm.describe, PLAIN)
+        async with LivingStages(description) as stages:
+            logits = await stages.logits(tokens)
+        async with LivingModel(description, 60.0) as model:
             loop = asyncio.get_running_loop()
 
             def read(*of: int) -> torch.Tensor:
@@ -408,7 +408,7 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
             await asyncio.to_thread(export, out, ModelParts(model.config, read))
     assert model.step == 4
     whole = WholeModel.load(tmp_path / "model", torch.device("cpu"))
-    torch.testing.assert_close(found, whole.logits(tokens)[0, -1])
+    torch.testing.assert_close(logits, whole.logits(tokens)[0, -1])
     speaker = Speaker(
         lambda known: whole.logits(known)[0, -1],
         corpus.tokenizer(),
@@ -437,10 +437,10 @@ async def test_samples_go_on_when_who_makes_them_is_lost(corpus, tmp_path):
         await swarm.kill(*slot)
         at = swarm.committed()
         await swarm.until(lambda: swarm.lines.events("sampled")[-1]["step"] > at)
-        (one,) = (node for node, _ in swarm.nodes.values() if node.samples)
-        assert one.node == swarm.registry.membership.view.driver
-        (told,) = one.client.reported.samples
-        assert (told.step, told.text) == (one.samples[""].step, one.samples[""].text)
+        (node,) = (node for node, _ in swarm.nodes.values() if node.samples)
+        assert node.node == swarm.registry.membership.view.driver
+        (reported,) = node.client.reported.samples
+        assert (reported.step, reported.text) == (node.samples[""].step, node.samples[""].text)
 
 
 class Away:
@@ -465,7 +465,7 @@ async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkey
             (node, _), *_ = swarm.nodes.values()
             with pytest.raises(NodeError, match="last step of stage 0 was in memory only"):
                 await check_saved(node, Away())
-        await swarm.until(lambda: not any(one.unsaved() for one, _ in swarm.nodes.values()))
+        await swarm.until(lambda: not any(node.unsaved() for node, _ in swarm.nodes.values()))
         await check_saved(node, Away())
     assert "free space" in swarm.lines.events("save failed")[0]["reason"]
     assert audit(tmp_path).exact

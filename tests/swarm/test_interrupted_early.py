@@ -37,9 +37,9 @@ def test_while_the_swarm_is_started(up, data: Path, tmp_path: Path) -> None:
         assert started.stdout is not None
         assert any("starting; logs are in" in line for line in iter(started.stdout.readline, ""))
         os.killpg(started.pid, signal.SIGINT)
-        said = started.stdout.read().splitlines()
-    assert started.returncode == 130 and not any("Traceback" in line for line in said), said
-    assert "ended by SIGINT at step 0; planaria up --resume" in said[-1]
+        output = started.stdout.read().splitlines()
+    assert started.returncode == 130 and not any("Traceback" in line for line in output), output
+    assert "ended by SIGINT at step 0; planaria up --resume" in output[-1]
     assert not (out / "logs").exists()  # by which a folder is known to be taken
     again = up(out)
-    assert again.finish()[0] == 0, again.said.read_text()
+    assert again.finish()[0] == 0, again.output.read_text()

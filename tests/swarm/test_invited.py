@@ -28,11 +28,11 @@ class Wire:
 
     @asynccontextmanager
     async def to(self, address: str) -> AsyncIterator[str]:
-        there = Address.parse(address)
+        destination = Address.parse(address)
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                far_reader, far_writer = await asyncio.open_connection(*there)
+                far_reader, far_writer = await asyncio.open_connection(*destination)
                 await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
             except OSError:
                 writer.close()
@@ -76,7 +76,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
 
         reader = decode(await machines.command("invite", "--role", "reader", join=operator))
         described = json.loads(await machines.command("status", "--json", join=reader))
-        members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
+        members = {each["member"]["node"][0]: each["member"] for each in described["members"]}
         assert members.keys() == {"a", "b", "c"}
 
         text = await machines.command("generate", "once", "--tokens", "2", join=reader)
@@ -86,14 +86,14 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
             assert await is_healthy(members[folder[0]]["address"], machines.folder / folder)
         await a_reader_is_banned(machines, members["a"]["node"], operator)
         await a_reader_has_the_page_and_figures(machines, operator)
-        [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
-        said = await machines.command("ban", members[banned]["node"], join=operator)
-        instances = {one["member"]["node"][0]: one["instance"] for one in described["members"]}
-        assert f"{instances[banned]} is banned" in said
+        [banned] = [name for name, each in members.items() if not each["seats"][0].get("stage")]
+        output = await machines.command("ban", members[banned]["node"], join=operator)
+        instances = {each["member"]["node"][0]: each["instance"] for each in described["members"]}
+        assert f"{instances[banned]} is banned" in output
         async with asyncio.timeout(DEADLINE):
             while not (ended := machines.processes.ended()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert [(one.slot, one.status) for one in ended] == [(banned, TRY_AGAIN)]
+        assert [(each.slot, each.status) for each in ended] == [(banned, TRY_AGAIN)]
         assert not await is_healthy(members[banned]["address"], machines.folder / banned)
         listed = await machines.command("members", join=operator)
         assert [line for line in listed.splitlines() if "banned" in line]
@@ -111,9 +111,9 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
 
 async def is_healthy(address: str, out: Path) -> bool:
     """As its container's probe finds."""
-    told = {"PLANARIA_LISTEN": address, "PLANARIA_OUT": str(out)}
+    settings = {"PLANARIA_LISTEN": address, "PLANARIA_OUT": str(out)}
     script = Path(__file__).parents[2] / "docker/healthcheck.py"
-    probe = await asyncio.create_subprocess_exec(sys.executable, script, env=os.environ | told)
+    probe = await asyncio.create_subprocess_exec(sys.executable, script, env=os.environ | settings)
     return await asyncio.wait_for(probe.wait(), DEADLINE) == 0
 
 
@@ -126,9 +126,9 @@ async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation
     [certificate] = machines.folder.glob("other/**/certificate-*.pem")
     instance = who_in(certificate.read_bytes()).instance
     await machines.command("ban", instance, join=operator)
-    said, _ = await asyncio.wait_for(follows.communicate(), DEADLINE)
+    output, _ = await asyncio.wait_for(follows.communicate(), DEADLINE)
     assert follows.returncode == 1
-    assert "banned" in said.decode()
+    assert "banned" in output.decode()
 
 
 async def a_reader_has_the_page_and_figures(machines: Machines, operator: Invitation) -> None:
@@ -136,8 +136,8 @@ async def a_reader_has_the_page_and_figures(machines: Machines, operator: Invita
     reader = decode(await machines.command("invite", "--role", "reader", join=operator))
     watches = await machines.begin("page", join=reader, home="watcher")
     assert watches.stdout is not None
-    said = (await asyncio.wait_for(watches.stdout.readline(), DEADLINE)).decode()
-    _, _, url = said.strip().partition("the run is shown at ")
+    line = (await asyncio.wait_for(watches.stdout.readline(), DEADLINE)).decode()
+    _, _, url = line.strip().partition("the run is shown at ")
     state = json.loads(await asyncio.to_thread(get, f"{url}state"))
     assert state["run"]["id"] == reader.run and state["progress"]["step"] > 0
     figures = await asyncio.to_thread(get, f"{url}metrics")

@@ -45,8 +45,8 @@ def test_down_to_one_node_each_stage_comes_back_as_its_policy_promises(
     assert done.killed == list(DEATHS)
     assert came_back(done) == list(zip([2, 3, 4, 0], PROMISED[policy], strict=True))
     merged = merge(sorted((done.out / "logs").glob("ledger-*.jsonl")))
-    found = audit_merged(merged)
-    assert (found.exact, found.steps) == (True, STEPS)
+    result = audit_merged(merged)
+    assert (result.exact, result.steps) == (True, STEPS)
     if policy in EXACT:
         losses = [line["loss"] for line in merged.lines]
         assert losses == pytest.approx(list(train(run, Corpus.open(data))), rel=1e-5)
@@ -54,8 +54,8 @@ def test_down_to_one_node_each_stage_comes_back_as_its_policy_promises(
 
 def came_back(done: Swarm) -> list[tuple[int, str]]:
     """By which method each seat that somebody took got its state, in this order."""
-    found: dict[str, tuple[int, str]] = {}
+    first: dict[str, tuple[int, str]] = {}
     for event in sorted(done.read("rebuilt"), key=lambda event: event["time"]):
         if was_added(event["node"]):
-            found.setdefault(event["node"], (event["stage"], event["method"]))
-    return list(found.values())
+            first.setdefault(event["node"], (event["stage"], event["method"]))
+    return list(first.values())

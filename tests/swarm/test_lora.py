@@ -70,10 +70,10 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
         swarm.start(2, 0)
         await swarm.until(swarm.finished)
         sizes = [node.seat.arithmetic.gradient.numel() for node, _ in swarm.nodes.values()]
-        told = await outside_access(swarm.describe, PLAIN)
-        async with LivingStages(told) as stages:
+        description = await outside_access(swarm.describe, PLAIN)
+        async with LivingStages(description) as stages:
             at_the_moment = await stages.logits(tokens)
-        async with LivingModel(told, 60.0) as living:
+        async with LivingModel(description, 60.0) as living:
             loop = asyncio.get_running_loop()
 
             def read(*of: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ def check_nothing_shows(done: Swarm, data: Path) -> None:
     """Every microbatch counted once, no attempt was tried again, and the losses are those of one
     process to which nothing has happened."""
     logs = done.out / "logs"
-    found = audit(logs)
-    assert found.exact
-    assert found.steps == done.run.steps
+    result = audit(logs)
+    assert result.exact
+    assert result.steps == done.run.steps
     assert [event["reason"] for event in done.read("aborted")] == []
     lines = [json.loads(line) for path in logs.glob("ledger-*.jsonl") for line in path.open()]
     losses = {line["step"]: line["loss"] for line in lines if "step" in line}

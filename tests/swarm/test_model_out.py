@@ -19,8 +19,8 @@ from tests.swarm.paced import pace_up
 from tests.swarm.small import small
 
 
-def planaria(*arguments: object, said: str = "") -> str:
-    done = CliRunner().invoke(app, list(map(str, arguments)), input=said)
+def planaria(*arguments: object, typed: str = "") -> str:
+    done = CliRunner().invoke(app, list(map(str, arguments)), input=typed)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -44,11 +44,11 @@ def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data,
     join = (swarm.out / "registry.address").read_text().strip()
     before, aborted = swarm.committed(), len(swarm.events("aborted"))
     exported = planaria("export", "--join", join, "--out", living)
-    said = planaria("generate", "--join", join, "once", "--tokens", 4)
-    assert said.startswith("once")
+    text = planaria("generate", "--join", join, "once", "--tokens", 4)
+    assert text.startswith("once")
     ask = ["generate", "--join", join, "--chat", "--tokens", 4]
     assert planaria(*ask, "How old?", "--data", chats).endswith("\n")
-    dialogue = planaria(*ask, said="How old?\nWhy?\n")
+    dialogue = planaria(*ask, typed="How old?\nWhy?\n")
     assert len(dialogue.splitlines()) >= 2
     evaluated = planaria("evaluate", "--join", join, "--data", data, "--samples", 2)
     assert re.search(r"[\d.]+ nats a token(.|\n)*of the model of step \d+", evaluated)

@@ -25,8 +25,8 @@ async def test_a_run_is_paused_and_goes_on_and_is_stopped_for_good(
             here.start_node(name, invite, None, "--save-dir", str(tmp_path / name / "saves"))
         await here.committed(beyond=2)
 
-        said = await here.command("pause", "--why", "over night", join=operator)
-        assert said.strip() == "the operator pauses the run: over night"
+        reply = await here.command("pause", "--why", "over night", join=operator)
+        assert reply.strip() == "the operator pauses the run: over night"
         status = ""
         while not re.search(r"news +paused by the run's operator: over night", status):
             status = await here.command("status", join=operator)
@@ -81,14 +81,14 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         with pytest.raises(AssertionError, match="operator"):
             await here.command("change", "steps=9", join=await here.invite("node"))
 
-        said = await here.command(
+        reply = await here.command(
             *("change", "training.batch=6", "training.microbatch=3", "training.lr=0.25"),
             *("--at", "41"),
             join=operator,
         )
-        assert re.search(r"^once step 40 is .*:\n +training.batch = 6 \(was 4\)\n", said)
-        assert "training.lr = 0.25 (was " in said
-        assert re.search(r"the learning rate at step \d+ goes from .* to ", said)
+        assert re.search(r"^once step 40 is .*:\n +training.batch = 6 \(was 4\)\n", reply)
+        assert "training.lr = 0.25 (was " in reply
+        assert re.search(r"the learning rate at step \d+ goes from .* to ", reply)
         await here.logged("a", "the run has other settings; joining again")
         newest = await here.committed(beyond=41)
         headers = [json.loads(path.open().readline()) for path in tmp_path.glob("*/ledger-*")]
@@ -111,8 +111,8 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
 
         here.processes.kill("registry")
         await here.registry_with_journal(address)
-        said = await here.command("status", "--json", join=operator)
-        status = json.loads(said[said.index("{") :])  # a warning may stand before it
+        reply = await here.command("status", "--json", join=operator)
+        status = json.loads(reply[reply.index("{") :])  # a warning may stand before it
         assert "batch = 8" in status["run_file"]
         assert [change["number"] for change in status["view"]["changes"]] == [1, 2]
         newest = await here.committed(beyond=newest)
@@ -125,8 +125,8 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         to = int(steps.split(", ")[-2])
         with pytest.raises(AssertionError, match="operator"):
             await here.command("back", "--to", str(to), join=await here.invite("node"))
-        said = await here.command("back", "--to", str(to), join=operator)
-        assert f"the run goes on from step {to + 1}" in said
+        reply = await here.command("back", "--to", str(to), join=operator)
+        assert f"the run goes on from step {to + 1}" in reply
         again: list[dict[str, object]] = []
         while len(again) < 2:
             await here.committed(beyond=to)

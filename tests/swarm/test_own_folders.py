@@ -23,10 +23,10 @@ async def test_a_registry_has_a_node_write_nowhere_but_where_its_owner_says(
             here.start_node("told-nothing", file.read_text().strip())
             while not (ended := here.processes.ended()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert [(one.slot, one.status) for one in ended] == [("told-nothing", 1)]
-        said = here.logs()
-        assert "this node has no prepared data (--data DIR)" in said
-        assert f"recovery.checkpoint.dir = '{named}'" in said and "--checkpoint-dir DIR" in said
+        assert [(process.slot, process.status) for process in ended] == [("told-nothing", 1)]
+        log = here.logs()
+        assert "this node has no prepared data (--data DIR)" in log
+        assert f"recovery.checkpoint.dir = '{named}'" in log and "--checkpoint-dir DIR" in log
         here.folders = ["--data", str(data), "--checkpoint-dir", str(mine)]
         for name in ("a", "b"):
             here.start_node(name, file.read_text().strip())

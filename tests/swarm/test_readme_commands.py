@@ -27,7 +27,7 @@ def newcomer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(kind: str, text: str, folder: Path) -> str:
+def output_of(kind: str, text: str, folder: Path) -> str:
     """What it prints; nothing may go wrong."""
     if kind == "toml":
         (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
@@ -52,9 +52,9 @@ def told(kind: str, text: str, folder: Path) -> str:
 
 def test_what_readme_says_works(newcomer: Path) -> None:
     blocks = FENCE.findall((ROOT / "README.md").read_text("utf-8"))
-    said = {text: told(kind, text, newcomer) for kind, text in blocks}
+    outputs = {text: output_of(kind, text, newcomer) for kind, text in blocks}
     trained, home, loaded, tuned = (
-        next(said[text] for text in said if sign in text)
+        next(outputs[text] for text in outputs if sign in text)
         for sign in ("planaria up", "planaria export", "from_pretrained", "--merged")
     )
     assert "stage 2 rebuilt by snapshot at step 49" in trained

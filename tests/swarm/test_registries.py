@@ -58,9 +58,9 @@ class Registries(Machines):
         async with asyncio.timeout(DEADLINE):
             while True:
                 at = await asyncio.to_thread(store.leader)
-                found = next((name for name in NAMES if at == self.at(name)), "")
-                if found and found != other_than:
-                    return found
+                name = next((name for name in NAMES if at == self.at(name)), "")
+                if name and name != other_than:
+                    return name
                 await asyncio.sleep(0.02)
 
     async def view(self, condition: Callable[[View], bool]) -> View:
@@ -151,10 +151,10 @@ async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: 
 
 def check_views(here: Registries, last: View) -> None:
     """In order, and nobody ever was evicted."""
-    told = [int(one) for one in here.etcd.history(f"planaria/{here.run}/number")]
-    kept = [View.FromString(one) for one in here.etcd.history(f"planaria/{here.run}/view")]
-    assert [view.number for view in kept] == told
-    assert all(a < b for a, b in pairwise(told)) and told[-1] == last.number
+    numbers = [int(value) for value in here.etcd.history(f"planaria/{here.run}/number")]
+    kept = [View.FromString(value) for value in here.etcd.history(f"planaria/{here.run}/view")]
+    assert [view.number for view in kept] == numbers
+    assert all(a < b for a, b in pairwise(numbers)) and numbers[-1] == last.number
     for before, view in pairwise(kept):
         assert {(m.node, m.joined) for m in before.members} <= {
             (m.node, m.joined) for m in view.members

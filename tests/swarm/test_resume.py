@@ -28,11 +28,11 @@ apart."""
 
 def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
     """By step, of each time that it was committed."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for line in lines.of(pattern):
         if "step" in line:
-            found.setdefault(line["step"], []).append(line["loss"])
-    return found
+            by_step.setdefault(line["step"], []).append(line["loss"])
+    return by_step
 
 
 def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path):
@@ -81,9 +81,9 @@ def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path)
     assert {row["method"] for row in summary["rebuilds"]} <= {"save", "replica"}
 
     golden = Reference(RUN, Corpus.open(data))
-    found = losses(Lines(out), "ledger.jsonl")
-    assert list(found) == list(range(1, 41))
-    for step, loss in found.items():
+    seen = losses(Lines(out), "ledger.jsonl")
+    assert list(seen) == list(range(1, 41))
+    for step, loss in seen.items():
         if step == run.changed_at + 1:
             golden.change(override(run, model__stages=2))
         assert loss == [pytest.approx(golden.step(), rel=EQUAL)], step
@@ -128,11 +128,11 @@ def test_on_machines_of_ones_own_saves_are_written_anew_for_another_run_file(
     (resuming,) = by_hand.events("resuming")
     assert resuming["exact"]
     assert resuming["step"] == newest - RUN.saves.every
-    found = losses(by_hand.lines, "ledger-*.jsonl")
-    assert found.keys() == set(range(1, RUN.steps + 1))
-    for step, committed in found.items():
+    seen = losses(by_hand.lines, "ledger-*.jsonl")
+    assert seen.keys() == set(range(1, RUN.steps + 1))
+    for step, committed in seen.items():
         assert committed == pytest.approx([committed[0]] * len(committed), rel=EQUAL), step
-    assert len(found[newest]) == 2
+    assert len(seen[newest]) == 2
     assert audit(tmp_path).exact
     assert refused.wait(DEADLINE) == 75, "it keeps to the run of its saves"
     assert "planaria regroup" in (tmp_path / "wrong.log").read_text()

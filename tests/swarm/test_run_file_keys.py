@@ -155,7 +155,7 @@ def gone_by(run: RunFile) -> list[object]:
 
 
 def test_every_key_has_an_effect_or_is_listed() -> None:
-    listed = {key for found in USED.values() for key in found} | OF_THE_REGISTRY
+    listed = {key for keys in USED.values() for key in keys} | OF_THE_REGISTRY
     without = {key for key, value in keys(BASE) if gone_by(changed(key, value)) == gone_by(BASE)}
     assert without == listed
 
@@ -209,8 +209,8 @@ async def test_a_live_swarm_reads_what_is_listed(corpus, data, tmp_path) -> None
                 await swarm.until(swarm.finished)
     unread = {
         key: (module, sorted(read[by_class(key)]))
-        for module, found in USED.items()
-        for key in found
+        for module, keys in USED.items()
+        for key in keys
         if module not in read[by_class(key)]
     }
     assert unread == {}

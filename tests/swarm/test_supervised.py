@@ -70,16 +70,16 @@ class ByHand:
 
     def at_stage(self, stage: int) -> list[int]:
         """Process ids of the nodes that have served the stage, in order."""
-        seats = [told["node"] for told in self.events("serving") if told["stage"] == stage]
-        pids = {told["node"]: int(told["pid"]) for told in self.events("joined")}
+        seats = [event["node"] for event in self.events("serving") if event["stage"] == stage]
+        pids = {event["node"]: int(event["pid"]) for event in self.events("joined")}
         return [pids[node_of(seat)] for seat in seats]
 
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + DEADLINE
-        while not (found := condition()):
+        while not (result := condition()):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        return found
+        return result
 
     def end(self) -> None:
         for process in self.started:
@@ -107,8 +107,8 @@ def test_a_node_that_is_killed_comes_back_and_ends_when_its_supervisor_is_told_t
     assert len(by_hand.at_stage(1)) == 2
     supervisors[1].send_signal(signal.SIGINT)
     assert supervisors[1].wait(DEADLINE) == 0
-    (told,) = by_hand.events("preempted")
-    assert told["node"] == by_hand.events("joined")[-1]["node"]
+    (preempted,) = by_hand.events("preempted")
+    assert preempted["node"] == by_hand.events("joined")[-1]["node"]
 
 
 def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited(data, tmp_path):
@@ -143,8 +143,8 @@ def test_a_node_whose_machine_is_taken_back_leaves_in_the_time_that_is_left(by_h
         end = datetime.now(UTC) + timedelta(seconds=30)
         service.action = {"action": "terminate", "time": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
         assert node.wait(DEADLINE) == 0
-    (told,) = by_hand.events("preempted")
-    assert told["reason"].startswith("AWS: terminate at ")
-    assert told["grace"] <= 30.0 - MARGIN
+    (preempted,) = by_hand.events("preempted")
+    assert preempted["reason"].startswith("AWS: terminate at ")
+    assert preempted["grace"] <= 30.0 - MARGIN
     assert len(by_hand.events("joined")) == 1
     assert "left: stopped by its owner" in (by_hand.folder / "registry.log").read_text()

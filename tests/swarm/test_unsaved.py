@@ -21,25 +21,25 @@ def saves(tmp_path: Path) -> Path:
 
 
 def test_a_model_that_is_lost_is_an_error(up, saves: Path) -> None:
-    status, said = up(small(), "--save-dir", str(saves), "--hold", "0").finish()
-    assert (status, "stage 1 was neither saved nor exported" in said) == (1, True)
+    status, output = up(small(), "--save-dir", str(saves), "--hold", "0").finish()
+    assert (status, "stage 1 was neither saved nor exported" in output) == (1, True)
 
 
-@pytest.mark.parametrize(("what", "status"), [("export", 0), ("save", 0), ("interrupt", 130)])
+@pytest.mark.parametrize(("way", "status"), [("export", 0), ("save", 0), ("interrupt", 130)])
 def test_nodes_are_kept_until_the_model_is_safe_or_given_up(
-    up, saves: Path, tmp_path: Path, what: str, status: int
+    up, saves: Path, tmp_path: Path, way: str, status: int
 ) -> None:
     swarm = up(small(), "--save-dir", str(saves))
-    swarm.wait_until("its start", swarm.said.exists)
-    told = "the last step of stage 1 is in memory only"
-    swarm.wait_until("the end of the run", lambda: told in swarm.said.read_text())
-    if what == "export":
-        (join,) = re.findall(r"planaria export --join (\S+) --out DIR", swarm.said.read_text())
+    swarm.wait_until("its start", swarm.output.exists)
+    warning = "the last step of stage 1 is in memory only"
+    swarm.wait_until("the end of the run", lambda: warning in swarm.output.read_text())
+    if way == "export":
+        (join,) = re.findall(r"planaria export --join (\S+) --out DIR", swarm.output.read_text())
         done = CliRunner().invoke(app, ["export", "--join", join, "--out", str(tmp_path / "model")])
         assert done.exit_code == 0, done.output
-    elif what == "save":
+    elif way == "save":
         (saves / "1.0/stage-1/latest").rmdir()
     else:
         swarm.process.send_signal(signal.SIGINT)
-    ended, said = swarm.finish()
-    assert (ended, "stage 1 was not saved" in said) == (status, status != 0), said
+    ended, output = swarm.finish()
+    assert (ended, "stage 1 was not saved" in output) == (status, status != 0), output

@@ -32,6 +32,20 @@ def falls_sick(node: OneSeat, alter: Callable[[Frame], Frame]) -> None:
     seat.outbox.send = altered
 
 
+async def is_taken_out(
+    swarm: LocalSwarm, slot: tuple[int, int], alter: Callable[[Frame], Frame]
+) -> OneSeat:
+    """The node of that slot falls sick, and goes; nobody else does, and steps follow."""
+    await swarm.until(lambda: swarm.committed() >= 2)
+    sick = swarm.nodes[slot][0]
+    falls_sick(sick, alter)
+    await swarm.until(sick.over.done)
+    at = swarm.committed()
+    await swarm.until(lambda: swarm.committed() >= at + 3)
+    assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
+    return sick
+
+
 def with_tensor(kind: str, tensor: torch.Tensor) -> Callable[[Frame], Frame]:
     def alter(frame: Frame) -> Frame:
         if frame.kind != kind:
@@ -62,17 +76,9 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
     corpus, tmp_path, slot, cause, alter
 ):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, others = swarm.nodes[slot][0], [n for n, _ in swarm.nodes.values()]
-        others.remove(sick)
-        falls_sick(sick, alter)
-        since = swarm.committed()
-        await swarm.until(sick.over.done)
+        sick = await is_taken_out(swarm, slot, alter)
         assert f"{cause}: " in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert at - since < 50
-        assert not any(node.over.done() for node in others)
+        assert swarm.committed() < 60
 
 
 def flips_a_bit(node: OneSeat) -> None:
@@ -116,16 +122,10 @@ def not_finite(frame: Frame) -> Frame:
 
 async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
-        falls_sick(sick, not_finite)
-        await swarm.until(sick.over.done)
+        sick = await is_taken_out(swarm, (1, 1), not_finite)
         assert "nonfinite: " in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 2)
-        assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
-        assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
-        assert other.member.last.skips == 0
+        assert {event["node"] for event in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
+        assert swarm.nodes[1, 0][0].member.last.skips == 0
 
 
 def scaled(frame: Frame) -> Frame:
@@ -141,18 +141,12 @@ async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names
 ):
     threes = small(replicas=3, steps=1000, training__batch=4, trust__spot_check=0.5)
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 2)
-        sick = swarm.nodes[1, 1][0]
-        falls_sick(sick, scaled)
-        await swarm.until(sick.over.done)
+        sick = await is_taken_out(swarm, (1, 1), scaled)
         assert "its results differ from those of two others" in sick.over.result()
-        at = swarm.committed()
-        await swarm.until(lambda: swarm.committed() >= at + 2)
-        told = swarm.lines.events("computed wrong")
-        assert {one["node"] for one in told} == {f"{sick.node}/1"}
-        assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
+        events = swarm.lines.events("computed wrong")
+        assert {event["node"] for event in events} == {f"{sick.node}/1"}
         doubted = [line["doubted"] for line in swarm.lines.of("ledger-*") if "doubted" in line]
-        assert {tuple(one[:2]) for one, *_ in doubted} == {(f"{sick.node}/1", 1)}
+        assert {tuple(event[:2]) for event, *_ in doubted} == {(f"{sick.node}/1", 1)}
 
 
 def contributes(node: OneSeat, factor: float) -> None:

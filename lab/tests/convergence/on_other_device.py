@@ -64,11 +64,11 @@ def trained(
         kept.keep(swarm, Progress())
         swarm = swarm_on(device, corpus, settings, ablation)
         assert kept.load(swarm) is not None
-    found = {"losses": torch.tensor([*losses, swarm.step(), swarm.validate()])}
+    results = {"losses": torch.tensor([*losses, swarm.step(), swarm.validate()])}
     for number, stage in enumerate(swarm.stages):
         assert stage.optimizer.weights.device == device
-        found[f"weights {number}"] = stage.optimizer.weights.cpu()
-    return found
+        results[f"weights {number}"] = stage.optimizer.weights.cpu()
+    return results
 
 
 @pytest.mark.parametrize(("settings", "ablation"), RUNS.values(), ids=RUNS)
@@ -76,8 +76,8 @@ def test_a_swarm_trains_loses_and_goes_on(
     settings: dict[str, Any], ablation: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
     corpus = Corpus.open(data)
-    found, wanted = (trained(tmp_path, corpus, settings, ablation, of) for of in (OTHER, CPU))
-    for name, value in found.items():
+    results, wanted = (trained(tmp_path, corpus, settings, ablation, of) for of in (OTHER, CPU))
+    for name, value in results.items():
         assert (value - wanted[name]).norm() <= FAR * wanted[name].norm(), name
 
 

@@ -739,11 +739,12 @@ def test_after_warm_up_a_late_step_applies_the_gradient_before_and_a_lost_stage_
 
     def applied(ablation: Ablation) -> list[tuple[int, float]]:
         """The steps in which stage 2 applied a gradient, and the gradient's norm."""
-        swarm, found = TrainingSwarm(override(run_with(), training__warmup=2), corpus, ablation), []
+        run, updates = override(run_with(), training__warmup=2), []
+        swarm = TrainingSwarm(run, corpus, ablation)
         monkeypatch.setattr(
             StageOptimizer,
             "step",
-            lambda optimizer, lr, clip_scale: found.append(
+            lambda optimizer, lr, clip_scale: updates.append(
                 (optimizer, swarm.committed + 1, optimizer.gradient.norm().item() * clip_scale)
             ),
         )
@@ -752,7 +753,7 @@ def test_after_warm_up_a_late_step_applies_the_gradient_before_and_a_lost_stage_
             if step == 5:
                 swarm.lose([2])
                 swarm.stages[2].optimizer.weights.copy_(swarm._new(2).optimizer.weights)
-        return [(step, norm) for of, step, norm in found if of is swarm.stages[2].optimizer]
+        return [(step, norm) for of, step, norm in updates if of is swarm.stages[2].optimizer]
 
     norms = dict(applied(Ablation()))
     late = applied(Ablation(late=True))

@@ -23,18 +23,18 @@ def test_seconds_are_those_of_the_formula() -> None:
     """A gigabit a second carries 4 GB in 32 s. To hear of it, the step, to leave and to spare take
     2 + 3 + 2 + 3 s. With a tenth of a second there and back, one round and those in which 14 kB
     become 4 GB."""
-    one = handover()
-    assert (one.weights, one.state) == (4 * 10**9, 12 * 10**9)
-    assert one.seconds(one.weights) == pytest.approx(10 + 32)
-    assert one.seconds(one.state) == pytest.approx(10 + 96)
+    change = handover()
+    assert (change.weights, change.state) == (4 * 10**9, 12 * 10**9)
+    assert change.seconds(change.weights) == pytest.approx(10 + 32)
+    assert change.seconds(change.state) == pytest.approx(10 + 96)
     rounds = 1 + math.log2(4e9 / 14_480 + 1)
-    assert handover(rtt=0.1).seconds(one.weights) == pytest.approx(42 + 0.1 * rounds)
+    assert handover(rtt=0.1).seconds(change.weights) == pytest.approx(42 + 0.1 * rounds)
 
 
 def test_what_a_notice_is_good_for() -> None:
     small, middle, large = handover(1, 10**7), handover(2, 5 * 10**8), handover(3, 2 * 10**9)
-    found = {n: [one.possible(n) for one in (small, middle, large)] for n in NOTICES}
-    assert found == {
+    verdicts = {n: [size.possible(n) for size in (small, middle, large)] for n in NOTICES}
+    assert verdicts == {
         120.0: ["exact", "exact", "weights"],
         30.0: ["exact", "weights", "part"],
         10.0: ["part", "part", "part"],
@@ -63,12 +63,12 @@ def test_what_a_notice_is_good_for() -> None:
 def test_more_bandwidth_more_time_and_a_smaller_stage_are_never_worse(
     parameters: int, step: float, rtt: float, mbps: float, notice: float, more: float
 ) -> None:
-    one = handover(0, parameters, step, rtt, mbps)
-    rank = BEST.index(one.possible(notice))
+    change = handover(0, parameters, step, rtt, mbps)
+    rank = BEST.index(change.possible(notice))
     better = [
         (handover(0, parameters, step, rtt, more * mbps), notice),
         (handover(0, max(1, int(parameters / more)), step, rtt, mbps), notice),
         (handover(0, parameters, step / more, rtt / more, mbps), notice),
-        (one, more * notice),
+        (change, more * notice),
     ]
     assert all(BEST.index(of.possible(seconds)) <= rank for of, seconds in better)

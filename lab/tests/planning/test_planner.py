@@ -373,9 +373,9 @@ def test_stages_need_not_divide_the_layers() -> None:
     assert stage_numbers(30, 11, unlike=False) == [1, 2, 3, 4, 5, 6, 8, 10]
     assert stage_numbers(5, 11, unlike=True) == [1, 2, 3, 4, 5]
     run = override(loads(RUN), model__layers=5)
-    found = plans(replace(question(nodes=4), run=run))
-    assert {plan.swarm.config.cut for plan in found} == {(5,), (2, 3), (1, 2, 2)}
-    assert all(isinstance(plan.run.model.stages, int) for plan in found)
+    made = plans(replace(question(nodes=4), run=run))
+    assert {plan.swarm.config.cut for plan in made} == {(5,), (2, 3), (1, 2, 2)}
+    assert all(isinstance(plan.run.model.stages, int) for plan in made)
 
 
 @given(

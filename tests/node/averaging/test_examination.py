@@ -78,7 +78,7 @@ def audited(
 
 def answers_in(network: Network) -> dict[str, bytes]:
     kept = {name: node.take_evidence(BALLOT) for name, node in network.nodes.items()}
-    return {name: bytes(one.answer(ALL).payload) for name, one in kept.items() if one}
+    return {name: bytes(own.answer(ALL).payload) for name, own in kept.items() if own}
 
 
 def audit_of(nodes: list[str]) -> AuditSum:
@@ -87,9 +87,9 @@ def audit_of(nodes: list[str]) -> AuditSum:
 
 def standing_out(result: AuditResult) -> dict[str, list[str]]:
     return {
-        node: found
+        node: failed
         for node, tests in result.outcomes.items()
-        if (found := [test for test, stands_out in tests.items() if stands_out])
+        if (failed := [test for test, stands_out in tests.items() if stands_out])
     }
 
 

@@ -29,13 +29,13 @@ class Stage:
         """Sums over tokens, of which some have far more noise than others."""
         common = torch.randn(WIDTH, generator=self.generator)
         common *= self.signal / common.norm()
-        found = {}
+        gradients = {}
         for name, tokens in zip(self.names, self.tokens().values(), strict=True):
             scale = 16 * tokens**0.5 / WIDTH**0.5
             wild = 1 + 0.5 * float(torch.rand(1, generator=self.generator))
             noise = torch.randn(WIDTH, generator=self.generator) * scale * wild
-            found[name] = tokens * common + noise
-        return found
+            gradients[name] = tokens * common + noise
+        return gradients
 
     def tokens(self) -> dict[str, int]:
         return dict(zip(self.names, self.shares, strict=True))
@@ -87,8 +87,8 @@ def test_a_liar_is_named_soon_and_nobody_else(shares: Shares, lie: Lie, reason: 
 @pytest.mark.parametrize("lie", [-1.0, 1.0])
 def test_who_contributes_without_tokens_is_named(lie: float) -> None:
     stage = Stage((0, 4, 4), 8.0)
-    found = stage.gradients()["n1"]
-    assert stage.named(100, n0=lambda x: 2 * lie * found).keys() == {"n0"}
+    gradient = stage.gradients()["n1"]
+    assert stage.named(100, n0=lambda x: 2 * lie * gradient).keys() == {"n0"}
 
 
 def test_a_liar_is_named_as_soon_after_a_long_honest_time() -> None:

@@ -78,7 +78,7 @@ def thirty_texts(folder: Path) -> Path:
 
 
 def recipe(folder: Path, *inputs: Path, **fields: Any) -> Recipe:
-    sources = [str(one) for one in inputs or (CONVERSATIONS,)]
+    sources = [str(path) for path in inputs or (CONVERSATIONS,)]
     fields = {"validation": 0.3, "end_token": "<|endoftext|>", **fields}
     return Recipe(sources, folder / "tokenizer.json", **fields)
 
@@ -90,16 +90,16 @@ def chat(folder: Path) -> Corpus:
 
 def documents(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
     """Tokens and masks of each conversation, in any order."""
-    found = []
+    texts = []
     for split in (TRAIN, VALIDATION):
         context = corpus.index.splits[split].tokens - 1
         tokens = corpus.sample(split, context, 0).tolist()
         scored = [False, *corpus.scored(split, context, 0).tolist()]
         while tokens:
             end = tokens.index(corpus.index.end_of_document) + 1
-            found.append((tokens[:end], scored[:end]))
+            texts.append((tokens[:end], scored[:end]))
             tokens, scored = tokens[end:], scored[end:]
-    return found
+    return texts
 
 
 def test_tokens_and_masks_are_those_of_transformers(folder: Path, chat: Corpus) -> None:
@@ -162,10 +162,10 @@ def test_masks_are_content_and_damage_to_them_is_found(
     whole = tmp_path / "whole.jinja"
     whole.write_text("{% generation %}" + UNMARKED + "{% endgeneration %}")
     other, _ = prepare(recipe(folder, chat_template=whole), tmp_path / "data")
-    shards = [one.index.splits[TRAIN].shards[0].checksum for one in (chat, other)]
+    shards = [corpus.index.splits[TRAIN].shards[0].checksum for corpus in (chat, other)]
     assert shards[0] == shards[1]
     assert chat.content != other.content
-    scored = [one.index.splits[TRAIN].scored or 0 for one in (chat, other)]
+    scored = [corpus.index.splits[TRAIN].scored or 0 for corpus in (chat, other)]
     ends = sum(tokens[-1] == 0 for tokens, _ in documents(other))
     ends -= other.index.splits[VALIDATION].documents
     assert 0 < scored[0] < scored[1] == other.index.splits[TRAIN].tokens - ends
@@ -197,10 +197,10 @@ def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> No
     corpus, _ = prepare(recipe(folder, chat_template=ending), tmp_path / "data")
     split = corpus.index.splits[TRAIN]
     whole = corpus.sample(TRAIN, split.tokens - 1, 0)[:-1].tolist()
-    found = np.flatnonzero(corpus.begins(TRAIN, split.tokens - 1, 0)).tolist()
-    assert len(found) == split.documents
+    starts = np.flatnonzero(corpus.begins(TRAIN, split.tokens - 1, 0)).tolist()
+    assert len(starts) == split.documents
     start = corpus.tokenizer().token_to_id("<s>")
-    assert found == [at for at, token in enumerate(whole) if token == start]
+    assert starts == [at for at, token in enumerate(whole) if token == start]
     texts = thirty_texts(tmp_path)
     plain, _ = prepare(recipe(folder, texts), tmp_path / "texts")
     tokens, begins = plain.sample(TRAIN, 64, 0), plain.begins(TRAIN, 64, 0)
@@ -241,7 +241,7 @@ def test_texts_and_conversations_are_a_mixture(folder: Path, chat: Corpus, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "problem"),
     [
         ({"messages": "hi"}, "line 1: 'messages' is no list of messages but 'hi'"),
         ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "line 1 has one of U\\+FDD0"),
@@ -249,17 +249,17 @@ def test_texts_and_conversations_are_a_mixture(folder: Path, chat: Corpus, tmp_p
     ],
 )
 def test_what_is_no_conversation(
-    folder: Path, tmp_path: Path, record: dict[str, Any], said: str
+    folder: Path, tmp_path: Path, record: dict[str, Any], problem: str
 ) -> None:
     file = tmp_path / "records.jsonl"
     file.write_text(f"{json.dumps(record)}\n" * 40)
-    with pytest.raises(CorpusError, match=said):
+    with pytest.raises(CorpusError, match=problem):
         prepare(recipe(folder, file), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "problem"),
     [
         ("{% for message in messages %}", "line 1: Unexpected end of template"),
         ("{{ raise_exception('Roles must alternate') }}", "refuses it: Roles must alternate"),
@@ -268,11 +268,11 @@ def test_what_is_no_conversation(
     ],
 )
 def test_a_template_that_can_not_be_used(
-    folder: Path, tmp_path: Path, template: str, said: str
+    folder: Path, tmp_path: Path, template: str, problem: str
 ) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(template)
-    with pytest.raises(CorpusError, match=f"own.jinja,? {said}"):
+    with pytest.raises(CorpusError, match=f"own.jinja,? {problem}"):
         prepare(recipe(folder, chat_template=file), tmp_path / "out")
 
 
@@ -314,17 +314,17 @@ def write_records(file: Path, records: list[dict[str, Any]]) -> Path:
 def test_the_same_conversations_in_another_form(
     folder: Path, chat: Corpus, tmp_path: Path, form: str
 ) -> None:
-    def record(said: list[dict[str, str]]) -> dict[str, Any]:
+    def record(conversation: list[dict[str, str]]) -> dict[str, Any]:
         if form == "sharegpt":
             names = {"user": "human", "assistant": "gpt"}
             turns = [
-                {"from": names.get(one["role"], one["role"]), "value": one["content"]}
-                for one in said
+                {"from": names.get(turn["role"], turn["role"]), "value": turn["content"]}
+                for turn in conversation
             ]
             return {"conversations": turns, "text": None}
-        return {"prompt": [], "completion": said}
+        return {"prompt": [], "completion": conversation}
 
-    file = write_records(tmp_path / "other.jsonl", [record(said) for said in messages()])
+    file = write_records(tmp_path / "other.jsonl", [record(turns) for turns in messages()])
     assert prepare(recipe(folder, file), tmp_path / "data")[0].content == chat.content
     with pytest.raises(CorpusError, match="--format alpaca have"):
         prepare(recipe(folder, file, format="alpaca"), tmp_path / "alpaca")
@@ -355,9 +355,9 @@ def test_where_no_token_ends_a_turn_the_end_of_the_document_is_scored(
     plain = tmp_path / "plain.jinja"
     plain.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
     corpus, _ = prepare(recipe(folder, chat_template=plain), tmp_path / "data")
-    found = documents(corpus)
-    assert len(found) == len(messages())
-    assert all(mask[-1] for _, mask in found)
+    texts = documents(corpus)
+    assert len(texts) == len(messages())
+    assert all(mask[-1] for _, mask in texts)
 
 
 def test_conversations_that_are_too_long_are_counted_and_cut_or_left_out(
@@ -396,7 +396,7 @@ def test_a_bad_conversation_is_left_out_and_counted(folder: Path, tmp_path: Path
         {"messages": [{"role": "assistant", "content": "half \ud83d"}]},
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
     ]
-    good = [{"messages": said} for said in messages()]
+    good = [{"messages": conversation} for conversation in messages()]
     file = write_records(tmp_path / "some.jsonl", [*bad, *good])
     corpus, _ = prepare(recipe(folder, file), tmp_path / "data")
     assert corpus.index.source and corpus.index.source.left_out == {"bad rows": (3, 0)}

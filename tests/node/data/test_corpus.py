@@ -291,8 +291,8 @@ def test_large_vocabularies_take_four_bytes(corpus: Corpus, tmp_path: Path) -> N
     wide_corpus, _ = prepare(recipe, tmp_path / "data")
     assert (wide_corpus.index.dtype, wide_corpus.vocabulary) == ("uint32", 70_001)
     assert stream(wide_corpus, "train").max() == 70_000
-    found = decoded(wide_corpus, "train") + decoded(wide_corpus, "validation")
-    assert sorted(found) == sorted(TEXTS)
+    texts = decoded(wide_corpus, "train") + decoded(wide_corpus, "validation")
+    assert sorted(texts) == sorted(TEXTS)
 
 
 def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path: Path) -> None:
@@ -714,10 +714,10 @@ def test_a_token_that_is_another_one_now_is_noticed_before_it_is_used(
         corpus.sample("train", 16, 0)
     overwrite(shard, 4, bytes([intact[4] ^ 1]))
     expected = corpus.index.splits["train"].shards[0].checksum
-    found = file_checksum(shard)
-    said = f"{shard} is damaged: its checksum is {found}, the index says {expected}"
+    checksum = file_checksum(shard)
+    problem = f"{shard} is damaged: its checksum is {checksum}, the index says {expected}"
     for _ in range(2):
-        with pytest.raises(CorpusError, match=re.escape(said)):
+        with pytest.raises(CorpusError, match=re.escape(problem)):
             corpus.sample("train", 16, 0)
     overwrite(shard, 4, intact[4:5])
     np.testing.assert_array_equal(corpus.sample("train", 16, 0), sample)

@@ -37,12 +37,12 @@ def opened(served: Served, folder: Path) -> Corpus:
 def test_samples_are_those_that_lie_there_and_no_more_is_read(
     data: Path, served: Served, tmp_path: Path
 ) -> None:
-    here, there = Corpus.open(data), opened(served, tmp_path / "here")
-    assert there.content == here.content
+    here, away = Corpus.open(data), opened(served, tmp_path / "here")
+    assert away.content == here.content
     last = here.count(TRAIN, CONTEXT) - 1
     for split, ids in ((TRAIN, [0, last, 7, 0, BLOCK // 2 // CONTEXT]), (VALIDATION, [3])):
         assert np.array_equal(
-            sample_tokens(there, split, CONTEXT, ids), sample_tokens(here, split, CONTEXT, ids)
+            sample_tokens(away, split, CONTEXT, ids), sample_tokens(here, split, CONTEXT, ids)
         )
     read, size = served.sent(SHARD), (data / SHARD).stat().st_size
     assert read == 2 * BLOCK + size % BLOCK < size, "the first two blocks, and the last one"
@@ -59,25 +59,25 @@ def test_all_of_it_can_be_verified(served: Served, tmp_path: Path) -> None:
 def test_what_is_expected_is_there_when_it_is_wanted(
     data: Path, served: Served, tmp_path: Path
 ) -> None:
-    there = opened(served, tmp_path / "here")
-    there.prefetch(TRAIN, CONTEXT, [5, 900])
+    away = opened(served, tmp_path / "here")
+    away.prefetch(TRAIN, CONTEXT, [5, 900])
     assert np.array_equal(
-        sample_tokens(there, TRAIN, CONTEXT, [5, 900]),
+        sample_tokens(away, TRAIN, CONTEXT, [5, 900]),
         sample_tokens(Corpus.open(data), TRAIN, CONTEXT, [5, 900]),
     )
     (served.folder / SHARD).unlink()
-    sample_tokens(there, TRAIN, CONTEXT, [5, 900])
+    sample_tokens(away, TRAIN, CONTEXT, [5, 900])
 
 
 def test_several_corpora_some_elsewhere(data: Path, served: Served, tmp_path: Path) -> None:
-    here, there = Corpus.open(data), opened(served, tmp_path / "here")
-    one, other = Mixture([here, here], [1, 2]), Mixture([here, there], [1, 2])
+    here, away = Corpus.open(data), opened(served, tmp_path / "here")
+    both_local, mixed = Mixture([here, here], [1, 2]), Mixture([here, away], [1, 2])
     ids = [0, here.count(TRAIN, CONTEXT) + 3]
-    assert other.elsewhere and not one.elsewhere
-    other.prefetch(TRAIN, CONTEXT, ids)
+    assert mixed.elsewhere and not both_local.elsewhere
+    mixed.prefetch(TRAIN, CONTEXT, ids)
     for mine, theirs in zip(
-        inputs_and_targets(one, TRAIN, CONTEXT, ids),
-        inputs_and_targets(other, TRAIN, CONTEXT, ids),
+        inputs_and_targets(both_local, TRAIN, CONTEXT, ids),
+        inputs_and_targets(mixed, TRAIN, CONTEXT, ids),
         strict=True,
     ):
         assert np.array_equal(mine, theirs)
@@ -90,10 +90,10 @@ def test_a_block_that_is_damaged_is_named_and_others_are_read(
     damaged = bytearray(file.read_bytes())
     damaged[BLOCK + 5] ^= 1
     file.write_bytes(damaged)
-    there = opened(served, tmp_path / "here")
-    there.sample(TRAIN, CONTEXT, 0)
+    away = opened(served, tmp_path / "here")
+    away.sample(TRAIN, CONTEXT, 0)
     with pytest.raises(CorpusError, match=rf"block 1 of http.*/{SHARD} is damaged"):
-        there.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
+        away.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
 
 
 def test_a_list_of_checksums_is_kept_and_verified(served: Served, tmp_path: Path) -> None:
@@ -110,21 +110,21 @@ def test_a_list_of_checksums_is_kept_and_verified(served: Served, tmp_path: Path
 
 
 def test_what_fails_is_tried_again_and_not_for_ever(served: Served, tmp_path: Path) -> None:
-    there = opened(served, tmp_path / "here")
+    away = opened(served, tmp_path / "here")
     served.failing = len(elsewhere.PAUSES)
-    there.sample(TRAIN, CONTEXT, 0)
+    away.sample(TRAIN, CONTEXT, 0)
     served.failing = 100
     with pytest.raises(CorpusError, match=rf"can't read bytes {BLOCK} to .* of http.*503"):
-        there.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
+        away.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
     served.failing = 0
-    there.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
+    away.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
 
 
 def test_a_server_that_serves_no_ranges_is_named(served: Served, tmp_path: Path) -> None:
-    there = opened(served, tmp_path / "here")
+    away = opened(served, tmp_path / "here")
     served.ranges = False
     with pytest.raises(CorpusError, match="its server doesn't serve ranges of bytes"):
-        there.sample(TRAIN, CONTEXT, 0)
+        away.sample(TRAIN, CONTEXT, 0)
 
 
 def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_blocks_are_kept_in_bounds(
     monkeypatch.setattr(elsewhere, "CACHED", 2 * BLOCK)
     read = []
     monkeypatch.setattr(elsewhere.Blocks, "_ask", lambda _, shard, number: read.append(number))
-    there = opened(served, tmp_path / "here")
+    away = opened(served, tmp_path / "here")
     for number in (0, 1, 0, 2, 0, 1):
-        there.prefetch(TRAIN, CONTEXT, [number * BLOCK // 2 // CONTEXT])
+        away.prefetch(TRAIN, CONTEXT, [number * BLOCK // 2 // CONTEXT])
     assert read == [0, 1, 2, 1], "the one that was wanted least recently goes"

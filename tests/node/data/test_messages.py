@@ -17,26 +17,26 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def read(*messages: Any, **fields: Any) -> Conversation:
-    found = conversation_of("line 1", {"messages": list(messages), **fields})
-    assert isinstance(found, Conversation)
-    return found
+    parsed = conversation_of("line 1", {"messages": list(messages), **fields})
+    assert isinstance(parsed, Conversation)
+    return parsed
 
 
-def said(content: Any, **fields: Any) -> dict[str, Any]:
+def says(content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (said([{"type": "text", "text": "a"}, {"text": "b"}, "c"]), said("abc")),
-        (said([{"type": "text", "text": "a", "image": None}]), said("a")),
-        (said(None, tool_calls=[CALL]), said(None, tool_calls=[CALL])),
-        ({"role": "assistant", "tool_calls": [CALL]}, said(None, tool_calls=[CALL])),
-        (said("a", tool_calls=[], name=None, more={"x": None, "y": 1}), said("a", more={"y": 1})),
-        ({"role": "gpt", "content": "a"}, said("a")),
-        ({"role": "Model", "content": "a"}, said("a")),
-        ({"from": "bot", "value": "a"}, said("a")),
+        (says([{"type": "text", "text": "a"}, {"text": "b"}, "c"]), says("abc")),
+        (says([{"type": "text", "text": "a", "image": None}]), says("a")),
+        (says(None, tool_calls=[CALL]), says(None, tool_calls=[CALL])),
+        ({"role": "assistant", "tool_calls": [CALL]}, says(None, tool_calls=[CALL])),
+        (says("a", tool_calls=[], name=None, more={"x": None, "y": 1}), says("a", more={"y": 1})),
+        ({"role": "gpt", "content": "a"}, says("a")),
+        ({"role": "Model", "content": "a"}, says("a")),
+        ({"from": "bot", "value": "a"}, says("a")),
         ({"role": "human", "content": "a"}, {"role": "user", "content": "a"}),
         ({"role": "critic", "content": "a"}, {"role": "critic", "content": "a"}),
         ({"role": "user", "content": None}, {"role": "user", "content": None}),
@@ -51,7 +51,7 @@ def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = "{% for m in messages %}{{ m.thinking }}, {{ m.reasoning_content }}{% endfor %}"
-    message = said("a", **{name: "hm"})
+    message = says("a", **{name: "hm"})
     [text], _ = render_jinja_template([[message]], chat_template=template)
     rendered = ChatTemplate(Template(template, "it", {})).render(read(message))
     assert rendered.text == text == "hm, hm"
@@ -62,7 +62,7 @@ def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None
 def test_arguments_of_a_call_are_an_object(arguments: Any, wrapped: bool) -> None:
     inner, expected = {"name": "f", "arguments": arguments}, {"name": "f", "arguments": {"x": 1}}
     call = {"function": inner} if wrapped else inner
-    [message] = read(said(None, tool_calls=[call])).messages
+    [message] = read(says(None, tool_calls=[call])).messages
     assert message["tool_calls"] == [{"function": expected} if wrapped else expected]
 
 
@@ -91,34 +91,34 @@ def test_tools_are_a_list_of_objects_or_none(tools: Any, expected: Any) -> None:
 def test_a_message_may_say_that_it_is_not_to_be_learned(
     fields: dict[str, Any], unscored: list[int]
 ) -> None:
-    found = read(said("a", **fields))
-    assert (found.unscored, found.messages) == (unscored, [said("a")])
+    parsed = read(says("a", **fields))
+    assert (parsed.unscored, parsed.messages) == (unscored, [says("a")])
 
 
 @pytest.mark.parametrize(
     ("record", "form", "messages", "unscored"),
     [
-        ({"messages": [ASKED, said("a")]}, "messages", [ASKED, said("a")], []),
+        ({"messages": [ASKED, says("a")]}, "messages", [ASKED, says("a")], []),
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            *("sharegpt", [ASKED, said("a")], []),
+            *("sharegpt", [ASKED, says("a")], []),
         ),
         (
-            {"conversations": [said("a")], "system": "s"},
-            *("sharegpt", [{"role": "system", "content": "s"}, said("a")], []),
+            {"conversations": [says("a")], "system": "s"},
+            *("sharegpt", [{"role": "system", "content": "s"}, says("a")], []),
         ),
-        ({"instruction": "q", "output": "a"}, "alpaca", [ASKED, said("a")], []),
+        ({"instruction": "q", "output": "a"}, "alpaca", [ASKED, says("a")], []),
         (
             {"instruction": "q", "input": "more", "output": "a", "system": "", "history": None},
-            *("alpaca", [{"role": "user", "content": "q\nmore"}, said("a")], []),
+            *("alpaca", [{"role": "user", "content": "q\nmore"}, says("a")], []),
         ),
         (
             {"instruction": "q", "input": None, "output": "a", "history": [["q", "b"]]},
-            *("alpaca", [ASKED, said("b"), ASKED, said("a")], []),
+            *("alpaca", [ASKED, says("b"), ASKED, says("a")], []),
         ),
         (
-            {"prompt": [ASKED, said("b"), ASKED], "completion": [said("a")]},
-            *("completion", [ASKED, said("b"), ASKED, said("a")], [0, 1, 2]),
+            {"prompt": [ASKED, says("b"), ASKED], "completion": [says("a")]},
+            *("completion", [ASKED, says("b"), ASKED, says("a")], [0, 1, 2]),
         ),
     ],
 )
@@ -128,9 +128,9 @@ def test_each_form_is_told_by_its_fields(
     assert form_of(record, "text") == form
     assert form_of({**record, "text": None}, "text") == form
     assert form_of({**record, "text": "t"}, "text") == "text"
-    found = conversation_of("line 1", record, form)
-    assert isinstance(found, Conversation)
-    assert (found.messages, found.unscored) == (messages, unscored)
+    parsed = conversation_of("line 1", record, form)
+    assert isinstance(parsed, Conversation)
+    assert (parsed.messages, parsed.unscored) == (messages, unscored)
 
 
 def test_completions_that_may_be_bad_examples_are_of_no_form() -> None:
@@ -152,26 +152,26 @@ def test_a_prompt_and_its_completion_may_be_texts() -> None:
         ({"messages": []}, r"'messages' is no list of messages but \[\]"),
         ({"messages": ["hi"]}, "message 0 has no role, as in .* but is 'hi'"),
         ({"messages": [{"role": 1}]}, "message 0 has no role"),
-        ({"messages": [said([{"type": "image_url"}])]}, "a part .* is of type 'image_url'"),
-        ({"messages": [said(["a", 1])]}, "a part of the content is of type 'int'"),
-        ({"messages": [said({"a": 1})]}, "the content is no text and no list of parts but {'a'"),
-        ({"messages": [said(None)]}, "message 0: the assistant says nothing"),
-        ({"messages": [said(" ", tool_calls=[])]}, "message 0: the assistant says nothing"),
-        ({"messages": [said("a", tool_calls="f")]}, "tool_calls is no list of calls but 'f'"),
-        ({"messages": [said("", tool_calls=[{"f": 1}])]}, "a call of a tool has no name"),
+        ({"messages": [says([{"type": "image_url"}])]}, "a part .* is of type 'image_url'"),
+        ({"messages": [says(["a", 1])]}, "a part of the content is of type 'int'"),
+        ({"messages": [says({"a": 1})]}, "the content is no text and no list of parts but {'a'"),
+        ({"messages": [says(None)]}, "message 0: the assistant says nothing"),
+        ({"messages": [says(" ", tool_calls=[])]}, "message 0: the assistant says nothing"),
+        ({"messages": [says("a", tool_calls="f")]}, "tool_calls is no list of calls but 'f'"),
+        ({"messages": [says("", tool_calls=[{"f": 1}])]}, "a call of a tool has no name"),
         (
-            {"messages": [said("", tool_calls=[{"name": "f", "arguments": "{"}])]},
+            {"messages": [says("", tool_calls=[{"name": "f", "arguments": "{"}])]},
             "the arguments of f: '{' is not JSON",
         ),
         (
-            {"messages": [said("", tool_calls=[{"name": "f", "arguments": "[]"}])]},
+            {"messages": [says("", tool_calls=[{"name": "f", "arguments": "[]"}])]},
             r"the arguments of f are no object but \[\]",
         ),
         ({"messages": [ASKED], "tools": "weather"}, "'tools': 'weather' is not JSON"),
         ({"messages": [ASKED], "tools": '{"name": "f"}'}, "'tools' is no list of objects but {"),
         ({"messages": [ASKED], "tools": [1]}, "'tools' has no object but 1"),
-        ({"messages": [said("a", weight=0.5)]}, "weight is 0 or 1, not 0.5"),
-        ({"messages": [said("a", train="no")]}, "train is true or false, not 'no'"),
+        ({"messages": [says("a", weight=0.5)]}, "weight is 0 or 1, not 0.5"),
+        ({"messages": [says("a", train="no")]}, "train is true or false, not 'no'"),
         (
             {"conversations": [{"from": "narrator", "value": "a"}]},
             "message 0 has the unknown role 'narrator'",

@@ -51,12 +51,12 @@ def test_samples_of_both_have_ids_of_their_own(folders: list[Path]) -> None:
     both = open_data(run_of(folders).data)
     count = fruit.count("train", 16)
     assert [share.samples for share in both.shares(16)] == [count, numbers.count("train", 16)]
-    found = sample_tokens(both, "train", 16, [0, count - 1, count, count + 3])
+    samples = sample_tokens(both, "train", 16, [0, count - 1, count, count + 3])
     expected = [
         *sample_tokens(fruit, "train", 16, [0, count - 1]),
         *sample_tokens(numbers, "train", 16, [0, 3]),
     ]
-    np.testing.assert_array_equal(found, np.stack(expected))
+    np.testing.assert_array_equal(samples, np.stack(expected))
     total = sum(share.samples for share in both.shares(16))
     for outside in (-1, total):
         with pytest.raises(IndexError, match=f"no sample {outside}"):
@@ -67,7 +67,7 @@ def test_samples_of_both_have_ids_of_their_own(folders: list[Path]) -> None:
 def test_what_is_held_out_of_both_is_taken_in_turn_again_and_again(folders: list[Path]) -> None:
     fruit, numbers = map(Corpus.open, folders)
     both = open_data(run_of(folders).data)
-    of_fruit, of_numbers = (one.count("validation", 16) for one in (fruit, numbers))
+    of_fruit, of_numbers = (corpus.count("validation", 16) for corpus in (fruit, numbers))
     ids = both.validation_ids(16, range(8 * (of_fruit + of_numbers)))
     own = ids[ids < of_fruit]
     assert len(own) == 6 * (of_fruit + of_numbers)
@@ -91,7 +91,7 @@ def test_the_content_of_a_mixture_is_that_of_its_corpora_and_shares(folders: lis
 
 def test_a_resolved_run_says_what_each_corpus_holds(folders: list[Path], tmp_path: Path) -> None:
     run = resolve(run_of(folders))
-    assert [one.content for one in run.data.corpora] == [Corpus.open(f).content for f in folders]
+    assert [c.content for c in run.data.corpora] == [Corpus.open(f).content for f in folders]
     assert loads(dumps(run)) == run == resolve(run)
     assert run.model.vocabulary == Corpus.open(folders[0]).vocabulary
     for path, name in zip(folders, ("b", "a"), strict=True):
@@ -107,15 +107,15 @@ def test_a_resolved_run_says_what_each_corpus_holds(folders: list[Path], tmp_pat
 def test_data_is_found_by_content_where_the_environment_says(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = resolve(loads(f"data.path = '{folders[1]}'\nmodel.stages = 2")).data
-    assert find_by_content(one) == []
+    described = resolve(loads(f"data.path = '{folders[1]}'\nmodel.stages = 2")).data
+    assert find_by_content(described) == []
     monkeypatch.setenv("PLANARIA_DATA", f"{tmp_path / 'none'} {folders[0].parent}")
-    assert find_by_content(one) == [str(folders[1])]
+    assert find_by_content(described) == [str(folders[1])]
     assert find_by_content(resolve(run_of(folders[::-1])).data) == [*map(str, folders[::-1])]
-    assert corpus_folders(one, [folders[0].parent]) == [folders[1]]
-    assert find_by_content(one.model_copy(update={"content": "0" * 32})) == []
+    assert corpus_folders(described, [folders[0].parent]) == [folders[1]]
+    assert find_by_content(described.model_copy(update={"content": "0" * 32})) == []
     monkeypatch.setenv("PLANARIA_DATA", str(folders[0]))
-    assert find_by_content(one) == [], "what is there is other data"
+    assert find_by_content(described) == [], "what is there is other data"
 
 
 def test_corpora_of_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:

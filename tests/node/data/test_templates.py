@@ -129,7 +129,7 @@ def scored(name: str, *messages: dict[str, Any], unscored: tuple[int, ...] = ())
     "answers", [["yes"], ["yes", "no"], ["yes", "yes", "user"], ["</", "\n\\"]]
 )
 def test_what_the_assistant_says_is_scored_with_its_end(name: str, answers: list[str]) -> None:
-    messages = [one for answer in answers for one in (user("yes"), assistant(answer))]
+    messages = [message for answer in answers for message in (user("yes"), assistant(answer))]
     trims = name in ("Llama 3", "Mistral", "Gemma", "Qwen 3")
     expected = [answer.strip() if trims else answer for answer in answers]
     assert scored(name, *messages) == [answer + TEMPLATES[name][2] for answer in expected]

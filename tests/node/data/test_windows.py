@@ -157,8 +157,8 @@ def test_as_many_samples_in_a_row_as_there_are_turns_have_the_shares_exactly(
     """So has each window whose size is a multiple of the turns."""
     cycle = sum(share.turns for share in mixture)
     ids = positions(seed, mixture, batch, -(-(first + cycle) // batch))
-    found = np.bincount(corpus_of(ids[first : first + cycle], mixture), minlength=len(mixture))
-    assert found.tolist() == [share.turns for share in mixture]
+    turns = np.bincount(corpus_of(ids[first : first + cycle], mixture), minlength=len(mixture))
+    assert turns.tolist() == [share.turns for share in mixture]
 
 
 @settings(deadline=None, max_examples=15)

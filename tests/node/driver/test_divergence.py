@@ -24,47 +24,47 @@ STRIKES = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 3))
 
 @given(REPLICAS, st.sampled_from([0.0, 4.0]), STRIKES)
 def test_who_is_left_agrees_and_somebody_is(
-    told: dict[str, ReplicaDigest], usual: float, strikes: dict[str, int]
+    digests: dict[str, ReplicaDigest], usual: float, strikes: dict[str, int]
 ) -> None:
-    wrong = differing(told, usual, strikes)
-    left = [one for node, one in told.items() if node not in wrong]
-    assert len({(one.now, one.squared_norm) for one in left}) == 1
+    wrong = differing(digests, usual, strikes)
+    left = [digest for node, digest in digests.items() if node not in wrong]
+    assert len({(digest.now, digest.squared_norm) for digest in left}) == 1
     assert all(wrong.values()), "each has a reason"
-    alike = len({(one.now, one.squared_norm) for one in told.values()}) == 1
+    alike = len({(digest.now, digest.squared_norm) for digest in digests.values()}) == 1
     assert alike == (not wrong)
 
 
 @given(REPLICAS, STRIKES)
 def test_the_order_in_which_they_are_told_says_nothing(
-    told: dict[str, ReplicaDigest], strikes: dict[str, int]
+    digests: dict[str, ReplicaDigest], strikes: dict[str, int]
 ) -> None:
-    backwards = dict(reversed(told.items()))
-    assert differing(told, 4.0, strikes) == differing(backwards, 4.0, strikes)
+    backwards = dict(reversed(digests.items()))
+    assert differing(digests, 4.0, strikes) == differing(backwards, 4.0, strikes)
 
 
 @given(st.integers(2, 5), TOLD, STRIKES)
 def test_one_among_three_or_more_that_agree_is_wrong_and_nobody_else(
-    others: int, one: ReplicaDigest, strikes: dict[str, int]
+    others: int, odd: ReplicaDigest, strikes: dict[str, int]
 ) -> None:
-    told = {f"n{i}": RIGHT for i in range(others)} | {"odd": one}
-    wrong = differing(told, 4.0, strikes).keys()
-    same = (one.now, one.squared_norm) == (RIGHT.now, RIGHT.squared_norm)
+    digests = {f"n{i}": RIGHT for i in range(others)} | {"odd": odd}
+    wrong = differing(digests, 4.0, strikes).keys()
+    same = (odd.now, odd.squared_norm) == (RIGHT.now, RIGHT.squared_norm)
     assert wrong == (set() if same else {"odd"})
 
 
 def test_of_two_the_one_whose_weights_changed_since_its_update_is_wrong() -> None:
     flipped = ReplicaDigest(b"x", b"y", 4.0)
     for names in ("ab", "ba"):
-        told = {names[0]: RIGHT, names[1]: flipped}
-        assert differing(told, 4.0, {names[0]: 2}).keys() == {names[1]}
+        digests = {names[0]: RIGHT, names[1]: flipped}
+        assert differing(digests, 4.0, {names[0]: 2}).keys() == {names[1]}
 
 
 def test_of_two_gradients_the_one_more_like_the_last_is_believed() -> None:
-    told = {"a": RIGHT._replace(squared_norm=1e50), "b": RIGHT._replace(squared_norm=5.0)}
-    assert differing(told, 4.0, {}).keys() == {"a"}
-    told["a"] = told["a"]._replace(squared_norm=math.inf)
-    assert differing(told, 4.0, {}).keys() == {"a"}
-    assert differing(told, 0.0, {}).keys() == {"b"}, "nobody knows what is usual"
+    digests = {"a": RIGHT._replace(squared_norm=1e50), "b": RIGHT._replace(squared_norm=5.0)}
+    assert differing(digests, 4.0, {}).keys() == {"a"}
+    digests["a"] = digests["a"]._replace(squared_norm=math.inf)
+    assert differing(digests, 4.0, {}).keys() == {"a"}
+    assert differing(digests, 0.0, {}).keys() == {"b"}, "nobody knows what is usual"
 
 
 def test_gradients_that_are_not_finite_are_alike() -> None:
@@ -78,7 +78,7 @@ FLIPPED, FLIPPED_TOO = ReplicaDigest(b"x", b"f", 4.0), ReplicaDigest(b"x", b"g",
 
 
 @pytest.mark.parametrize(
-    ("told", "accepted", "expected"),
+    ("digests", "accepted", "expected"),
     [
         ({"a": SAME}, {}, False),
         ({"a": FLIPPED}, {}, True),
@@ -99,13 +99,13 @@ FLIPPED, FLIPPED_TOO = ReplicaDigest(b"x", b"f", 4.0), ReplicaDigest(b"x", b"g",
     ],
 )
 def test_when_what_replicas_tell_is_not_enough(
-    told: dict[str, ReplicaDigest], accepted: dict[str, bytes], expected: bool
+    digests: dict[str, ReplicaDigest], accepted: dict[str, bytes], expected: bool
 ) -> None:
-    assert undecided(told, accepted) == expected
+    assert undecided(digests, accepted) == expected
 
 
 @pytest.mark.parametrize(
-    ("told", "strikes", "witnesses", "wrong"),
+    ("digests", "strikes", "witnesses", "wrong"),
     [
         ({"a": SAME, "b": OTHER}, {}, {}, {"b"}),
         ({"a": SAME, "b": OTHER}, {}, {"w": b"y"}, {"a"}),
@@ -119,20 +119,20 @@ def test_when_what_replicas_tell_is_not_enough(
     ],
 )
 def test_who_keeps_a_twin_decides_between_updates_that_came_out_differently(
-    told: dict[str, ReplicaDigest],
+    digests: dict[str, ReplicaDigest],
     strikes: dict[str, int],
     witnesses: dict[str, bytes],
     wrong: set[str],
 ) -> None:
-    found = differing(told, 4.0, strikes, {}, witnesses)
-    assert found.keys() == wrong
-    attested = set(witnesses.values()) & {one.now for one in told.values()}
-    for why in found.values():
-        assert ("keeps a twin" in why) == bool(undecided(told) and attested)
+    verdicts = differing(digests, 4.0, strikes, {}, witnesses)
+    assert verdicts.keys() == wrong
+    attested = set(witnesses.values()) & {digest.now for digest in digests.values()}
+    for why in verdicts.values():
+        assert ("keeps a twin" in why) == bool(undecided(digests) and attested)
 
 
 def test_whose_weights_are_accepted_has_not_changed() -> None:
-    told = {"a": FLIPPED, "b": ReplicaDigest(b"f", b"f", 4.0), "c": OTHER}
-    assert differing(told, 4.0, {}, {"a": b"f"}).keys() == {"c"}
-    assert changed(told) == {"a"}
-    assert changed(told, {"a": b"f"}) == set()
+    digests = {"a": FLIPPED, "b": ReplicaDigest(b"f", b"f", 4.0), "c": OTHER}
+    assert differing(digests, 4.0, {}, {"a": b"f"}).keys() == {"c"}
+    assert changed(digests) == {"a"}
+    assert changed(digests, {"a": b"f"}) == set()

@@ -83,8 +83,8 @@ def test_it_is_known_which_visit_of_which_microbatch_is_awaited() -> None:
     inquest.heard("a", pb.Account(done=done((0, 0, False), (1, 0, False))), 1.0)
     inquest.heard("c", pb.Account(done=done((1, 1, False))), 1.0)
     inquest.heard("d", pb.Account(done=done((1, 2, False))), 1.0)
-    told = [str(one) for one in inquest.awaited(BEGIN, home=())]
-    assert told == [
+    awaited = [str(visit) for visit in inquest.awaited(BEGIN, home=())]
+    assert awaited == [
         "microbatch 0, forward at b of stage 1",
         "microbatch 1, forward at a of stage 0",
     ], "2 is held back by its source"
@@ -93,8 +93,8 @@ def test_it_is_known_which_visit_of_which_microbatch_is_awaited() -> None:
 
 
 def test_what_a_source_holds_back_is_awaited_when_nothing_else_is() -> None:
-    (one,) = StragglerDetector().awaited(BEGIN, home=(0, 1))
-    assert (one.microbatch, one.node, one.backward) == (2, "a", False)
+    (visit,) = StragglerDetector().awaited(BEGIN, home=(0, 1))
+    assert (visit.microbatch, visit.node, visit.backward) == (2, "a", False)
 
 
 def test_who_never_trained_has_more_time() -> None:
@@ -134,5 +134,5 @@ def test_the_only_node_of_a_stage_is_named_when_it_is_slow() -> None:
     stages = {"a": 0, "b": 1, "c": 1, "d": 2}
     seconds = {"a": 0.1, "b": SLOW, "c": 0.1, "d": 0.1}
     assert slow_and_alone(stages, seconds) == [], "b has a replica"
-    (told,) = slow_and_alone(stages, seconds | {"b": 0.1, "d": SLOW})
-    assert told.startswith("d, alone at stage 2, is slow: 10 s a microbatch")
+    (warning,) = slow_and_alone(stages, seconds | {"b": 0.1, "d": SLOW})
+    assert warning.startswith("d, alone at stage 2, is slow: 10 s a microbatch")

@@ -25,7 +25,7 @@ from planaria.node.wire.commit_chain import (
     seal,
     without_records,
 )
-from tests.node.driver.test_driver import SWARM, Told, begun, sent
+from tests.node.driver.test_driver import SWARM, DrivenRun, begun, sent
 from tests.node.transaction.test_commits import DRIVER, RUN, Replica, commit
 
 THREE_ENDS = {**SWARM, "y": 0, "z": 0}
@@ -76,16 +76,16 @@ def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
 def test_a_few_of_stage_0_are_told_and_as_many_of_the_others() -> None:
     stages = {f"{stage}-{node:02}": stage for stage in range(3) for node in range(20)}
     with patch.object(records, "LEDGERS", LEDGERS):
-        told = Counter(node[0] for node in record_holders(stages, {}))
-    assert told == {"0": LEDGERS, "1": MEMORIES / 2, "2": MEMORIES / 2}
+        holders = Counter(node[0] for node in record_holders(stages, {}))
+    assert holders == {"0": LEDGERS, "1": MEMORIES / 2, "2": MEMORIES / 2}
 
 
 @pytest.mark.parametrize(("body", "most"), [(1, 3), (2, 3), (4, 2), (6, 2), (8, 1), (20, 1)])
 def test_of_many_stages_no_more_remember_a_step_than_of_a_few(body: int, most: int) -> None:
     stages = {f"{stage:02}-{node}": stage for stage in range(1, body + 1) for node in range(3)}
-    told = Counter(node[:2] for node in record_holders(stages, {}))
-    assert told.total() == min(MEMORIES, 3 * body)
-    assert max(told.values()) == most
+    holders = Counter(node[:2] for node in record_holders(stages, {}))
+    assert holders.total() == min(MEMORIES, 3 * body)
+    assert max(holders.values()) == most
 
 
 def test_who_has_a_ledger_goes_on_with_it_and_a_full_disk_comes_last() -> None:
@@ -114,77 +114,77 @@ def test_somebody_notes_the_last_step_when_no_ledger_has_it() -> None:
 # --- the driver
 
 
-def votes(told: Told, ledger: pb.Recording) -> list[Effect]:
+def votes(run: DrivenRun, ledger: pb.Recording) -> list[Effect]:
     """All are ready; y and z report this about their ledgers, and a's is gone."""
-    told.comes_home()
-    recording = {**dict.fromkeys(told.driver.members, ledger), "a": pb.NO_LEDGER}
-    return told.votes(**{node: {"recording": one} for node, one in recording.items()})
+    run.comes_home()
+    recording = {**dict.fromkeys(run.driver.members, ledger), "a": pb.NO_LEDGER}
+    return run.votes(**{node: {"recording": own} for node, own in recording.items()})
 
 
 def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> None:
-    told = begun(members=THREE_ENDS)
-    noted = sent(told.comes_home(), "records")
+    run = begun(members=THREE_ENDS)
+    noted = sent(run.comes_home(), "records")
     assert noted.keys() == {*SWARM}
-    steps = told.commits()
+    steps = run.commits()
     assert not any(has_records(message.step.commit) for message in steps.values())
-    last = told.driver.standing.last
+    last = run.driver.standing.last
     assert {hash_of(message.step.commit) for message in steps.values()} == {hash_of(last)}
     assert noted["a"].records.microbatches == last.microbatches
 
 
 def test_who_keeps_them_instead_of_one_whose_ledger_is_gone_is_told_them_with_the_commit() -> None:
-    told = begun(members=THREE_ENDS)
-    steps = sent(votes(told, pb.LEDGER_WRITTEN), "step")
+    run = begun(members=THREE_ENDS)
+    steps = sent(votes(run, pb.LEDGER_WRITTEN), "step")
     assert {node for node in steps if has_records(steps[node].step.commit)} == {"y"}
 
 
 def test_a_step_that_is_in_no_ledger_any_more_is_told_once_more_and_only_once() -> None:
-    told = begun(members=THREE_ENDS)
-    told.commits()
-    assert not sent(votes(told, pb.LEDGER_SPARE), "step"), "of step 1 no ledger would know"
-    assert isinstance(told.driver.current, Gathering)
-    last = told.driver.standing.last
+    run = begun(members=THREE_ENDS)
+    run.commits()
+    assert not sent(votes(run, pb.LEDGER_SPARE), "step"), "of step 1 no ledger would know"
+    assert isinstance(run.driver.current, Gathering)
+    last = run.driver.standing.last
     lacking = pb.Status(committed=1, last=without_records(last))
     spare = pb.Status(committed=1, last=without_records(last), recording=pb.LEDGER_SPARE)
-    answers = {**dict.fromkeys("abcd", lacking), "e": told.has(), "y": spare, "z": spare}
-    again = told.statuses(**answers)
+    answers = {**dict.fromkeys("abcd", lacking), "e": run.has(), "y": spare, "z": spare}
+    again = run.statuses(**answers)
     (told_to, message) = sent(again, "step").popitem()
     assert (told_to, message.step.commit) == ("y", last)
-    assert told.driver.phase is DriverPhase.GATHERING
-    begins = told.statuses(**answers)
-    assert isinstance(told.driver.current, Attempting), "y lies, or can't"
+    assert run.driver.phase is DriverPhase.GATHERING
+    begins = run.statuses(**answers)
+    assert isinstance(run.driver.current, Attempting), "y lies, or can't"
     assert sent(begins, "step")["y"].step.begin.step == 2
-    assert sent(votes(told, pb.LEDGER_SPARE), "step"), "nor is it waited for again"
+    assert sent(votes(run, pb.LEDGER_SPARE), "step"), "nor is it waited for again"
 
 
 # --- members
 
 
 def test_a_member_that_lacks_the_records_notes_them_when_it_is_told_once_more() -> None:
-    one, made = Replica(), recorded()
+    replica, made = Replica(), recorded()
     bare = without_records(made)
-    assert one.decided(bare) == [Apply(bare)]
-    one.member.applied(b"digest")
+    assert replica.decided(bare) == [Apply(bare)]
+    replica.member.applied(b"digest")
     other = recorded()
     other.loss = 9.0
-    assert one.decided(other) == [], "another commit"
-    assert one.decided(made) == [Note(made)]
-    assert one.member.last == made
-    assert one.decided(made) == [], "a repetition"
+    assert replica.decided(other) == [], "another commit"
+    assert replica.decided(made) == [Note(made)]
+    assert replica.member.last == made
+    assert replica.decided(made) == [], "a repetition"
 
 
 def test_a_commit_has_the_records_that_were_told_before_the_vote() -> None:
     made = recorded()
-    one = Replica(keeps=made.microbatches)
-    assert one.decided(without_records(made)) == [Apply(made)]
-    assert one.member.last == made
+    replica = Replica(keeps=made.microbatches)
+    assert replica.decided(without_records(made)) == [Apply(made)]
+    assert replica.member.last == made
 
 
 def test_a_commit_of_other_records_than_were_told_is_applied_and_its_driver_accused() -> None:
     """Others have applied it, since they were told none."""
     bare = without_records(recorded())
-    one = Replica(keeps=[pb.Home(microbatch=7, loss=4.0, tokens=2)])
-    refused, suspect, apply = one.decided(bare)
+    replica = Replica(keeps=[pb.Home(microbatch=7, loss=4.0, tokens=2)])
+    refused, suspect, apply = replica.decided(bare)
     assert isinstance(refused, MessageRefused) and "other records" in refused.why
     assert isinstance(suspect, Suspect)
     assert (suspect.node, suspect.cause) == ("driver", NUMBERS)

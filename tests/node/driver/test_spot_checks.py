@@ -37,14 +37,14 @@ def drawn(replicas: int, seed: int = 0) -> tuple[SpotChecks, CheckedVisit]:
     return checks, next(iter(checks.checked.values()))
 
 
-def told(
-    checked: CheckedVisit, one: str, other: str, off: float, backward: bool = False
+def comparison(
+    checked: CheckedVisit, node: str, other: str, off: float, backward: bool = False
 ) -> pb.Compared:
     return pb.Compared(
         microbatch=checked.microbatch,
         position=checked.position,
         backward=backward,
-        node=one,
+        node=node,
         other=other,
         difference=off,
     )
@@ -57,25 +57,25 @@ def test_the_neighbours_of_a_visit_are_told_and_nobody_else() -> None:
     ways = routes(opening)
     assert len(checks.checked) == 2 * len(ORDERS)  # stage 0 is not checked
     assert not opening.checks
-    for (microbatch, position), one in checks.checked.items():
+    for (microbatch, position), checked in checks.checked.items():
         nodes = ways[microbatch].nodes
-        double = one.doubles[0]
+        double = checked.doubles[0]
         assert double[0] == nodes[position][0]  # of the same stage
         assert double != nodes[position]
-        for node, messages in private.items():
-            beside = node in (nodes[position - 1], nodes[position + 1])
-            assert (one.message() in messages) == beside
+        for neighbour, messages in private.items():
+            beside = neighbour in (nodes[position - 1], nodes[position + 1])
+            assert (checked.message() in messages) == beside
 
 
 def test_as_many_are_drawn_as_was_asked_for_and_others_each_time() -> None:
     checks = SpotChecks(0.1, 0.05, Random(2))
-    found = []
+    draws = []
     for step in range(500):
         checks.draw(begin(3, step=step))
-        found.append(frozenset(checks.checked))
+        draws.append(frozenset(checks.checked))
     visits = 500 * 2 * len(ORDERS)
-    assert sum(map(len, found)) == pytest.approx(0.1 * visits, rel=0.1)
-    assert len(set(found)) > 100
+    assert sum(map(len, draws)) == pytest.approx(0.1 * visits, rel=0.1)
+    assert len(set(draws)) > 100
 
 
 @pytest.mark.parametrize(
@@ -92,25 +92,25 @@ def test_nothing_is_checked_where_nobody_could_or_should(
 
 def test_two_that_agree_were_right() -> None:
     checks, checked = drawn(3)
-    one, other = checked.node, checked.doubles[0]
-    assert checks.compared(checked.behind, told(checked, one, other, 0.04)) is None
-    assert checks.right == {one: 7, other: 7}
+    node, other = checked.node, checked.doubles[0]
+    assert checks.compared(checked.behind, comparison(checked, node, other, 0.04)) is None
+    assert checks.right == {node: 7, other: 7}
 
 
 def test_of_three_the_one_that_differs_is_wrong_once_a_visit_and_has_to_go_after_some() -> None:
     checks = SpotChecks(1.0, 0.05, Random(3))
     for times in range(1, WRONG + 1):
         checks.draw(begin(3, step=times))
-        checked = next(one for one in checks.checked.values() if one.node == "1a")
+        checked = next(visit for visit in checks.checked.values() if visit.node == "1a")
         other = checked.doubles[0]
-        again = checks.compared(checked.behind, told(checked, "1a", other, 0.7))
+        again = checks.compared(checked.behind, comparison(checked, "1a", other, 0.7))
         assert isinstance(again, CheckedVisit)
         third = again.message().double
         assert {"1a", other, third} == {"1a", "1b", "1c"}
         for backward, by in (False, checked.behind), (True, checked.before):
             pairs = {("1a", third): 0.7, (other, third): 0.01, ("1a", other): 0.7}
             *_, last = [
-                checks.compared(by, told(checked, *pair, off, backward))
+                checks.compared(by, comparison(checked, *pair, off, backward))
                 for pair, off in pairs.items()
             ]
             assert last == WrongResult("1a", by, times, pytest.approx(0.7), times)
@@ -135,36 +135,36 @@ def test_a_machine_that_finds_a_node_wrong_again_is_no_more_evidence() -> None:
 
 def test_three_that_all_differ_decide_nothing() -> None:
     checks, checked = drawn(3)
-    one, other = checked.node, checked.doubles[0]
-    again = checks.compared(checked.behind, told(checked, one, other, 1.0))
+    node, other = checked.node, checked.doubles[0]
+    again = checks.compared(checked.behind, comparison(checked, node, other, 1.0))
     assert isinstance(again, CheckedVisit)
     third = again.doubles[1]
-    for pair in (one, third), (other, third):
-        assert checks.compared(checked.behind, told(checked, *pair, 1.0)) is None
+    for pair in (node, third), (other, third):
+        assert checks.compared(checked.behind, comparison(checked, *pair, 1.0)) is None
     assert not checks.wrong
 
 
 def test_of_two_nobody_can_tell_which_and_it_is_said_after_some_times() -> None:
     checks = SpotChecks(1.0, 0.05, Random(4))
-    found = []
+    outcomes = []
     for step in range(2 * UNDECIDED):
         checks.draw(begin(2, step=step))
-        checked = next(one for one in checks.checked.values() if one.node == "2b")
-        found.append(checks.compared(checked.behind, told(checked, "2b", "2a", 0.5)))
-    said = [one for one in found if one is not None]
-    assert said == [
+        checked = next(visit for visit in checks.checked.values() if visit.node == "2b")
+        outcomes.append(checks.compared(checked.behind, comparison(checked, "2b", "2a", 0.5)))
+    undecided = [outcome for outcome in outcomes if outcome is not None]
+    assert undecided == [
         UndecidedCheck(("2a", "2b"), step, 0.5) for step in (UNDECIDED - 1, 2 * UNDECIDED - 1)
     ]
 
 
 def test_what_others_say_or_of_others_counts_for_nothing() -> None:
     checks, checked = drawn(3)
-    one, double = checked.node, checked.doubles[0]
-    others = {"1a", "1b", "1c", "2a", "2b", "2c"} - {one, double, checked.behind}
+    node, double = checked.node, checked.doubles[0]
+    others = {"1a", "1b", "1c", "2a", "2b", "2c"} - {node, double, checked.behind}
     other = min(others)
-    assert checks.compared(other, told(checked, one, double, 1.0)) is None
-    assert checks.compared(checked.behind, told(checked, one, other, 1.0)) is None
-    assert checks.compared(checked.behind, told(checked, one, one, 1.0)) is None
+    assert checks.compared(other, comparison(checked, node, double, 1.0)) is None
+    assert checks.compared(checked.behind, comparison(checked, node, other, 1.0)) is None
+    assert checks.compared(checked.behind, comparison(checked, node, node, 1.0)) is None
     checks.over()
-    assert checks.compared(checked.behind, told(checked, one, double, 1.0)) is None
+    assert checks.compared(checked.behind, comparison(checked, node, double, 1.0)) is None
     assert not checks.right

@@ -47,7 +47,7 @@ def lies(*statuses: pb.Status, **more: int) -> set[str]:
 def counted(*statuses: pb.Status, registered: int = 0) -> StatusVerdict:
     """The verdict of a driver that doesn't know who drove before."""
     own, *others = statuses
-    named = {"a/0": own} | {f"{'bcdefg'[i]}/{i + 1}": one for i, one in enumerate(others)}
+    named = {"a/0": own} | {f"{'bcdefg'[i]}/{i + 1}": status for i, status in enumerate(others)}
     return to_reject(named, KnownFacts("a/0", (0, registered), run=RUN))
 
 
@@ -168,8 +168,8 @@ def test_where_nobody_knows_who_drove_the_run_goes_on_from_one_record_and_nobody
 
 
 def test_what_a_run_went_back_to_may_be_by_another_commit_at_each_stage() -> None:
-    one, other = at(7, lineage=1), at(7, lineage=1)
+    own, other = at(7, lineage=1), at(7, lineage=1)
     other.last.lr_scale.append(1.1)
-    assert judged(one, other, other).doubted == set()
-    one.last.lineage = 1
-    assert judged(one, other, other).doubted == {"b/1", "c/2"}, "somebody has gone on"
+    assert judged(own, other, other).doubted == set()
+    own.last.lineage = 1
+    assert judged(own, other, other).doubted == {"b/1", "c/2"}, "somebody has gone on"

@@ -15,7 +15,7 @@ from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.routing import routes
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.policy import POLICIES
-from tests.node.driver.test_driver import RULES, Told, begun, events, sent
+from tests.node.driver.test_driver import RULES, DrivenRun, begun, events, sent
 from tests.node.transaction.test_member import view
 
 TWINS = replace(RULES, stages=3, policy=POLICIES["redundant"])
@@ -24,25 +24,25 @@ TAKEN = {"a": 0, "b/1": 1, "b/2.3": 2, "d/3": 3}
 """Without c, whose seat b has got."""
 
 
-def in_second_step(members: dict[str, int] = ONE_EACH, **rules: object) -> Told:
-    told = Told(replace(TWINS, **rules), members)  # type: ignore[arg-type]
-    told.begins()
-    told.commits()
-    return told
+def in_second_step(members: dict[str, int] = ONE_EACH, **rules: object) -> DrivenRun:
+    run = DrivenRun(replace(TWINS, **rules), members)  # type: ignore[arg-type]
+    run.begins()
+    run.commits()
+    return run
 
 
 def test_the_attempt_goes_on_by_a_plan_with_the_new_seat_once_that_has_the_state() -> None:
-    told = in_second_step()
-    since, before = told.driver.ballot, routes(told.attempt.begin)
-    asked = told.views(TAKEN)
+    run = in_second_step()
+    since, before = run.driver.ballot, routes(run.attempt.begin)
+    asked = run.views(TAKEN)
     assert sent(asked, "query").keys() == {"b/2.3"}
     assert Ballot.of(sent(asked, "query")["b/2.3"].ballot) == since, "it is part of this attempt"
-    assert "waiting for b/2.3" in told.driver.explain()
-    (sync,) = sent(told.hears("b/2.3", status=pb.Status()), "sync").values()
+    assert "waiting for b/2.3" in run.driver.explain()
+    (sync,) = sent(run.hears("b/2.3", status=pb.Status()), "sync").values()
     assert (sync.sync.method, sync.sync.step) == ("redundant", 1)
     assert [(source.node, source.step) for source in sync.sync.sources] == [("b/1", 1)]
-    told.now += 0.5
-    effects = told.hears("b/2.3", synced=pb.Synced(step=1, method="redundant"))
+    run.now += 0.5
+    effects = run.hears("b/2.3", synced=pb.Synced(step=1, method="redundant"))
     (taken,) = events(effects, SeatTaken)
     assert (taken.stage, taken.lost, taken.by, taken.seconds) == (2, "c/2", "b/2.3", 0.5)
     assert taken.microbatches == RULES.microbatches
@@ -50,86 +50,86 @@ def test_the_attempt_goes_on_by_a_plan_with_the_new_seat_once_that_has_the_state
     assert plans.keys() == TAKEN.keys()
     assert list(plans["a"].step.begin.left) == ["c/2"]
     assert not plans["b/2.3"].step.begin.HasField("members_of"), "it was never told who takes part"
-    begin = told.attempt.begin
+    begin = run.attempt.begin
     assert Ballot.of(begin.since) == since
     assert list(begin.entering) == ["b/2.3"]
     for microbatch, route in routes(begin).items():
-        moved = [one.replace("c/2", "b/2.3") for one in before[microbatch].nodes]
+        moved = [node.replace("c/2", "b/2.3") for node in before[microbatch].nodes]
         assert list(route.nodes) == moved
-    told.comes_home()
-    assert told.votes(but="b/2.3") == [], "the new seat votes, too"
-    (commit, *_) = sent(told.ready("b/2.3"), "step").values()
+    run.comes_home()
+    assert run.votes(but="b/2.3") == [], "the new seat votes, too"
+    (commit, *_) = sent(run.ready("b/2.3"), "step").values()
     assert commit.step.commit.step == 2
     assert events(effects, Aborted) == []
 
 
 def test_nothing_is_reduced_while_the_stage_has_nobody_and_homes_count() -> None:
-    told = in_second_step()
-    told.views(TAKEN)
-    assert sent(told.comes_home(), "reduce") == {}
-    told.hears("b/2.3", status=pb.Status())
-    effects = told.hears("b/2.3", synced=pb.Synced(step=1))
+    run = in_second_step()
+    run.views(TAKEN)
+    assert sent(run.comes_home(), "reduce") == {}
+    run.hears("b/2.3", status=pb.Status())
+    effects = run.hears("b/2.3", synced=pb.Synced(step=1))
     assert sent(effects, "reduce").keys() == TAKEN.keys(), "all were home already"
 
 
 def test_who_was_ready_reduces_again() -> None:
-    told = in_second_step()
-    told.comes_home()
-    told.votes(but="c/2")
-    told.views(TAKEN)
-    assert told.ready("c/2") == [], "what it says counts no more"
-    told.hears("b/2.3", status=pb.Status())
-    told.hears("b/2.3", synced=pb.Synced(step=1))
-    told.votes(but="d/3")
-    assert told.driver.standing.committed == 1
+    run = in_second_step()
+    run.comes_home()
+    run.votes(but="c/2")
+    run.views(TAKEN)
+    assert run.ready("c/2") == [], "what it says counts no more"
+    run.hears("b/2.3", status=pb.Status())
+    run.hears("b/2.3", synced=pb.Synced(step=1))
+    run.votes(but="d/3")
+    assert run.driver.standing.committed == 1
 
 
 def test_a_seat_that_does_not_answer_is_asked_again_and_told_once() -> None:
-    told = in_second_step()
-    told.views(TAKEN)
-    assert sent(told.waits(ASK_AGAIN / 2), "query") == {}
-    assert sent(told.waits(ASK_AGAIN), "query").keys() == {"b/2.3"}
-    assert len(sent(told.hears("b/2.3", status=pb.Status()), "sync")) == 1
-    assert told.hears("b/2.3", status=pb.Status()) == []
-    assert sent(told.waits(QUERY_AGAIN), "query") == {}
-    told.driver.link_lost("b/2.3", "reset", told.now)
-    assert len(sent(told.hears("b/2.3", status=pb.Status()), "sync")) == 1, "it was lost on its way"
+    run = in_second_step()
+    run.views(TAKEN)
+    assert sent(run.waits(ASK_AGAIN / 2), "query") == {}
+    assert sent(run.waits(ASK_AGAIN), "query").keys() == {"b/2.3"}
+    assert len(sent(run.hears("b/2.3", status=pb.Status()), "sync")) == 1
+    assert run.hears("b/2.3", status=pb.Status()) == []
+    assert sent(run.waits(QUERY_AGAIN), "query") == {}
+    run.driver.link_lost("b/2.3", "reset", run.now)
+    assert len(sent(run.hears("b/2.3", status=pb.Status()), "sync")) == 1, "it was lost on its way"
 
 
 def test_in_the_first_step_it_has_the_weights_that_all_began_with() -> None:
-    told = begun(TWINS, ONE_EACH)
-    told.views(TAKEN)
-    effects = told.hears("b/2.3", status=pb.Status())
+    run = begun(TWINS, ONE_EACH)
+    run.views(TAKEN)
+    effects = run.hears("b/2.3", status=pb.Status())
     assert list(sent(effects, "step")["b/2.3"].step.begin.entering) == ["b/2.3"]
 
 
 def test_a_lost_link_is_not_yet_a_lost_seat() -> None:
-    told = in_second_step()
-    assert events(told.driver.link_lost("c/2", "silent", told.now), Aborted) == []
-    assert sent(told.waits(VACANT / 2), "query") == {}
-    assert sent(told.views(TAKEN), "query").keys() == {"b/2.3"}
+    run = in_second_step()
+    assert events(run.driver.link_lost("c/2", "silent", run.now), Aborted) == []
+    assert sent(run.waits(VACANT / 2), "query") == {}
+    assert sent(run.views(TAKEN), "query").keys() == {"b/2.3"}
 
 
 def test_who_is_reached_again_was_not_lost() -> None:
-    told = in_second_step()
-    told.driver.link_lost("c/2", "silent", told.now)
-    effects = told.driver.link_up("c/2", told.now)
+    run = in_second_step()
+    run.driver.link_lost("c/2", "silent", run.now)
+    effects = run.driver.link_up("c/2", run.now)
     assert "isn't lost" in events(effects, Aborted)[0].reason
 
 
 def test_who_had_joined_the_stage_before_it_lost_its_last_node_waits_for_the_next_attempt() -> None:
-    told = in_second_step()
-    assert sent(told.views({**ONE_EACH, "e/2": 2}), "query").keys() == {"e/2"}
-    effects = told.views({"a": 0, "b/1": 1, "d/3": 3, "e/2": 2})
+    run = in_second_step()
+    assert sent(run.views({**ONE_EACH, "e/2": 2}), "query").keys() == {"e/2"}
+    effects = run.views({"a": 0, "b/1": 1, "d/3": 3, "e/2": 2})
     assert len(events(effects, Aborted)) == 1
     assert "e/2" in sent(effects, "query")
 
 
 def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
-    told = in_second_step()
-    told.driver.link_lost("c/2", "silent", told.now)
-    assert events(told.waits(VACANT - 0.1), Aborted) == []
-    (aborted,) = events(told.waits(0.2), Aborted)
+    run = in_second_step()
+    run.driver.link_lost("c/2", "silent", run.now)
+    assert events(run.waits(VACANT - 0.1), Aborted) == []
+    (aborted,) = events(run.waits(0.2), Aborted)
     assert aborted.reason.startswith("no node has taken the seat of c/2 in 3 s")
 
 
@@ -143,36 +143,36 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     ],
 )
 def test_else_the_step_begins_anew(left: dict[str, int], rules: dict[str, object]) -> None:
-    told = in_second_step(**rules)
-    effects = told.views(left)
+    run = in_second_step(**rules)
+    effects = run.views(left)
     assert len(events(effects, Aborted)) == 1
     assert sent(effects, "query").keys() == left.keys()
 
 
 def test_a_seat_that_cannot_have_the_state_gives_the_attempt_up() -> None:
-    told = in_second_step()
-    told.views(TAKEN)
-    told.hears("b/2.3", status=pb.Status())
-    effects = told.hears("b/2.3", failed=pb.Failed(reason="step 0 is held there"))
+    run = in_second_step()
+    run.views(TAKEN)
+    run.hears("b/2.3", status=pb.Status())
+    effects = run.hears("b/2.3", failed=pb.Failed(reason="step 0 is held there"))
     assert [event.node for event in events(effects, RebuildFailed)] == ["b/2.3"]
     assert len(events(effects, Aborted)) == 1
 
 
 def test_of_two_new_seats_the_one_beside_a_twin_is_chosen_and_the_other_one_joins() -> None:
-    told = in_second_step()
-    effects = told.views({"a": 0, "a/2.3": 2, **TAKEN})
+    run = in_second_step()
+    effects = run.views({"a": 0, "a/2.3": 2, **TAKEN})
     queries = sent(effects, "query")
-    assert Ballot.of(queries["b/2.3"].ballot) == told.driver.ballot
-    assert Ballot.of(queries["a/2.3"].ballot) == Ballot(told.number, 0), "as newcomers are"
+    assert Ballot.of(queries["b/2.3"].ballot) == run.driver.ballot
+    assert Ballot.of(queries["a/2.3"].ballot) == Ballot(run.number, 0), "as newcomers are"
 
 
 # --- the member
 
 
 def new_member() -> MemberSide:
-    found = MemberSide("b/2.3", 2)
-    found.viewed(driven_by("a", 1))
-    return found
+    seat = MemberSide("b/2.3", 2)
+    seat.viewed(driven_by("a", 1))
+    return seat
 
 
 def driven_by(driver: str, number: int) -> registry.View:
@@ -181,13 +181,13 @@ def driven_by(driver: str, number: int) -> registry.View:
 
 def member(committed: int) -> MemberSide:
     """A seat that has the state of that step."""
-    found = new_member()
-    found.received("a", pb.Message(ballot=Ballot(1, 4).message(), query=pb.Query()))
+    seat = new_member()
+    seat.received("a", pb.Message(ballot=Ballot(1, 4).message(), query=pb.Query()))
     sync = pb.Sync(step=committed, method="redundant")
-    found.received("a", pb.Message(ballot=Ballot(1, 4).message(), sync=sync))
-    assert found.arrived(Ballot(1, 4))
-    found.fetched(pb.Synced(step=committed, digest=b"twin's"), pb.Commit(step=committed), 0)
-    return found
+    seat.received("a", pb.Message(ballot=Ballot(1, 4).message(), sync=sync))
+    assert seat.arrived(Ballot(1, 4))
+    seat.fetched(pb.Synced(step=committed, digest=b"twin's"), pb.Commit(step=committed), 0)
+    return seat
 
 
 def entering(step: int) -> pb.Message:

@@ -40,11 +40,11 @@ def of_model(folder: Path, config: ModelConfig = GROUPED) -> RunFile:
 def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
     """Of each stage, adapters that have learned something."""
     generator = torch.Generator().manual_seed(7)
-    found = {}
+    adapters = {}
     for stage in range(config.stages + 1):
         flat = initial_adapters(config, stage, 0)
-        found[stage] = flat + 0.1 * torch.randn(len(flat), generator=generator)
-    return found
+        adapters[stage] = flat + 0.1 * torch.randn(len(flat), generator=generator)
+    return adapters
 
 
 def write(out: Path, run: RunFile, into_weights: bool, base: str = "") -> None:
@@ -66,10 +66,10 @@ def test_they_are_called_as_peft_calls_them(tmp_path) -> None:
             wanted[f"{name}.lora_B.weight"] = (rows, 4)
     tensors = load_file(tmp_path / "apart" / "adapter_model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted
-    said = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
+    config = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
     figures = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6.0}
-    assert said | figures == said
-    assert said["target_modules"] == TARGETS
+    assert config | figures == config
+    assert config["target_modules"] == TARGETS
 
 
 def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
@@ -81,10 +81,10 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     ends, *body = (copy_with(begun.stage(of), flat[of]) for of in flat)
     assert isinstance(ends, EmbeddingStage)
     with torch.inference_mode():
-        found = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))
+        logits = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))
     merged = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(x)
     before = WholeModel.load(tmp_path / "base", torch.device("cpu")).logits(x)
-    torch.testing.assert_close(found, merged, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, merged, rtol=1e-4, atol=1e-4)
     assert (merged - before).abs().max() > 0.1
 
 
@@ -99,8 +99,8 @@ def test_peft_takes_them_and_has_the_logits_of_the_merged_model(tmp_path, config
     tokens = some_tokens(config, 20)
     ours = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(tokens)
     for folder in ("merged", "apart"):
-        found = logits_of(tmp_path / folder, tokens)
-        torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-4)
+        theirs = logits_of(tmp_path / folder, tokens)
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "theirs")
@@ -165,8 +165,8 @@ def test_no_path_of_this_machine_is_published(
     for file in (tmp_path / "out").iterdir():
         assert str(tmp_path).encode() not in file.read_bytes()
     if not into_weights:
-        said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-        assert said["base_model_name_or_path"] == name
+        config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == name
         assert ("--base ORG/NAME" in caplog.text) == ("/" not in name)
 
 

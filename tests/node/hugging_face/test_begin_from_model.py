@@ -58,8 +58,8 @@ def test_a_run_has_the_shape_and_each_stage_the_weights_of_the_checkpoint(tmp_pa
     assert loads(dumps(run)) == with_model(run) == run
     beginning = InitialStages(run, of(run), Checkpoint.open(tmp_path / "out"))
     for stage, wanted in flat.items():
-        found = [p.detach().flatten() for p in beginning.stage(stage).parameters()]
-        assert torch.equal(torch.cat(found), wanted)
+        weights = [p.detach().flatten() for p in beginning.stage(stage).parameters()]
+        assert torch.equal(torch.cat(weights), wanted)
 
 
 @CONFIGS
@@ -85,8 +85,8 @@ def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype) -> None:
     save_file(halves, file)
     checkpoint = Checkpoint.open(tmp_path)
     for name, tensor in halves.items():
-        found = torch.from_numpy(checkpoint.read(name)).view(tensor.shape)
-        assert torch.equal(found, tensor.float())
+        values = torch.from_numpy(checkpoint.read(name)).view(tensor.shape)
+        assert torch.equal(values, tensor.float())
 
 
 def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
@@ -115,15 +115,15 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     state = giver.initial_state(2, 0)
     sync = pb.Sync(method="origin", sources=[pb.Source(node="a", stage=2)])
     taker.put_in_place(sync, [state])
-    there = TorchStage("c", 2, beginning, cpu)
-    assert taker.digest() == there.digest()
+    reference = TorchStage("c", 2, beginning, cpu)
+    assert taker.digest() == reference.digest()
     state.tensors["weights"][7] += 1e-3
     with pytest.raises(
         ComplaintError, match="the weights of stage 2 from a are not those"
     ) as caught:
         taker.put_in_place(sync, [state])
     assert (caught.value.accused, caught.value.cause) == (["a"], CHECKSUM)
-    assert taker.digest() == there.digest()
+    assert taker.digest() == reference.digest()
     with pytest.raises(ComplaintError, match="is not on this machine"):
         taker.initial_state(2, 0)
 
@@ -250,8 +250,8 @@ def test_of_two_models_in_a_folder_it_is_the_one_that_transformers_takes(tmp_pat
 
 
 def as_file(header: dict[str, Any], content: bytes) -> bytes:
-    said = json.dumps(header).encode()
-    return len(said).to_bytes(8, "little") + said + content
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + content
 
 
 def tensor(first: int, last: int, *shape: int) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def test_a_shard_that_is_missing_or_no_file_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("fields", "why"),
     [
         ({"num_hidden_layers": 10**9}, "says 1,000,000,000 layers, and it has 57 tensors"),
         ({"num_attention_heads": 10**30}, "num_attention_heads = 10{30} is more than 1073741824"),
@@ -305,10 +305,10 @@ def test_a_shard_that_is_missing_or_no_file_is_named(tmp_path) -> None:
         ({"padding": "x" * (16 << 20)}, "has more than 16777216 bytes"),
     ],
 )
-def test_a_config_of_absurd_size_is_refused_at_once(tmp_path, said, why) -> None:
+def test_a_config_of_absurd_size_is_refused_at_once(tmp_path, fields, why) -> None:
     exported(tmp_path, GROUPED)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(UnsupportedModelError, match=why):
         Checkpoint.open(tmp_path)
     path.unlink()

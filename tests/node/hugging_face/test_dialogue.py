@@ -52,20 +52,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ours(folder: Path, *arguments: object, said: str = "") -> str:
+def ours(folder: Path, *arguments: object, typed: str = "") -> str:
     command = ["generate", folder, "--chat", "--temperature", 0, *arguments]
-    done = CliRunner().invoke(app, list(map(str, command)), input=said)
+    done = CliRunner().invoke(app, list(map(str, command)), input=typed)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
-def theirs(folder: Path, *said: str, tokens: int) -> str:
-    """`said`: the system's message, then questions and answers in turn."""
+def theirs(folder: Path, *turns: str, tokens: int) -> str:
+    """`turns`: the system's message, then questions and answers in turn."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    roles = ["system", *["user", "assistant"] * len(said)]
-    messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]
+    roles = ["system", *["user", "assistant"] * len(turns)]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -92,7 +92,7 @@ def test_answers_are_those_of_transformers(model: Path, listed: bool) -> None:
     options = ("--system", asked[0], "--tokens", 20)
     assert ours(model, asked[1], *options) == f"{expected}\n"
     again = theirs(model, *asked, expected, "And an ant?", tokens=20)
-    dialogue = ours(model, *options, said=f"{asked[1]}\n\nAnd an ant?\n")
+    dialogue = ours(model, *options, typed=f"{asked[1]}\n\nAnd an ant?\n")
     assert dialogue == f"{expected}\n{again}\n"
 
 
@@ -136,8 +136,8 @@ def test_the_templates_own_end_ends_an_answer(tmp_path: Path) -> None:
 def test_which_token_ends_a_turn(tmp_path: Path, template: str, end: str | None) -> None:
     tokenizer = tokenizer_in(tmp_path, template)
     with Renderer(template_of(tmp_path / "tokenizer.json")) as renderer:
-        found = end_of_turn(renderer, tokenizer)
-    assert found == (None if end is None else tokenizer.token_to_id(end))
+        token = end_of_turn(renderer, tokenizer)
+    assert token == (None if end is None else tokenizer.token_to_id(end))
 
 
 def test_the_oldest_turns_are_left_out_of_what_is_too_long(tmp_path: Path, caplog: Any) -> None:

@@ -30,10 +30,10 @@ def test_all_of_a_text_is_scored(data: Path) -> None:
     assert inputs.shape == targets.shape == (3, 16)
     assert (targets[:, :-1] == inputs[:, 1:]).all()
     assert portion.rows(3, 3)[0].shape == (2, 16)
-    found = portion.evaluation(160.0)
-    assert (found.tokens, found.loss) == (80, 2.0)
-    assert found.bits_per_byte is not None
-    assert "bits per byte" in found.rows()
+    evaluation = portion.evaluation(160.0)
+    assert (evaluation.tokens, evaluation.loss) == (80, 2.0)
+    assert evaluation.bits_per_byte is not None
+    assert "bits per byte" in evaluation.rows()
 
 
 def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
@@ -41,10 +41,10 @@ def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
     _, targets = portion.rows(0, portion.count)
     scored = int((targets != UNSCORED).sum())
     assert 0 < scored < targets.numel()
-    found = portion.evaluation(3.0 * scored)
-    assert (found.tokens, found.loss) == (scored, 3.0)
-    assert found.perplexity == math.exp(3.0)
-    assert list(found.rows()) == ["tokens", "loss", "perplexity"]
+    evaluation = portion.evaluation(3.0 * scored)
+    assert (evaluation.tokens, evaluation.loss) == (scored, 3.0)
+    assert evaluation.perplexity == math.exp(3.0)
+    assert list(evaluation.rows()) == ["tokens", "loss", "perplexity"]
     mute = Portion(
         conversations, "train", 2, samples=1, apart=False
     )  # its words are a role, and nobody's

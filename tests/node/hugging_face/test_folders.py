@@ -122,8 +122,8 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
     exported(tmp_path / "out", config, most=FILE)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     tokens = some_tokens(config, length)
-    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
     with torch.no_grad():
         wanted = loaded.eval()(tokens).logits
     assert type(loaded).__name__.lower() == f"{config.family}forcausallm"
@@ -152,19 +152,19 @@ def test_names_shapes_and_config_are_those_that_transformers_writes(tmp_path, co
     exported(tmp_path / "ours", config)
     theirs = transformers_model(config)
     theirs.save_pretrained(tmp_path / "theirs")
-    found = []
+    shapes = []
     for folder in ("ours", "theirs"):
         with safe_open(tmp_path / folder / "model.safetensors", framework="pt") as file:
             names = file.keys()
-            found.append({name: file.get_slice(name).get_shape() for name in names})
-    assert found[0] == found[1]
-    said = {
+            shapes.append({name: file.get_slice(name).get_shape() for name in names})
+    assert shapes[0] == shapes[1]
+    configs = {
         name: json.loads((tmp_path / name / "config.json").read_text())
         for name in ("ours", "theirs")
     }
-    del said["theirs"]["transformers_version"]
-    said["theirs"]["initializer_range"] = said["ours"]["initializer_range"]
-    assert said["theirs"].items() <= said["ours"].items()
+    del configs["theirs"]["transformers_version"]
+    configs["theirs"]["initializer_range"] = configs["ours"]["initializer_range"]
+    assert configs["theirs"].items() <= configs["ours"].items()
 
 
 @CONFIGS
@@ -255,9 +255,11 @@ def test_what_is_exported_begins_and_ends_texts_as_the_data_does(
     assert loaded.eos_token_id == end
     assert (loaded.chat_template, loaded.model_max_length) == ("what it was trained by", 7)
     files = ("config.json", "generation_config.json")
-    said = [json.loads((tmp_path / "out" / name).read_text()) for name in files]
-    assert [each["eos_token_id"] for each in said] == ([2, [2]] if end == 2 else [[3, 2], [3, 2]])
-    assert said[1]["top_k"] == 5
+    files_read = [json.loads((tmp_path / "out" / name).read_text()) for name in files]
+    assert [each["eos_token_id"] for each in files_read] == (
+        [2, [2]] if end == 2 else [[3, 2], [3, 2]]
+    )
+    assert files_read[1]["top_k"] == 5
 
 
 def test_a_folder_that_is_taken_stays_as_it_is(tmp_path) -> None:
@@ -322,8 +324,8 @@ def test_what_is_ignored_or_assumed_is_said(tmp_path, caplog, changed, warning) 
 
     exported(tmp_path, GROUPED)
     path = tmp_path / "config.json"
-    said = json.loads(path.read_text()) | changed
-    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    config = json.loads(path.read_text()) | changed
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     tokens = some_tokens(GROUPED, 24)
     model, reference = (
         WholeModel.load(tmp_path, CPU),

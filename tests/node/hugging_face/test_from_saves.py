@@ -37,12 +37,12 @@ def run_of(stages: int) -> RunFile:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_weights_are_found_in_whatever_stages_the_saves_are_of(tmp_path: Path, stages: int) -> None:
     had = shape_in(2)
-    found = saved_model(run_of(stages), saved(tmp_path, had))
-    assert (found.step, found.doubt) == (8, "")
-    assert found.config.stages == 2
-    for weight in model_weights(found.config):
+    model = saved_model(run_of(stages), saved(tmp_path, had))
+    assert (model.step, model.doubt) == (8, "")
+    assert model.config.stages == 2
+    for weight in model_weights(model.config):
         wanted = state(had, weight.stage).tensors["weights"]
-        read = found.read(weight.stage, weight.first, weight.size)
+        read = model.read(weight.stage, weight.first, weight.size)
         torch.testing.assert_close(read, wanted[weight.first :][: weight.size], rtol=0, atol=0)
 
 
@@ -64,6 +64,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_what_is_not_of_one_step_says_so(tmp_path: Path) -> None:
     first, second, _ = saved(tmp_path / "first", shape_in(2))
     later = [s for s in saved(tmp_path / "later", shape_in(2), (16,)) if s.state.id.stage == 2]
-    found = saved_model(run_of(2), [first, second, *later])
-    assert found.step == 16
-    assert "there is no step that every stage has" in found.doubt
+    model = saved_model(run_of(2), [first, second, *later])
+    assert model.step == 16
+    assert "there is no step that every stage has" in model.doubt

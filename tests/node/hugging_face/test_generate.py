@@ -35,10 +35,10 @@ def test_without_temperature_it_is_the_likeliest() -> None:
 def test_of_the_likeliest_tokens_as_many_as_have_the_share() -> None:
     assert drawn(Sampling(1.0, top_p=0.5)).keys() == {0}
     assert drawn(Sampling(1.0, top_p=0.6)).keys() == {0, 1}
-    found = drawn(Sampling(1.0, top_p=1.0))
-    assert found.keys() == {0, 1, 2, 3}
-    assert 160 < found[0] < 240
-    assert drawn(Sampling(4.0, 1.0))[3] > found[3]
+    counts = drawn(Sampling(1.0, top_p=1.0))
+    assert counts.keys() == {0, 1, 2, 3}
+    assert 160 < counts[0] < 240
+    assert drawn(Sampling(4.0, 1.0))[3] > counts[3]
 
 
 def test_the_same_seed_gives_the_same_tokens_and_what_is_too_long_is_forgotten() -> None:

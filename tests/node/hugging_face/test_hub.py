@@ -88,11 +88,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(run: Path, hub: Hub, out: Path, *options: str) -> tuple[int, str]:
     """Exit status and output."""
-    said = out.with_suffix(".said")
+    output = out.with_suffix(".said")
     words = ["--out", str(out), "--run", str(run / "run.toml"), *options]
     environment = {**hub.environment, "HF_HOME": str(out.parent / "home")}
-    command = Forked(said, "export", str(run / "saves"), *words, environment=environment)
-    return command.wait(600), said.read_text()
+    command = Forked(output, "export", str(run / "saves"), *words, environment=environment)
+    return command.wait(600), output.read_text()
 
 
 @pytest.mark.parametrize(("options", "seen"), [([], "public"), (["--private"], "private")])

@@ -41,9 +41,9 @@ def test_one_that_only_dials_out_is_asked_through_its_neighbours_first() -> None
     hidden = member("x", 4, address="")
     view = View(members=[*(member(f"n{stage}", stage) for stage in range(7)), hidden])
     view.members[4].address = ""
-    found = routes_to(4, view)
-    assert [way.seat for way in found] == ["n4/4", "x/4"] * (TRIED // 2)
-    assert [way.node for way in found] == ["n3", "n3", "n5", "n5"]
+    ways = routes_to(4, view)
+    assert [way.seat for way in ways] == ["n4/4", "x/4"] * (TRIED // 2)
+    assert [way.node for way in ways] == ["n3", "n3", "n5", "n5"]
 
 
 def test_a_standby_leads_nowhere_and_nobody_can_be_asked_without_an_address() -> None:
@@ -60,11 +60,11 @@ class OneNode:
         self.heard = heard
 
     def send(self, message: pb.Message) -> bool:
-        asked, there = message.pin_request, message.seat in self.seats
-        told = pb.Pinned(transfer=asked.transfer, step=asked.step, unheard=not there)
-        if there:
-            told.committed, told.kept = 7, asked.step >= 7
-        asyncio.get_running_loop().call_soon(self.heard, pb.Message(pinned=told))
+        asked, is_here = message.pin_request, message.seat in self.seats
+        pinned = pb.Pinned(transfer=asked.transfer, step=asked.step, unheard=not is_here)
+        if is_here:
+            pinned.committed, pinned.kept = 7, asked.step >= 7
+        asyncio.get_running_loop().call_soon(self.heard, pb.Message(pinned=pinned))
         return True
 
     async def close(self) -> None: ...

@@ -43,14 +43,14 @@ def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: st
     too, and beyond the positions that the config tells of, as far as RoPE is stretched."""
     model, out, (rope, reach) = tmp_path / "model", tmp_path / "out", KINDS[kind]
     transformers_model(replace(GROUPED, rope_theta=10_000.0)).save_pretrained(model)
-    said = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     if kind != "llama3":  # the older names
-        del said["rope_parameters"]
+        del config["rope_parameters"]
         old = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
-        said |= {"rope_theta": 10_000.0, "rope_scaling": old}
+        config |= {"rope_theta": 10_000.0, "rope_scaling": old}
     else:
-        said["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
-    (model / "config.json").write_text(json.dumps(said))
+        config["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
+    (model / "config.json").write_text(json.dumps(config))
 
     assert Checkpoint.open(model).config.context == reach
     run = with_model(from_fields({"model": {"from": str(model), "stages": 3, "context": reach}}))
@@ -72,9 +72,9 @@ def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: st
 
 def test_of_two_ways_in_one_config_it_is_the_one_that_transformers_takes(tmp_path: Path) -> None:
     transformers_model(GROUPED).save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    said |= {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 50.0}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 50.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tokens = some_tokens(GROUPED, 24)
     model = WholeModel.load(tmp_path, torch.device("cpu"))
     assert (model.config.rope_scaling, model.config.rope_theta) == (RopeScaling("linear", 4.0), 50)

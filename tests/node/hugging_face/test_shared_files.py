@@ -131,5 +131,5 @@ def test_an_index_of_other_data_is_refused_unless_the_run_began_from_a_tokenizer
     model.mkdir()
     shutil.copy(given / "tokenizer.json", model)
     (model / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    found = fetched(given, tmp_path / "kept", "0" * 32, model)
-    assert found == Vocabulary(model / "tokenizer.json", 7, model)
+    vocabulary = fetched(given, tmp_path / "kept", "0" * 32, model)
+    assert vocabulary == Vocabulary(model / "tokenizer.json", 7, model)

@@ -51,11 +51,11 @@ def test_rented_containers_are_dialled_by_the_port_that_is_forwarded_to_them() -
 def test_a_rented_container_that_nothing_is_forwarded_to_says_what_to_ask_for(environment) -> None:
     elsewhere, anywhere = Address.parse("0.0.0.0:7402"), Address.parse("0.0.0.0:0")
     assert forwarded_address(elsewhere, environment) is None
-    said = unforwarded_port(elsewhere, environment)
-    assert "forwards nothing to port 7402 of this container" in said
-    assert "7402" in said.partition("ask for")[2]
-    assert "--listen 0.0.0.0:7402" in said
-    assert "--advertise none" in said
+    advice = unforwarded_port(elsewhere, environment)
+    assert "forwards nothing to port 7402 of this container" in advice
+    assert "7402" in advice.partition("ask for")[2]
+    assert "--listen 0.0.0.0:7402" in advice
+    assert "--advertise none" in advice
     assert "--listen 0.0.0.0:7401" in unforwarded_port(anywhere, environment)
     assert unforwarded_port(elsewhere, {"HOME": "/root"}) == ""
 
@@ -101,8 +101,8 @@ def test_else_peers_are_told_what_the_machine_calls_itself() -> None:
     assert own_address(EVERYWHERE, BEHIND) == Advertised(
         Address("172.17.0.2", 7401), "connections to the registry at 1.2.3.4 come from it"
     )
-    one = Address.parse("10.0.0.5:7401")
-    assert own_address(one, BEHIND).address == one
+    address = Address.parse("10.0.0.5:7401")
+    assert own_address(address, BEHIND).address == address
 
 
 async def tell(monkeypatch: pytest.MonkeyPatch, cloud: str, listen: str = "0.0.0.0:7401") -> str:
@@ -126,8 +126,8 @@ async def test_a_node_says_where_it_is_and_how_it_knows(
     assert await tell(monkeypatch, "none", "0.0.0.0:7402") == "172.17.0.2:7402"
     assert "vast.ai forwards nothing to port 7402" in caplog.text
     monkeypatch.setattr(serve, "way_out", None)
-    told = setup(join="1.2.3.4:7400", listen="0.0.0.0:7401", advertise="my.host:7401")
-    assert (await serve.find_place(told, CPU)).advertise == "my.host:7401"
+    settings = setup(join="1.2.3.4:7400", listen="0.0.0.0:7401", advertise="my.host:7401")
+    assert (await serve.find_place(settings, CPU)).advertise == "my.host:7401"
 
 
 @pytest.mark.parametrize("cloud", ["auto", "aws"])

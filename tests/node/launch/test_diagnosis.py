@@ -50,9 +50,9 @@ WELL = Facts(
 )
 
 
-def found(about: str, **changes: Any) -> Finding:
-    [one] = [one for one in findings(replace(WELL, **changes)) if one.about == about]
-    return one
+def finding(about: str, **changes: Any) -> Finding:
+    [each] = [each for each in findings(replace(WELL, **changes)) if each.about == about]
+    return each
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,26 @@ def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Grad
     set_here = proxies(
         {"HTTPS_PROXY": "http://me:secret@proxy:3128", "http_proxy": "", "PATH": "/"}
     )
-    one = found("proxy", proxies=set_here, registry_protocol=registry)
-    assert one.verdict is verdict
-    assert one.description.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
-    assert ("VPN" in one.remedy) == (verdict is Grade.WARNING)
+    result = finding("proxy", proxies=set_here, registry_protocol=registry)
+    assert result.verdict is verdict
+    assert result.description.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
+    assert ("VPN" in result.remedy) == (verdict is Grade.WARNING)
     assert proxies({"no_proxy": "*", "http_proxy": ""}) == ""
 
 
 def test_a_machine_that_is_well_has_ten_good_findings() -> None:
     all_found = findings(WELL)
-    assert [one.verdict for one in all_found] == [Grade.OK] * 10
+    assert [each.verdict for each in all_found] == [Grade.OK] * 10
     assert worst_grade(all_found) is Grade.OK
-    assert not [one for one in all_found if one.remedy]
+    assert not [each for each in all_found if each.remedy]
 
 
 def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
     own = override(RUN, model__module="gpt2:build")
-    refused = found("code", run=own)
+    refused = finding("code", run=own)
     assert refused.verdict is Grade.PROBLEM
     assert "start the node with --allow-module gpt2:build" in refused.description
-    assert found("code", run=own, allow_module="gpt2:build").verdict is Grade.OK
+    assert finding("code", run=own, allow_module="gpt2:build").verdict is Grade.OK
 
 
 def test_the_requested_stage_is_what_needs_memory() -> None:
@@ -90,7 +90,7 @@ def test_the_requested_stage_is_what_needs_memory() -> None:
     between = Device("cpu", int(2 * needs[1]), "2.6", 0, "")
     assert needs[1] < needs[2]
     for stage, verdict in ((1, OK), (2, P), (None, P), (9, P)):
-        assert found("memory", run=uneven, stage=stage, device=between).verdict is verdict
+        assert finding("memory", run=uneven, stage=stage, device=between).verdict is verdict
 
 
 def test_the_exit_status_is_by_the_worst() -> None:
@@ -151,18 +151,18 @@ SELF = DialledBack("::1", 7401, False)
     ],
 )
 def test_each_finding(about: str, changes: dict[str, Any], verdict: Grade, says: str) -> None:
-    one = found(about, **changes)
-    assert one.verdict is verdict, one
-    assert says in f"{one.description} {one.remedy}"
+    result = finding(about, **changes)
+    assert result.verdict is verdict, result
+    assert says in f"{result.description} {result.remedy}"
     if verdict is P and not isinstance(changes.get(about, ""), UnknownFact):
-        assert one.remedy or about in ("registry", "port")
+        assert result.remedy or about in ("registry", "port")
 
 
 def test_what_is_not_known_is_said_of_every_check() -> None:
     names = ("registry_protocol", "run", "clock", "port", "back", "link", "saves", "data", "device")
     nothing = findings(replace(WELL, **dict.fromkeys(names, UnknownFact("lost"))))  # type: ignore[arg-type]
     assert len(nothing) == 10
-    assert all(one.verdict is not Grade.OK for one in nothing)
+    assert all(each.verdict is not Grade.OK for each in nothing)
 
 
 def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
@@ -180,7 +180,7 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
 
 
 def test_a_finding_is_one_line() -> None:
-    [(about, verdict, said)] = finding_lines(
+    [(about, verdict, text)] = finding_lines(
         [Finding(Grade.PROBLEM, "it is full", "free space", "disk")]
     )
-    assert (about, verdict, said) == ("disk", "problem", "it is full. Free space")
+    assert (about, verdict, text) == ("disk", "problem", "it is full. Free space")

@@ -65,9 +65,9 @@ async def test_a_machine_that_could_join(tmp_path: Path) -> None:
     assert not (tmp_path / "deep").exists(), "nothing is made"
     assert not isinstance(facts.device, UnknownFact)
     assert facts.device.driver == "NVIDIA H100, driver 550.54"
-    found = {one.about: one.verdict for one in findings(facts)}
-    assert found.pop("data") is Grade.OK
-    assert set(found.values()) == {Grade.OK}
+    grades = {finding.about: finding.verdict for finding in findings(facts)}
+    assert grades.pop("data") is Grade.OK
+    assert set(grades.values()) == {Grade.OK}
 
 
 async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
@@ -92,7 +92,9 @@ async def test_who_only_dials_out_listens_nowhere(tmp_path: Path) -> None:
     async with serving() as place:
         facts = await gather_facts(asked(place.address, tmp_path, advertise="none"), "1")
     assert facts.port == ""
-    assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Grade.OK}
+    assert {finding.verdict for finding in findings(facts) if finding.about == "reachable"} == {
+        Grade.OK
+    }
 
 
 async def test_a_wrong_token_is_said(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         yield start
 
 
-def found(name: str) -> Aws | Gcp | Azure:
+def cloud_of(name: str) -> Aws | Gcp | Azure:
     cloud = find_cloud(name, ask_metadata)
     assert isinstance(cloud, Aws | Gcp | Azure)
     return cloud
@@ -58,7 +58,7 @@ def found(name: str) -> Aws | Gcp | Azure:
 def test_each_cloud_is_found_and_says_nothing_at_first(start: Start, cloud: str) -> None:
     start(cloud)
     for name in ("auto", cloud):
-        it = found(name)
+        it = cloud_of(name)
         assert isinstance(it, CLOUDS[cloud])
         assert it.find_notice(NOW) is None
 
@@ -68,7 +68,7 @@ def test_aws_says_what_and_when_and_a_machine_that_it_has_not_taken_after_all_is
     start: Start, action: str
 ) -> None:
     start("aws").action = {"action": action, "time": "2026-09-18T08:22:00Z"}
-    aws = found("auto")
+    aws = cloud_of("auto")
     assert aws.find_notice(NOW) == Notice(f"AWS: {action} at 2026-09-18T08:22:00Z", 120.0)
     assert aws.find_notice(NOW + 120 + 299) is not None
     assert aws.find_notice(NOW + 120 + 301) is None
@@ -76,7 +76,7 @@ def test_aws_says_what_and_when_and_a_machine_that_it_has_not_taken_after_all_is
 
 def test_a_token_is_renewed_when_it_has_run_out(start: Start) -> None:
     service = start("aws")
-    aws = found("aws")
+    aws = cloud_of("aws")
     for _ in range(3):
         assert aws.find_notice(NOW) is None
     assert sum(line.startswith("PUT") for line in service.asked) == 1
@@ -88,7 +88,7 @@ def test_a_token_is_renewed_when_it_has_run_out(start: Start) -> None:
 
 def test_gcp_says_that_but_not_when(start: Start) -> None:
     start("gcp").preempted = True
-    assert found("auto").find_notice(NOW) == Notice("GCP: preempted", None)
+    assert cloud_of("auto").find_notice(NOW) == Notice("GCP: preempted", None)
 
 
 def event(kind: str, seconds: float | None, *machines: str) -> dict[str, object]:
@@ -122,7 +122,7 @@ def test_azure_tells_of_this_machine_and_of_others(
     start: Start, events: list[dict[str, object]], left: float | None
 ) -> None:
     start("azure").events = events
-    notice = found("auto").find_notice(NOW)
+    notice = cloud_of("auto").find_notice(NOW)
     assert (notice.left if notice else None) == left
 
 
@@ -207,12 +207,12 @@ def test_a_container_to_which_no_token_gets_is_told(caplog: pytest.LogCaptureFix
 
 async def test_a_watch_tells_of_the_notice(start: Start) -> None:
     service = start("aws")
-    told: asyncio.Queue[Notice] = asyncio.Queue()
-    watch_notices("auto", told.put_nowait)
+    notices: asyncio.Queue[Notice] = asyncio.Queue()
+    watch_notices("auto", notices.put_nowait)
     await asyncio.to_thread(service.wait_until_asked, 3)
-    assert told.empty()
+    assert notices.empty()
     service.action = {"action": "terminate", "time": datetime.now(UTC).isoformat()}
-    notice = await asyncio.wait_for(told.get(), 60)
+    notice = await asyncio.wait_for(notices.get(), 60)
     assert notice.left is not None
     assert notice.left < SOON
 
@@ -224,15 +224,15 @@ async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
     service = start("azure")
     now = datetime.now(UTC).timestamp()
     service.events = [event("Redeploy", now - NOW + 7 * 86400, NAME)]
-    told: asyncio.Queue[Notice] = asyncio.Queue()
-    watch_notices("azure", told.put_nowait)
+    notices: asyncio.Queue[Notice] = asyncio.Queue()
+    watch_notices("azure", notices.put_nowait)
 
     await asyncio.to_thread(service.wait_until_asked, 3)
     service.events = [{"Resources": None}]
     await asyncio.to_thread(service.wait_until_asked, 3)
-    assert told.empty()
+    assert notices.empty()
     service.events = [event("Preempt", now - NOW + 30, NAME)]
-    notice = await asyncio.wait_for(told.get(), 60)
+    notice = await asyncio.wait_for(notices.get(), 60)
     assert notice.event.startswith("Azure: Preempt not before ")
     assert caplog.text.count("Azure's notices can't be read: TypeError") == 1
 
@@ -242,11 +242,15 @@ def test_the_examples_of_the_documentation_are_understood() -> None:
     assert Aws(answering(200, stop)).find_notice(1505722800.0) == Notice(
         "AWS: stop at 2017-09-18T08:22:00Z", 120.0
     )
-    one = {"EventType": "Preempt", "Resources": ["A"], "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT"}
+    event = {
+        "EventType": "Preempt",
+        "Resources": ["A"],
+        "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT",
+    }
     azure = Azure(
         lambda m, path, *_, **__: MetadataAnswer(200, {}, "A" if "name" in path else body)
     )
-    body = json.dumps({"DocumentIncarnation": 1, "Events": [one]})
+    body = json.dumps({"DocumentIncarnation": 1, "Events": [event]})
     assert azure.find_notice(1474309757.0) == Notice(
         "Azure: Preempt not before Mon, 19 Sep 2016 18:29:47 GMT", 30.0
     )

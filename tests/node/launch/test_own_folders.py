@@ -64,13 +64,13 @@ def test_data_is_looked_for_below_it(data: Path, tmp_path: Path, caplog: pytest.
     run = resolve(loads(f"data.path = '{data}'\nmodel.stages = 2"))
     mine = replace(setup().options, out=tmp_path, stage=None)
     assert find_corpus(run, mine) is None
-    (said,) = caplog.records
-    assert said.getMessage().startswith("this node has no prepared data (--data DIR)")
-    assert said.levelno == logging.INFO
+    (record,) = caplog.records
+    assert record.getMessage().startswith("this node has no prepared data (--data DIR)")
+    assert record.levelno == logging.INFO
     with pytest.raises(NodeError, match=r"data\.path = .*--data DIR says where it is"):
         find_corpus(run, replace(mine, stage=0))
-    found = find_corpus(run, replace(mine, data=[str(data)]))
-    assert isinstance(found, Corpus) and found.path == data
+    corpus = find_corpus(run, replace(mine, data=[str(data)]))
+    assert isinstance(corpus, Corpus) and corpus.path == data
     below_it = override(run, data__path="prose")
     assert find_corpus(below_it, mine) is None
     folder = own_folder(tmp_path, below_it)
@@ -82,8 +82,8 @@ def test_data_is_looked_for_below_it(data: Path, tmp_path: Path, caplog: pytest.
     (folder / "prose").mkdir()
     for file in data.iterdir():
         (folder / "prose" / file.name).write_bytes(file.read_bytes())
-    found = find_corpus(below_it, mine)
-    assert isinstance(found, Corpus) and found.path == folder / "prose"
+    corpus = find_corpus(below_it, mine)
+    assert isinstance(corpus, Corpus) and corpus.path == folder / "prose"
 
 
 def test_data_that_the_environment_names_is_used_where_it_is_the_runs(
@@ -93,8 +93,8 @@ def test_data_that_the_environment_names_is_used_where_it_is_the_runs(
     other = run.model_copy(update={"data": run.data.model_copy(update={"content": "0" * 32})})
     mine = replace(setup().options, out=tmp_path, stage=None)
     monkeypatch.setenv("PLANARIA_DATA", str(data))
-    found = find_corpus(run, mine)
-    assert isinstance(found, Corpus) and found.path == data
+    corpus = find_corpus(run, mine)
+    assert isinstance(corpus, Corpus) and corpus.path == data
     assert find_corpus(other, mine) is None, "a node without the data serves other stages"
 
 

@@ -46,12 +46,12 @@ def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
     assert parse_token(f"@{file}") == "s e-cret"
     assert parse_token("as it is") == "as it is"
     file.write_text("\n")
-    for there, why in (
+    for path, why in (
         (file, "the file is empty; it should have the token"),
         (tmp_path, "be read"),
     ):
-        with pytest.raises(typer.BadParameter, match=f"--token @{there}: .*{why}"):
-            parse_token(f"@{there}")
+        with pytest.raises(typer.BadParameter, match=f"--token @{path}: .*{why}"):
+            parse_token(f"@{path}")
 
 
 def test_no_process_that_a_supervisor_starts_has_a_secret_on_its_command_line(
@@ -61,8 +61,8 @@ def test_no_process_that_a_supervisor_starts_has_a_secret_on_its_command_line(
     with socket.create_server(("127.0.0.1", 0)) as registry:
         at = f"127.0.0.1:{registry.getsockname()[1]}"
         secret, authority = os.urandom(20), to_der(Authority.make(time.time()).certificate)
-        said = {"run": "run", "role": "node", "registries": [at], "enrolments": [at]}
-        invite = encode(Invitation(**said, secret=secret, authority=authority))
+        fields = {"run": "run", "role": "node", "registries": [at], "enrolments": [at]}
+        invite = encode(Invitation(**fields, secret=secret, authority=authority))
         words = ["--join", invite, f"--token={TOKEN}", "--device", "cpu,cuda:7", "--out"]
         with (tmp_path / "log").open("wb") as log:
             supervisor = subprocess.Popen(
@@ -89,8 +89,8 @@ def both_nodes(supervisor: int) -> list[tuple[list[str], list[str]]]:
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     until = time.monotonic() + DEADLINE
     while True:
-        told = [told_by(int(pid)) for pid in children.read_text().split()]
-        nodes = [one for one in told if one[0].count("--device") == 2]  # its own last
+        processes = [told_by(int(pid)) for pid in children.read_text().split()]
+        nodes = [words for words in processes if words[0].count("--device") == 2]  # its own last
         if len(nodes) == 2:
             return nodes
         assert time.monotonic() < until, "no nodes were started"

@@ -79,10 +79,10 @@ class Supervised:
 
     def pids(self) -> list[int]:
         """Of the nodes so far, in order."""
-        found = [path for path in self.lives.iterdir() if path.name.isdigit()]
-        return [int(path.name) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+        paths = [path for path in self.lives.iterdir() if path.name.isdigit()]
+        return [int(path.name) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
 
-    def told(self) -> list[int]:
+    def signals(self) -> list[int]:
         """The signals that the node got before it ended."""
         return [int(word) for word in (self.lives / "told").read_text().split()]
 
@@ -96,17 +96,17 @@ def supervised(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.process.kill()
-        one.process.wait()
+    for supervisor in started:
+        supervisor.process.kill()
+        supervisor.process.wait()
 
 
 def until(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 60  # only what hangs gets there
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return result
 
 
 def wait_for_end(handle: int) -> None:
@@ -124,41 +124,41 @@ def test_pauses_grow_until_a_node_lasts() -> None:
 
 
 def test_a_node_that_is_told_to_end_while_it_is_still_starting_ends_well(supervised) -> None:
-    one = supervised(does="signal.signal(signal.SIGTERM, signal.SIG_DFL)")
-    until(one.pids)
-    one.process.send_signal(signal.SIGINT)
-    assert one.process.wait(60) == 0
+    supervisor = supervised(does="signal.signal(signal.SIGTERM, signal.SIG_DFL)")
+    until(supervisor.pids)
+    supervisor.process.send_signal(signal.SIGINT)
+    assert supervisor.process.wait(60) == 0
 
 
 def test_a_node_that_is_killed_is_started_anew_and_again(supervised) -> None:
-    one = supervised()
-    (first,) = until(one.pids)
+    supervisor = supervised()
+    (first,) = until(supervisor.pids)
     os.kill(first, signal.SIGKILL)
-    _, second = until(lambda: one.pids()[1:] and one.pids())
+    _, second = until(lambda: supervisor.pids()[1:] and supervisor.pids())
     os.kill(second, signal.SIGKILL)
-    until(lambda: len(one.pids()) == 3)
-    said = one.log.read_text()
-    assert re.findall(r"ended by SIGKILL after \d+ s; it is restarted in (\d) s", said) == [
+    until(lambda: len(supervisor.pids()) == 3)
+    log = supervisor.log.read_text()
+    assert re.findall(r"ended by SIGKILL after \d+ s; it is restarted in (\d) s", log) == [
         "1",
         "2",
     ]
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(60) == 0
-    assert one.told() == [signal.SIGTERM]
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.process.wait(60) == 0
+    assert supervisor.signals() == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("status", sorted(FINAL))
 def test_a_node_that_would_end_alike_again_is_not_started_again(supervised, status) -> None:
-    one = supervised(does=f"sys.exit({status})")
-    assert one.process.wait(60) == status
-    assert len(one.pids()) == 1
+    supervisor = supervised(does=f"sys.exit({status})")
+    assert supervisor.process.wait(60) == status
+    assert len(supervisor.pids()) == 1
 
 
 @pytest.mark.parametrize("status", [CRASHED, TRY_AGAIN, 3])
 def test_a_node_that_might_end_otherwise_is(supervised, status) -> None:
-    one = supervised(does=f"len(list(lives.iterdir())) == 1 and sys.exit({status})")
-    until(lambda: len(one.pids()) == 2)
-    assert f"the node ended with status {status}" in one.log.read_text()
+    supervisor = supervised(does=f"len(list(lives.iterdir())) == 1 and sys.exit({status})")
+    until(lambda: len(supervisor.pids()) == 2)
+    assert f"the node ended with status {status}" in supervisor.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -167,27 +167,27 @@ def test_a_node_that_might_end_otherwise_is(supervised, status) -> None:
 def test_what_a_terminal_sends_to_all_its_processes_reaches_the_node_once(
     supervised, number
 ) -> None:
-    one = supervised()
-    (pid,) = until(one.pids)
-    assert os.getpgid(pid) != one.process.pid
-    os.killpg(one.process.pid, number)
-    assert one.process.wait(60) == 0
-    assert one.told() == [signal.SIGTERM]
+    supervisor = supervised()
+    (pid,) = until(supervisor.pids)
+    assert os.getpgid(pid) != supervisor.process.pid
+    os.killpg(supervisor.process.pid, number)
+    assert supervisor.process.wait(60) == 0
+    assert supervisor.signals() == [signal.SIGTERM]
 
 
 def test_a_node_that_does_not_end_within_its_grace_is_killed(supervised) -> None:
-    one = supervised(does="os.kill(os.getpid(), signal.SIGSTOP)", grace=0.1)
-    until(one.pids)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(60) == 128 + signal.SIGKILL
-    assert "has not ended 0 s after SIGTERM" in one.log.read_text()
+    supervisor = supervised(does="os.kill(os.getpid(), signal.SIGSTOP)", grace=0.1)
+    until(supervisor.pids)
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.process.wait(60) == 128 + signal.SIGKILL
+    assert "has not ended 0 s after SIGTERM" in supervisor.log.read_text()
 
 
 def test_told_to_end_between_two_nodes_the_supervisor_ends(supervised) -> None:
-    one = supervised(does=f"sys.exit({CRASHED})")
-    until(lambda: "it is restarted in 1 s" in one.log.read_text())
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(60) == CRASHED
+    supervisor = supervised(does=f"sys.exit({CRASHED})")
+    until(lambda: "it is restarted in 1 s" in supervisor.log.read_text())
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.process.wait(60) == CRASHED
 
 
 TWO = ("the node on cpu", "the node on cuda:0")
@@ -196,14 +196,14 @@ TWO = ("the node on cpu", "the node on cuda:0")
 def test_of_two_nodes_one_is_started_anew_while_the_other_stays_and_both_are_told(
     supervised,
 ) -> None:
-    one = supervised(names=TWO)
-    first, second = until(lambda: one.pids()[1:] and one.pids())
+    supervisor = supervised(names=TWO)
+    first, second = until(lambda: supervisor.pids()[1:] and supervisor.pids())
     os.kill(second, signal.SIGKILL)
-    *_, third = until(lambda: one.pids()[2:] and one.pids())
-    assert re.search(r"the node on \S+ was ended by SIGKILL", one.log.read_text())
+    *_, third = until(lambda: supervisor.pids()[2:] and supervisor.pids())
+    assert re.search(r"the node on \S+ was ended by SIGKILL", supervisor.log.read_text())
     living = [os.pidfd_open(pid) for pid in (first, third)]
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(60) == 0
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.process.wait(60) == 0
     for handle in living:
         wait_for_end(handle)
 
@@ -212,25 +212,27 @@ def test_of_two_nodes_one_is_started_anew_while_the_other_stays_and_both_are_tol
 def test_a_node_that_is_gone_for_good_leaves_the_other_and_its_status(
     supervised, status, again
 ) -> None:
-    one = supervised(
+    supervisor = supervised(
         names=TWO, again=again, does=f"sys.argv[1] == {TWO[1]!r} and sys.exit({status})"
     )
-    until(lambda: f"{TWO[1]} ended with status {status} and is not" in one.log.read_text())
-    assert one.process.poll() is None
-    until(lambda: len(one.pids()) == 2)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(60) == status
+    until(lambda: f"{TWO[1]} ended with status {status} and is not" in supervisor.log.read_text())
+    assert supervisor.process.poll() is None
+    until(lambda: len(supervisor.pids()) == 2)
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.process.wait(60) == status
 
 
 def test_nodes_on_several_devices_share_no_port_and_no_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["planaria", "node", "--join", "a:1"])
-    listen, told = Address.parse("[::]:7401"), Address.parse("my.host:9001")
-    assert device_commands(["cuda:1"], listen, told, Path("saves")) == {"the node": own_command()}
+    listen, advertised = Address.parse("[::]:7401"), Address.parse("my.host:9001")
+    assert device_commands(["cuda:1"], listen, advertised, Path("saves")) == {
+        "the node": own_command()
+    }
 
-    found = device_commands(["cuda:0", "cuda:1"], listen, told, Path("saves"))
-    for place, (name, words) in enumerate(found.items()):
+    commands = device_commands(["cuda:0", "cuda:1"], listen, advertised, Path("saves"))
+    for place, (name, words) in enumerate(commands.items()):
         assert name == f"the node on cuda:{place}"
         assert words[: len(own_command())] == own_command()
         assert " ".join(words[len(own_command()) :]) == (
@@ -245,10 +247,10 @@ def test_nodes_on_several_devices_share_no_port_and_no_folder(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")
 def test_a_supervisor_that_is_killed_takes_the_node_with_it(supervised) -> None:
-    one = supervised()
-    (pid,) = until(one.pids)
+    supervisor = supervised()
+    (pid,) = until(supervisor.pids)
     handle = os.pidfd_open(pid)
-    one.process.kill()
+    supervisor.process.kill()
     wait_for_end(handle)
 
 

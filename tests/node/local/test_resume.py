@@ -362,8 +362,8 @@ def test_a_copy_goes_on_and_the_run_stays_as_it_was(
     plan = read_plan(kept.out)
     wanted = override(run, notify__command="cat")
     monkeypatch.setenv("PLANARIA_DATA", str(data))
-    plan, said = resume_from(plan._replace(out=new, run=wanted), plan, slots_of(kept))
-    assert said == [f"the run is copied to {new}, and goes on there"]
+    plan, messages = resume_from(plan._replace(out=new, run=wanted), plan, slots_of(kept))
+    assert messages == [f"the run is copied to {new}, and goes on there"]
     assert {path: path.read_bytes() for path in before} == before
     assert plan.data == [str(data)]
     copy = read_plan(new)

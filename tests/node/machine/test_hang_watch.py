@@ -23,14 +23,14 @@ class Watched:
 
     def __init__(self, first: float = 60.0) -> None:
         self.watch, self.now = HangWatch(first), 100.0
-        self.found: Hang | None = None
+        self.hang: Hang | None = None
 
     def passes(self, seconds: float) -> Hang | None:
         end = self.now + seconds
         while self.now < end:
             self.now += LOOK
-            self.found = self.watch.find_hang(self.now)
-        return self.found
+            self.hang = self.watch.find_hang(self.now)
+        return self.hang
 
     def does(self, task: str, seconds: float, times: int = 1) -> None:
         for _ in range(times):

@@ -91,10 +91,10 @@ def test_int8_is_that_of_bitsandbytes(tmp_path) -> None:
 
 def same_as(folder: Path, matrices: dict[str, torch.Tensor]) -> None:
     """Compare the folder's tensors, bit for bit, with these, or else with those in its file."""
-    found, others = Checkpoint.open(folder), load_file(folder / "model.safetensors")
-    for name in found.names:
+    checkpoint, others = Checkpoint.open(folder), load_file(folder / "model.safetensors")
+    for name in checkpoint.names:
         wanted = matrices.get(name, others.get(name))
-        values = torch.from_numpy(found.read(name)).view(wanted.shape)
+        values = torch.from_numpy(checkpoint.read(name)).view(wanted.shape)
         assert torch.equal(values, wanted.float()), name
 
 
@@ -121,8 +121,8 @@ def in_fp8(
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     if any(part == "weight_scale" for part, _ in scales.values()):
         method = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    said = json.loads(config.read_text()) | {"quantization_config": method}
-    config.write_text(json.dumps(said))
+    settings = json.loads(config.read_text()) | {"quantization_config": method}
+    config.write_text(json.dumps(settings))
     return matrices
 
 
@@ -188,8 +188,8 @@ def test_stages_of_transformers_have_the_dequantized_weights(tmp_path) -> None:
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_other_quantizations_are_refused_by_name(tmp_path, method, kind) -> None:
-    said = {"model_type": kind, "quantization_config": {"quant_method": method, "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(llama().to_dict() | said))
+    settings = {"model_type": kind, "quantization_config": {"quant_method": method, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(llama().to_dict() | settings))
     with pytest.raises(UnsupportedModelError, match=f"by {method}.* download the model that it"):
         Checkpoint.open(tmp_path)
 

@@ -137,9 +137,9 @@ def test_a_base_that_is_bf16_anyway_lies_so_and_nothing_changes(config, stage) -
         kinds = {p.dtype for p in module.parameters() if p.dim() > 1 and not p.requires_grad}
         assert kinds == {torch.bfloat16 if small else torch.float32}
         made.append([base.words(), *passed(module, config, True), *passed(module, config, False)])
-    for one, other in zip(*made, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    for usual, other in zip(*made, strict=True):
+        assert usual.dtype == other.dtype
+        assert torch.equal(usual, other)
 
 
 def test_a_base_that_bf16_would_change_stays_as_it_is() -> None:
@@ -157,11 +157,11 @@ def test_a_base_that_bf16_would_change_stays_as_it_is() -> None:
 
 
 def test_initial_adapters_follow_from_seed_and_stage() -> None:
-    one = initial_adapters(ADAPTED, 2, 5)
-    assert torch.equal(one, initial_adapters(ADAPTED, 2, 5))
-    assert not torch.equal(one, initial_adapters(ADAPTED, 2, 6))
-    assert not torch.equal(one, initial_adapters(ADAPTED, 1, 5))
-    a = one[: 3 * 48]
+    initial = initial_adapters(ADAPTED, 2, 5)
+    assert torch.equal(initial, initial_adapters(ADAPTED, 2, 5))
+    assert not torch.equal(initial, initial_adapters(ADAPTED, 2, 6))
+    assert not torch.equal(initial, initial_adapters(ADAPTED, 1, 5))
+    a = initial[: 3 * 48]
     assert 0.9 < a.abs().max() * 48**0.5 <= 1
     assert initial_adapters(ADAPTED, 0, 5).numel() == 0
 

@@ -46,17 +46,17 @@ def test_a_document_is_computed_as_if_it_were_alone() -> None:
     begins = torch.zeros(1, 24, dtype=torch.bool)
     begins[0, [5, 6, 17]] = True
     ends, bodies = build(apart)
-    found = ends.loss(through(bodies, ends.embed(tokens, begins)), tokens)
-    found.backward()
+    loss = ends.loss(through(bodies, ends.embed(tokens, begins)), tokens)
+    loss.backward()
     other_ends, others = build(QWEN3)
     parts = tokens.split(lengths, dim=1)
     losses = [other_ends.loss(hidden(other_ends, others, part), part) for part in parts]
     wanted = sum(losses)
     assert isinstance(wanted, torch.Tensor)
     wanted.backward()
-    torch.testing.assert_close(found, wanted)
-    for one, other in zip([ends, *bodies], [other_ends, *others], strict=True):
-        for mine, alone in zip(one.parameters(), other.parameters(), strict=True):
+    torch.testing.assert_close(loss, wanted)
+    for module, other in zip([ends, *bodies], [other_ends, *others], strict=True):
+        for mine, alone in zip(module.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, alone.grad, rtol=1e-4, atol=1e-6)
     as_one = ends.logits(through(bodies, ends.embed(tokens)))
     torch.testing.assert_close(as_one, other_ends.logits(hidden(other_ends, others, tokens)))
@@ -110,22 +110,22 @@ def test_a_token_sees_only_those_before_it() -> None:
 def test_biases_start_at_zero_and_norms_at_one() -> None:
     for config, name in ((QWEN2, "q_proj.bias"), (QWEN3, "q_norm.weight")):
         state = modules.build_stage(config, 1, seed=0).state_dict()
-        found = state[f"layers.1.self_attn.{name}"]
-        assert torch.equal(found, torch.full_like(found, float(name == "q_norm.weight")))
+        values = state[f"layers.1.self_attn.{name}"]
+        assert torch.equal(values, torch.full_like(values, float(name == "q_norm.weight")))
 
 
 def test_a_tied_head_is_one_tensor_with_the_gradient_of_both_ends() -> None:
     untied, tied = (replace(GROUPED, tied=tied) for tied in (False, True))
     tokens = some_tokens(GROUPED, 12)
-    (two, bodies), (one, _) = build(untied), build(tied)
-    assert two.lm_head is not None
-    two.lm_head.weight.data.copy_(two.embed_tokens.weight.data)
+    (untied_ends, bodies), (tied_ends, _) = build(untied), build(tied)
+    assert untied_ends.lm_head is not None
+    untied_ends.lm_head.weight.data.copy_(untied_ends.embed_tokens.weight.data)
     assert list(shape.named_shapes(tied, 0)) == ["model.embed_tokens.weight", "model.norm.weight"]
-    for ends in (one, two):
+    for ends in (tied_ends, untied_ends):
         ends.loss(hidden(ends, bodies, tokens), tokens).backward()
-    wanted, head = two.embed_tokens.weight.grad, two.lm_head.weight.grad
+    wanted, head = untied_ends.embed_tokens.weight.grad, untied_ends.lm_head.weight.grad
     assert wanted is not None and head is not None
-    torch.testing.assert_close(one.embed_tokens.weight.grad, wanted + head)
+    torch.testing.assert_close(tied_ends.embed_tokens.weight.grad, wanted + head)
 
 
 def test_the_head_computes_scored_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +338,10 @@ def test_parameters_are_counted_without_making_them(config: ModelConfig) -> None
 def test_parameters_lie_in_the_order_of_the_module(config: ModelConfig) -> None:
     ends, bodies = build(config)
     for stage, module in enumerate([ends, *bodies]):
-        told = shape.named_shapes(config, stage)
-        found = dict(module.named_parameters())
-        assert list(told.values()) == [parameter.shape for parameter in found.values()]
-        for name, own in zip(told, found, strict=True):
+        shapes = shape.named_shapes(config, stage)
+        parameters = dict(module.named_parameters())
+        assert list(shapes.values()) == [parameter.shape for parameter in parameters.values()]
+        for name, own in zip(shapes, parameters, strict=True):
             assert name.endswith(own.split(".", 2)[2] if stage else own)
     blocks = [name.split(".")[2] for name in shape.named_shapes(config, 2)]
     assert sorted(set(blocks)) == ["2", "3"]

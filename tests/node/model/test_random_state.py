@@ -56,6 +56,6 @@ def test_stages_are_built_one_after_the_other(monkeypatch: pytest.MonkeyPatch, s
         assert not built
     other.join(PATIENCE)
     again = build_stage(GROUPED, stage, seed=3)
-    for one, same in zip(built[0].parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, same)
+    for built_values, same in zip(built[0].parameters(), again.parameters(), strict=True):
+        assert torch.equal(built_values, same)
     empty_stage(GROUPED, stage)

@@ -44,13 +44,13 @@ def test_it_is_a_model_without_one(mask: str) -> None:
     with torch.no_grad():
         crossed = ends.embed(tokens, begins)
         assert crossed.shape[-1] == config.crossing == RANK + 3 + (mask == "block_causal")
-        found = ends.logits(through(bodies, crossed))
+        logits = ends.logits(through(bodies, crossed))
         modules: list[EmbeddingStage | BodyStage] = [ends, *bodies]
         as_a_whole(config, modules)
         whole, *wide = modules
         assert isinstance(whole, EmbeddingStage)
         wanted = whole.logits(through(wide, whole.embed(tokens, begins)))  # type: ignore[arg-type]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 def bytes_of(config: ModelConfig, codec: Codec) -> int:
@@ -67,10 +67,10 @@ def test_what_crosses_says_which_tokens_in_every_codec(codec: Codec) -> None:
     tokens = torch.tensor([[0, 255, 256, 65_535, 65_536, 69_999]])
     crossed = subspace.with_digits(tokens, torch.randn(1, 6, RANK))
     sent = encode(split_features(crossed, config, "activation"), codec)
-    assert [one.form for one in sent[0]] == frame_forms(
+    assert [sizes.form for sizes in sent[0]] == frame_forms(
         replace(config, context=6), 1, codec, "activation"
     )
-    assert sum(one.size for one in sent[0]) == bytes_of(config, codec)
+    assert sum(sizes.size for sizes in sent[0]) == bytes_of(config, codec)
     _, fixed, _ = subspace.split(join_features(decode(*sent), config))
     assert torch.equal(fixed, subspace.embedding[tokens])
     for nonsense in (-1.0, 1e30, float("nan")):
@@ -94,7 +94,7 @@ def test_recomputing_and_looking_give_the_same() -> None:
     bodies[0].recompute = True
     assert torch.equal(bodies[0](x.requires_grad_()), wanted)
     for stage, module in enumerate((ends, bodies[0])):
-        flat = torch.cat([one.detach().reshape(-1) for one in module.parameters()])
+        flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
         looked = model.inference_stage(NARROW, stage, flat)
         if isinstance(looked, EmbeddingStage):
             assert torch.equal(looked.embed(tokens), x)

@@ -67,7 +67,7 @@ def read(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
     return samples
 
 
-def told(*members: MemberDescription) -> dict[str, dict[tuple[str, ...], float]]:
+def samples_of(*members: MemberDescription) -> dict[str, dict[tuple[str, ...], float]]:
     description = Description(
         run="prose-1",
         view=View(number=4, committed=7),
@@ -83,7 +83,7 @@ def told(*members: MemberDescription) -> dict[str, dict[tuple[str, ...], float]]
 
 
 def test_a_registry_tells_of_run_stages_nodes_and_links() -> None:
-    samples = told(member("11bb"))
+    samples = samples_of(member("11bb"))
     node, seat = ("11bb",), ("1", "11bb")
     assert samples["planaria_committed_steps_total"] == {(): 7}
     assert samples["planaria_steps"] == {(): 50}
@@ -120,7 +120,7 @@ def test_before_anything_is_known_no_figure_is_made_up() -> None:
 
 def test_what_nodes_call_themselves_is_escaped() -> None:
     hostile = 'a"} 1\nplanaria_loss{run="prose-1'
-    samples = told(member(hostile))
+    samples = samples_of(member(hostile))
     assert samples["planaria_node_receive_bytes_total"] == {(hostile,): 10}
     assert samples["planaria_loss"] == {(): 6.5}
 
@@ -128,7 +128,7 @@ def test_what_nodes_call_themselves_is_escaped() -> None:
 def test_of_many_nodes_not_each_has_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MOST_NODES", 2)
     monkeypatch.setattr(metrics, "MOST_LINKED", 2)
-    samples = told(*(member(f"{n}") for n in range(5)))
+    samples = samples_of(*(member(f"{n}") for n in range(5)))
     assert len(samples["planaria_node_silence_seconds"]) == 2
     assert samples["planaria_nodes"]["1",] == 5
     assert "planaria_link_bytes_per_second" not in samples

@@ -23,11 +23,11 @@ EVENT = Notification("prose-1", "paused", "error", "$(touch there); it's full", 
 async def test_it_gets_what_is_to_be_heard_of(tmp_path: Path) -> None:
     registry = RegistryServer(MembershipRules(run="prose-1", stages=1), "")
     await registry.start("127.0.0.1:0")
-    said = tmp_path / "said"
-    async with notifying(LocalPage(registry, RUN), f"cat >> {shlex.quote(str(said))}"):
+    output = tmp_path / "said"
+    async with notifying(LocalPage(registry, RUN), f"cat >> {shlex.quote(str(output))}"):
         registry.command("pause", "lunch")
     await registry.stop()
-    event = json.loads(said.read_text())
+    event = json.loads(output.read_text())
     assert (event["run"], event["kind"]) == ("prose-1", "paused")
     assert event["sentence"] == "the run is paused by the run's operator: lunch"
 

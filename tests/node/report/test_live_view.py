@@ -160,8 +160,8 @@ def test_news_are_sentences(line, sentence):
 
 def relearned(before: float | None, after: float | None, **figures: Any) -> dict[str, Any]:
     nothing = {"passes": 0, "seconds": 0.0, "bytes": 0, "pairs": 0, "left_out": 0, "undone": False}
-    told = {"residual_before": before, "residual_after": after}
-    return {"relearned": nothing | told | figures}
+    residuals = {"residual_before": before, "residual_after": after}
+    return {"relearned": nothing | residuals | figures}
 
 
 @pytest.mark.parametrize(
@@ -533,30 +533,19 @@ def test_the_status_says_how_many_microbatches_are_out():
     assert "in flight" not in text_of(status_view(described(member(OLD, 0))))
 
 
-def test_who_has_trouble_is_named_in_red():
-    full = "save failed: No space left on device"
-    troubled = described(
-        member(OLD, 0, committed=4, message="step 5: 3 of 8 microbatches computed"),
-        member(NEW, 2, committed=4, message=full),
-    )
-    lines = coloured(troubled)
-    assert any(f"\x1b[1;31m{NEW} of stage 2: {full}" in line for line in lines)
-    assert any(
-        "step 5: 3 of 8 microbatches computed" in line and "\x1b[1;31m" not in line
-        for line in lines
-    )
-
-
-def test_who_can_not_write_is_named_in_red_whoever_drives():
+def test_who_has_trouble_or_can_not_write_is_named_in_red_whoever_drives():
     full = "can't write out/ledger-77aa.jsonl: No space left on device; 3 lines wait in memory"
+    computed, failed = "step 5: 3 of 8 microbatches computed", "save failed: No space left"
     troubled = described(
-        member(OLD, 0, committed=4, message="step 5: 3 of 8 microbatches computed", trouble=full),
-        member(NEW, 2, committed=4),
+        member(OLD, 0, committed=4, message=computed, trouble=full),
+        member(NEW, 2, committed=4, message=failed),
     )
     troubled.trouble = "can't write view 6 to the journal"
     lines = coloured(troubled)
+    assert any(f"\x1b[1;31m{NEW} of stage 2: {failed}" in line for line in lines)
     assert any(f"\x1b[1;31m{OLD} (stage 0): {full}" in line for line in lines)
     assert any("\x1b[1;31mthe registry: can't write view 6" in line for line in lines)
+    assert any(computed in line and "\x1b[1;31m" not in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -620,7 +609,7 @@ def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
 
 
 def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
-    class Told:
+    class ScriptedRegistry:
         """A registry that says this, one after the other."""
 
         def __init__(self, *answers: Description | Exception) -> None:
@@ -644,7 +633,7 @@ def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
 
     away = RegistryUnreachable("nobody answers")
     seen = [at_step(7, "one"), at_step(7, "one"), at_step(8, "one", "two\x1b[2J"), away, away]
-    registry = Told(*seen, at_step(9, "one", "two\x1b[2J"))
+    registry = ScriptedRegistry(*seen, at_step(9, "one", "two\x1b[2J"))
     console = console_of()
     with pytest.raises(LookupError):
         virtual_time.run(status(cast(RegistryClient, registry), console, watch=True, as_json=False))
@@ -658,7 +647,7 @@ def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
     ]
     as_json = console_of()
     with pytest.raises(LookupError):
-        again = cast(RegistryClient, Told(*seen))
+        again = cast(RegistryClient, ScriptedRegistry(*seen))
         virtual_time.run(status(again, as_json, watch=True, as_json=True))
     objects = [json.loads(text) for text in as_json.file.getvalue().splitlines()]
     assert [item["view"]["committed"] for item in objects] == ["7", "7", "8"]

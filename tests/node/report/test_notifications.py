@@ -49,14 +49,14 @@ def described(
     return Description(run="prose-1", members=members, view=View(**view))
 
 
-def told(
+def notified(
     notifier: Notifier, now: float = NOW, history: History | None = None, **fields: Any
 ) -> list[tuple[str, str, str]]:
     history = history or History(RUN.steps)
     state = RunState(described(**fields), history.story)
-    found = notifier.due(state, history, RUN, now)
-    assert all((each.run, each.step, each.time) == ("prose-1", 7, now) for each in found)
-    return [(each.kind, each.severity, each.sentence) for each in found]
+    notifications = notifier.due(state, history, RUN, now)
+    assert all((each.run, each.step, each.time) == ("prose-1", 7, now) for each in notifications)
+    return [(each.kind, each.severity, each.sentence) for each in notifications]
 
 
 def heard(*events: dict[str, Any], node: str = NODES[0]) -> History:
@@ -83,8 +83,8 @@ PAUSED = {"kind": "paused", "reason": "no space left on device"}
 
 
 def test_of_a_run_that_trains_nobody_hears() -> None:
-    assert told(Notifier()) == []
-    assert told(Notifier(), order=STOP) == [], "it isn't stopped yet"
+    assert notified(Notifier()) == []
+    assert notified(Notifier(), order=STOP) == [], "it isn't stopped yet"
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_of_a_run_that_trains_nobody_hears() -> None:
     ],
 )
 def test_what_somebody_hears_of(fields: dict[str, Any], expected: tuple[str, str, str]) -> None:
-    assert told(Notifier(), **fields) == [expected]
+    assert notified(Notifier(), **fields) == [expected]
 
 
 def test_a_finished_run_is_told_once_and_waits_for_nobody() -> None:
     notifier, done = Notifier(), {"driver": {"finished": True}}
-    assert told(notifier, reports=done) == [], "it was stopped at an earlier step"
+    assert notified(notifier, reports=done) == [], "it was stopped at an earlier step"
     state = described(lost=("last",), reports=done)
     state.members[0].report.seats[0].committed = RUN.steps
-    history, found = History(RUN.steps), []
+    history, notifications = History(RUN.steps), []
     for now in (NOW, NOW + 2 * VACANT, NOW + 2 * BETWEEN):
-        found += notifier.due(RunState(state, history.story), history, RUN, now)
-    [only] = found
+        notifications += notifier.due(RunState(state, history.story), history, RUN, now)
+    [only] = notifications
     assert only[1:] == ("finished", "info", "all 50 steps are committed", RUN.steps, NOW)
 
 
@@ -157,53 +157,53 @@ def test_the_end_is_told_when_the_nodes_have_left(event: dict[str, Any], told_of
 
 def test_a_stage_without_a_node_is_told_after_a_minute() -> None:
     notifier = Notifier()
-    assert told(notifier, lost=("body",)) == []
-    assert told(notifier, NOW + VACANT - 1, lost=("body",)) == []
-    assert told(notifier, NOW + VACANT) == [], "somebody has joined"
-    assert told(notifier, NOW + VACANT + 1, lost=("body",)) == []
-    [waiting] = told(notifier, NOW + 2 * VACANT + 2, lost=("body",))
+    assert notified(notifier, lost=("body",)) == []
+    assert notified(notifier, NOW + VACANT - 1, lost=("body",)) == []
+    assert notified(notifier, NOW + VACANT) == [], "somebody has joined"
+    assert notified(notifier, NOW + VACANT + 1, lost=("body",)) == []
+    [waiting] = notified(notifier, NOW + 2 * VACANT + 2, lost=("body",))
     assert waiting == ("waiting", "warning", "no node has served stage 1 for more than 60 s")
-    assert told(notifier, NOW + 2 * BETWEEN, lost=("body",)) == [], "it is known"
+    assert notified(notifier, NOW + 2 * BETWEEN, lost=("body",)) == [], "it is known"
 
 
 def test_a_skipped_step_between_others_is_none_of_a_row() -> None:
     good = {"kind": "committed", "step": 6, "loss": 2.0}
-    assert told(Notifier(), history=heard(*skipped(4, 5), good, *skipped(7))) == []
+    assert notified(Notifier(), history=heard(*skipped(4, 5), good, *skipped(7))) == []
     again = heard(*skipped(4, 5), *skipped(5))
-    assert told(Notifier(), history=again) == [], "a step that is repeated is one"
+    assert notified(Notifier(), history=again) == [], "a step that is repeated is one"
 
 
 def test_a_run_that_goes_on_is_not_paused_any_more() -> None:
     on = {"kind": "committed", "step": 6, "loss": 2.0}
-    assert told(Notifier(), history=heard(PAUSED, on)) == []
+    assert notified(Notifier(), history=heard(PAUSED, on)) == []
 
 
 def test_of_the_whole_run_only_the_driver_is_believed() -> None:
     lies = heard(PAUSED, *skipped(4, 5, 6), node="body")
     claims = {"stopped": True, "finished": True, "message": "send money"}
-    assert told(Notifier(), history=lies, reports={"body": claims}) == []
+    assert notified(Notifier(), history=lies, reports={"body": claims}) == []
 
 
 def test_one_of_a_kind_is_told_in_ten_minutes_and_the_next_one_counts_the_others() -> None:
     notifier = Notifier()
-    assert len(told(notifier, order=PAUSE)) == 1
+    assert len(notified(notifier, order=PAUSE)) == 1
     for minute in (1, 3, 5):
-        assert told(notifier, NOW + 60 * minute) == []
-        assert told(notifier, NOW + 60 * minute + 1, order=PAUSE) == []
-    [other] = told(notifier, NOW + 400, trouble={"body": "disk full"})
+        assert notified(notifier, NOW + 60 * minute) == []
+        assert notified(notifier, NOW + 60 * minute + 1, order=PAUSE) == []
+    [other] = notified(notifier, NOW + 400, trouble={"body": "disk full"})
     assert other[0] == "trouble"
-    [(_, _, sentence)] = told(notifier, NOW + BETWEEN, order=PAUSE)
+    [(_, _, sentence)] = notified(notifier, NOW + BETWEEN, order=PAUSE)
     assert sentence.endswith("operator (3 more since the last notification of this kind)")
-    assert told(notifier, NOW + 3 * BETWEEN) == []
-    [(_, _, sentence)] = told(notifier, NOW + 3 * BETWEEN + 1, order=PAUSE)
+    assert notified(notifier, NOW + 3 * BETWEEN) == []
+    [(_, _, sentence)] = notified(notifier, NOW + 3 * BETWEEN + 1, order=PAUSE)
     assert sentence.endswith("operator")
 
 
 def test_another_node_in_trouble_is_told() -> None:
     notifier, first = Notifier(), {"body": "disk full"}
-    assert len(told(notifier, trouble=first)) == 1
-    assert told(notifier, NOW + 2 * BETWEEN, trouble=first) == []
-    [both] = told(notifier, NOW + 2 * BETWEEN, trouble={**first, "last": "disk full"})
+    assert len(notified(notifier, trouble=first)) == 1
+    assert notified(notifier, NOW + 2 * BETWEEN, trouble=first) == []
+    [both] = notified(notifier, NOW + 2 * BETWEEN, trouble={**first, "last": "disk full"})
     assert both[2] == "body (stage 1): disk full; last (stage 2): disk full"
 
 

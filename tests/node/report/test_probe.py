@@ -85,17 +85,17 @@ class Registry:
 
 
 @pytest.mark.parametrize(
-    ("last", "links", "said"),
+    ("last", "links", "expected"),
     [(described(3), 2, []), (described(3, "b"), 1, ["no measurement within 10 s by b"])],
     ids=["all", "one is late"],
 )
 def test_it_waits_until_all_have_measured_and_names_who_has_not(
-    last: Description, links: int, said: list[str]
+    last: Description, links: int, expected: list[str]
 ) -> None:
     messages: list[str] = []
     registry = Registry([described(2), described(3, "b"), last])
     probed = virtual_time.run(probe(registry, 10.0, messages.append))  # type: ignore[arg-type]
-    assert (len(probed["links"]), messages) == (links, said)
+    assert (len(probed["links"]), messages) == (links, expected)
 
 
 def test_without_nodes_there_is_nothing_to_measure() -> None:

@@ -362,8 +362,8 @@ def test_a_resume_is_a_row_a_stage_and_no_old_loss_is_blamed():
     assert {row["detect_seconds"] for row in rows} == {0.0}
     assert {row["first_commit_seconds"] for row in rows} == {118.0 - (116.0 - 1.5)}
     assert rows[0]["rolled_back"] == {"from": 3, "to": 2}
-    said = list(summary_sentences(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
-    assert said[1:3] == ["resumed at step 2", "committed steps repeated after rollbacks: 1"]
+    texts = list(summary_sentences(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
+    assert texts[1:3] == ["resumed at step 2", "committed steps repeated after rollbacks: 1"]
 
 
 def test_the_time_between_two_parts_of_a_run_does_not_count():

@@ -94,23 +94,23 @@ def trained(settings: dict[str, Any], corpus: Corpus, device: torch.device) -> d
             stages[node] = TorchStage(node, stage, beginning, device, data)
         return stages[node].work
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in (pb.Begin.TRAIN, pb.Begin.TRAIN, pb.Begin.EVALUATE):
         swarm = Swarm(1, random.Random(5), make_work=make_work)
         swarm.starts(kind)
         swarm.ends()
         for name, node in swarm.nodes.items():
             for number, home in node.homes.items():
-                found[f"loss {kind} {number}"] = home.loss
+                results[f"loss {kind} {number}"] = home.loss
             if kind == pb.Begin.TRAIN:
                 commit = pb.Commit(lr_scale=[1.0] * 3, clip_scale=[0.5] * 3)
-                found[f"norm {name} {len(found)}"] = stages[name].reduced()
-                found[f"digest {name} {len(found)}"] = stages[name].apply(commit, 0.01).digest
+                results[f"norm {name} {len(results)}"] = stages[name].reduced()
+                results[f"digest {name} {len(results)}"] = stages[name].apply(commit, 0.01).digest
     for name, stage in stages.items():
         for tensor, values in stage.tensors.items():
             assert values.device == device
-            found[f"{name} {tensor}"] = values.cpu()
-    return found
+            results[f"{name} {tensor}"] = values.cpu()
+    return results
 
 
 @rounds
@@ -122,9 +122,9 @@ def test_a_swarm_trains(settings: dict[str, Any], data: Path) -> None:
 
 def same(computed: Callable[[torch.device], dict[str, Any]], sums: bool = False) -> None:
     """Each value, bit for bit; on a GPU nearly, if it `sums` values of a tensor."""
-    found, wanted = computed(OTHER), computed(CPU)
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
+    results, wanted = computed(OTHER), computed(CPU)
+    assert results.keys() == wanted.keys()
+    for name, value in results.items():
         if isinstance(value, Tensor):
             assert value.device.type == "cpu", name
             assert torch.equal(value, wanted[name]) or near(value, wanted[name], sums), name
@@ -162,15 +162,15 @@ def test_replicas_make_the_same_updates(corpus: Corpus) -> None:
 
     def updated(device: torch.device) -> dict[str, Any]:
         stage = stage_on(device, corpus, training={"weight_decay": 0.1})
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for step in range(1, 10):
             of_step = drawn(len(stage.gradient), seed=step) * 10.0 ** (2 - 4 * step)
-            found[f"norm {step}"] = stage.replace_gradient(of_step)
+            results[f"norm {step}"] = stage.replace_gradient(of_step)
             learned = stage.apply(pb.Commit(lr_scale=[1.0] * 2, clip_scale=[0.3] * 2), 0.01)
-            found[f"learned {step}"] = learned
+            results[f"learned {step}"] = learned
         beside = drawn(len(stage.gradient)).to(device)
-        found["beside"] = stage.apply(pb.Commit(skipped=True), 0.01, beside)
-        return found | {name: tensor.cpu() for name, tensor in stage.tensors.items()}
+        results["beside"] = stage.apply(pb.Commit(skipped=True), 0.01, beside)
+        return results | {name: tensor.cpu() for name, tensor in stage.tensors.items()}
 
     same(updated)
 
@@ -182,7 +182,7 @@ def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: An
 
     def taken(device: torch.device) -> dict[str, Any]:
         stage = stage_on(device, corpus)
-        config, found = stage.config, {}
+        config, results = stage.config, {}
         sent = SentSnapshot(layout_of(config, 1), 0.25, codec, moments=True)
         commit = pb.Commit(step=3, lr_scale=[1.0] * 3, clip_scale=[1.0] * 3)
         for step in range(6):
@@ -191,15 +191,15 @@ def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: An
             tensors = [tensor.cpu() for tensor in stage.tensors.values()]
             stage.optimizer.load(zip(stage.tensors, tensors, strict=True), step + 1)
             update = sent.take((1, step), list(stage.tensors.values()))
-            found[f"payload {step}"] = update.payload
-            found[f"perturbation {step}"] = update.perturbation
+            results[f"payload {step}"] = update.payload
+            results[f"perturbation {step}"] = update.perturbation
         saves = Saves(tmp_path / device.type, "run", 1, 4, Contents.of(config, 1))
         writer = SavesOnDisk(saves, 1, lambda call, of: call(of), lambda age: None, pytest.fail)
         state = StageState(StateId.after(commit, 1, 1, 3), stage.tensors, 0.5, 0, commit, 6)
         writer.write(state)
         writer.finish(60.0)
         (save,) = saves.listed()
-        return found | dict(saves.load(save).tensors)
+        return results | dict(saves.load(save).tensors)
 
     same(taken)
 
@@ -226,17 +226,17 @@ def test_a_stage_relearns(corpus: Corpus, settings: dict[str, Any]) -> None:
         x, y = (drawn(2, 4, 8, seed=seed).bfloat16() for seed in (1, 2))
         lesson = stage.lesson(FetchedTensors((2, 4, 8), {pair: x}, {pair: y}), [1])
         piece = PairSlice(pair, 0, 2)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for round in range(3):
             inputs = [of.cpu() for of in lesson.start(piece, True)]
             result = lesson.end(piece, inputs, None, 0.05)
-            found[f"gradient {round}"] = result.gradient[0].cpu()
-            found[f"norm {round}"] = result.norm
+            results[f"gradient {round}"] = result.gradient[0].cpu()
+            results[f"norm {round}"] = result.norm
         end = lesson.end(piece, [of.cpu() for of in lesson.start(piece, True)], None, None)
-        found["error"] = end.error
+        results["error"] = end.error
         assert lesson.is_finite()
         lesson.finish(undo=False)
-        return found | {"weights": stage.optimizer.weights.cpu(), "digest": stage.digest()}
+        return results | {"weights": stage.optimizer.weights.cpu(), "digest": stage.digest()}
 
     same(learned, sums=True)
 

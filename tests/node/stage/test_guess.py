@@ -37,8 +37,8 @@ def test_each_layer_comes_from_those_at_its_relative_depth(
         return torch.tensor(config.layers_of(stage)).float().repeat_interleave(size)
 
     sources = [GuessSource(stage, numbers(stage), omega) for stage, omega in omegas.items()]
-    found, its_omega = guess_stage(InitialStages(RunFile(), config), lost, "checkfree", sources)
-    assert found.view(cut[lost - 1], -1).unique(dim=1).flatten().tolist() == layers
+    guess, its_omega = guess_stage(InitialStages(RunFile(), config), lost, "checkfree", sources)
+    assert guess.view(cut[lost - 1], -1).unique(dim=1).flatten().tolist() == layers
     assert its_omega == pytest.approx(omega)
 
 
@@ -51,8 +51,8 @@ def test_of_equal_stages_it_is_the_average_to_the_last_bit(
     values = torch.rand(2, config.trained_in(1), generator=drawn)
     sources = [GuessSource(1, values[0], before), GuessSource(3, values[1], after)]
     expected, omega = guess(2, "checkfree", sources)
-    found = guess_stage(InitialStages(RunFile(), config), 2, "checkfree", sources)
-    assert torch.equal(found[0], expected)
-    assert found[1] == omega
+    guessed = guess_stage(InitialStages(RunFile(), config), 2, "checkfree", sources)
+    assert torch.equal(guessed[0], expected)
+    assert guessed[1] == omega
     in_words = replace(config, sizes=(size,) * 3)
     assert model_weights(in_words) == model_weights(config)

@@ -81,8 +81,8 @@ def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: 
 
 def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is learned for later: others may have taken it for a while."""
-    there: Any = 2.5 * SMALL
-    monkeypatch.setattr(module, "available_memory", lambda: there)
+    available: Any = 2.5 * SMALL
+    monkeypatch.setattr(module, "available_memory", lambda: available)
     room = DeviceRoom(CPU)
     room.check(1, 2 * SMALL)
     room.check(0, 3 * SMALL)
@@ -90,7 +90,7 @@ def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.Mon
         room.check(1, 3 * SMALL)
     assert failure.value.waits
     assert room.most == math.inf
-    there = 0.0
+    available = 0.0
     room.check(1, SMALL - 1)
 
 

@@ -160,11 +160,11 @@ def test_in_eight_updates_the_digest_tells_any_bit_of_any_moment(
     b.load(a.state(), 0)
     bits = dict(b.state())[name].view(torch.int32).numpy().view("uint32")
     bits[int(where * size)] ^= 1 << bit
-    told = 0
+    noticed = 0
     for a.steps in range(optimizer.TURNS):
         b.steps = a.steps
-        told += a.digest() != b.digest()
-    assert told == 1
+        noticed += a.digest() != b.digest()
+    assert noticed == 1
 
 
 def test_digest_tells_how_many_updates_there_were() -> None:

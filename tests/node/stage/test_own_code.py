@@ -75,18 +75,18 @@ def test_the_run_file_says_what_the_code_builds():
 def test_initial_weights_are_the_same_at_every_replica_and_of_each_layer_others():
     config, own = built(RUN)
     torch.manual_seed(1)
-    one = build_stage(config, 1, 7, own)
+    stage = build_stage(config, 1, 7, own)
     expected = torch.rand(1)
     torch.manual_seed(1)
     assert torch.rand(1) == expected, "the global random state was used"
-    two = build_stage(config, 1, 7, own)
-    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+    again = build_stage(config, 1, 7, own)
+    for (name, a), b in zip(stage.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
-    first, second = (layer.c_attn.weight for layer in one.layers)
+    first, second = (layer.c_attn.weight for layer in stage.layers)
     assert not torch.equal(first, second)
     assert first.std().item() == pytest.approx(0.02, rel=0.2)
-    assert one.layers[0].ln_1.weight.eq(1).all()
-    assert one.layers[0].c_fc.bias.eq(0).all()
+    assert stage.layers[0].ln_1.weight.eq(1).all()
+    assert stage.layers[0].c_fc.bias.eq(0).all()
     assert not torch.equal(build_stage(config, 1, 8, own).layers[0].c_attn.weight, first)
 
 

@@ -66,8 +66,8 @@ ROUTE = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
 
 
 def check_gradients(swarm: Swarm, other: Swarm) -> None:
-    for found, wanted in zip(swarm.gradients(), other.gradients(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+    for gradient, wanted in zip(swarm.gradients(), other.gradients(), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_what_is_done_twice_is_the_same_and_leaves_no_gradient(corpus: Corpus) -> None:
@@ -80,7 +80,7 @@ def test_what_is_done_twice_is_the_same_and_leaves_no_gradient(corpus: Corpus) -
         swarm.ends()
         swarm.check_everything_is_there_once()
         assert len(swarm.compared) == 2 * len(checks.checked)
-        assert all(one.difference == 0 for _, one in swarm.compared)
+        assert all(compared.difference == 0 for _, compared in swarm.compared)
         made.append([node.gradient.clone() for node in swarm.nodes.values()])
     assert all(map(torch.equal, *made))
 
@@ -147,9 +147,9 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
     each.mean().backward()
     assert sum(home.tokens for home in homes) == len(each) == scored.sum()
     assert sum(home.loss for home in homes) == pytest.approx(each.sum().item(), rel=1e-5)
-    for found, module in zip(swarm.gradients(), modules, strict=True):
+    for gradient, module in zip(swarm.gradients(), modules, strict=True):
         wanted = torch.cat([weight.grad.flatten() for weight in module.parameters()])
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_where_documents_begin_is_said_and_checked(conversations):
@@ -169,19 +169,19 @@ def test_where_documents_begin_is_said_and_checked(conversations):
         works.append(TorchWork("n", module, StageOptimizer(module, CPU), run, config, corpus=data))
         works[-1].begin(BEGAN, pb.Begin(step=step))
     first, second = works
-    said = []
+    sent_begins = []
     for microbatch in range(RUN.training.microbatches):
         frame = first.embed(BEGAN, Visit(microbatch, 0, ROUTE)).frame
         x, begins = decode(frame.descriptors, frame.payload)
         assert x.shape == (2, 4, section.dim)
-        said.append(begins[..., 0])
-    assert torch.equal(torch.cat(said), torch.from_numpy(begin[step]).byte())
+        sent_begins.append(begins[..., 0])
+    assert torch.equal(torch.cat(sent_begins), torch.from_numpy(begin[step]).byte())
     onward = second.forward(BEGAN, Visit(4, 1, ROUTE), "0.0", frame).frame
     _, passed_on = decode(onward.descriptors, onward.payload)
     assert torch.equal(passed_on, begins)
     back = Frame("gradient", BEGAN, {}, *encode([torch.ones_like(x)], "int4"))
     done = second.backward(BEGAN, Visit(4, 1, ROUTE), "0.0", back)
-    assert [one.form.shape for one in done.frame.descriptors] == [x.shape]
+    assert [descriptor.form.shape for descriptor in done.frame.descriptors] == [x.shape]
     begins[0, 2] = 2
     wrong = Frame("activation", BEGAN, frame.fields, *encode([x, begins], "int4"))
     assert second.difference(wrong, wrong) == 0

@@ -29,10 +29,10 @@ PASS = 8 * SHAPE[0]
 def before_enough(
     pairs, enough: float
 ) -> tuple[Student, StageLesson, FetchedTensors, pb.Relearned]:
-    one, fetched = student(2), fetched_by(2, pairs)
-    lesson = StageLesson(one.module, one.optimizer, fetched, [2], bf16=False)
-    told = alone(one, pairs, replace(TERMS, enough=enough), made=lesson)
-    return one, lesson, fetched, told
+    joiner, fetched = student(2), fetched_by(2, pairs)
+    lesson = StageLesson(joiner.module, joiner.optimizer, fetched, [2], bf16=False)
+    relearned = alone(joiner, pairs, replace(TERMS, enough=enough), made=lesson)
+    return joiner, lesson, fetched, relearned
 
 
 def test_training_goes_on_once_the_guess_is_good_enough() -> None:
@@ -42,12 +42,12 @@ def test_training_goes_on_once_the_guess_is_good_enough() -> None:
     assert (first.updates, first.left) == (whole.passes * PASS, 0), "it is never good enough"
     assert first.residual_after == pytest.approx(whole.residual_after)
     enough = (whole.residual_before + whole.residual_after) / 2
-    one, _, _, told = before_enough(pairs, enough)
-    assert 0 < told.updates < whole.passes * PASS
-    assert told.updates % updates_per_check(PASS) == 0
-    assert told.left == whole.passes * PASS - told.updates
-    assert told.residual_after <= enough < told.residual_before
-    assert len(one.updates) == told.updates
+    joiner, _, _, relearned = before_enough(pairs, enough)
+    assert 0 < relearned.updates < whole.passes * PASS
+    assert relearned.updates % updates_per_check(PASS) == 0
+    assert relearned.left == whole.passes * PASS - relearned.updates
+    assert relearned.residual_after <= enough < relearned.residual_before
+    assert len(joiner.updates) == relearned.updates
     at_once = alone(student(2), pairs, replace(TERMS, enough=whole.residual_before))
     assert (at_once.updates, at_once.undone) == (0, False)
 
@@ -57,11 +57,11 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
     pairs = crossed([2], swapped=False)
     whole = alone(student(2), pairs)
     enough = (whole.residual_before + whole.residual_after) / 2
-    one, lesson, fetched, told = before_enough(pairs, enough)
+    joiner, lesson, fetched, relearned = before_enough(pairs, enough)
     each_step, generator = 5, torch.Generator().manual_seed(3)
     terms = replace(TERMS, enough=enough, each_step=each_step, within=within)
     course = RelearningCourse(fetched.complete_pairs(), SHAPE[0], terms)
-    task = BackgroundRelearning(lesson, course, told)
+    task = BackgroundRelearning(lesson, course, relearned)
 
     other = student(2)
     learning = student(2).module
@@ -85,9 +85,9 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
             learner.backward(error_gradient(learner.forward(x), y, squared_distance(y, x)))
             done += 1
 
-    learn(told.updates)
+    learn(relearned.updates)
     stage = torch.cat([p.detach().flatten() for p in learning.parameters()])
-    assert torch.equal(stage, one.optimizer.weights)
+    assert torch.equal(stage, joiner.optimizer.weights)
     while task.left:
         while task.update():
             pass
@@ -97,31 +97,31 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
         assert left == (task.left - offered if steps + 1 < within else 0)
         gradient = torch.randn(stage.shape, generator=generator)
         beside = task.take_change(offered)
-        for optimizer in (one.optimizer, other.optimizer):
+        for optimizer in (joiner.optimizer, other.optimizer):
             optimizer.gradient.copy_(gradient)
         learn(offered)
         copy = torch.cat([p.detach().flatten() for p in learning.parameters()])
         other.optimizer.weights.copy_(stage)
         other.optimizer.step(1e-3)
-        one.optimizer.step(1e-3)
-        one.optimizer.weights.add_(beside)
+        joiner.optimizer.step(1e-3)
+        joiner.optimizer.weights.add_(beside)
         stage = other.optimizer.weights + (copy - stage)
         put(stage)
         task.renew()
         steps += 1
         assert task.left == left
-        assert torch.equal(one.optimizer.weights, stage)
-    assert task.steps == steps == min(-(-told.left // each_step), within)
-    assert task.updates == min(told.left, within * each_step)
+        assert torch.equal(joiner.optimizer.weights, stage)
+    assert task.steps == steps == min(-(-relearned.left // each_step), within)
+    assert task.updates == min(relearned.left, within * each_step)
     newest = [[t.float() for t in ends] for pair, ends in pairs.items() if pair.step == 7]
     assert task.residual() == pytest.approx(residual_error([learner], newest))
 
 
 def test_what_is_not_finite_is_never_offered() -> None:
     pairs = crossed([2], swapped=False)
-    _, lesson, fetched, told = before_enough(pairs, 1e3)
+    _, lesson, fetched, relearned = before_enough(pairs, 1e3)
     course = RelearningCourse(fetched.complete_pairs(), SHAPE[0], replace(TERMS, lr=1e38))
-    task = BackgroundRelearning(lesson, course, told)
+    task = BackgroundRelearning(lesson, course, relearned)
     while task.update():
         pass
     assert task.offer() == (0, 0)

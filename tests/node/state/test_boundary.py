@@ -95,22 +95,22 @@ def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
 
 def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, BoundaryKeeper]:
     """Two replicas of each stage, after steps whose microbatches went through them in turn."""
-    found = {
+    keepers = {
         f"{stage}.{replica}": keeper_of(STEPS) for stage in range(stages + 1) for replica in "ab"
     }
     for step in range(STEP - STEPS + 1, STEP + 1):
-        for keeper in found.values():
+        for keeper in keepers.values():
             keeper.start(BALLOT, step)
         for microbatch in range(MICROBATCHES):
             visits = route(microbatch, stages, swapped)
             replica = "ab"[(microbatch // 2 + step) % 2]
             for position in range(1, len(visits)):
                 frame = crossing(microbatch, position, visits, codec, version=step)
-                keep(found[f"{visits[position - 1]}.{replica}"], "sent", frame)
-                keep(found[f"{visits[position]}.{replica}"], "received", frame)
-        for keeper in found.values():
+                keep(keepers[f"{visits[position - 1]}.{replica}"], "sent", frame)
+                keep(keepers[f"{visits[position]}.{replica}"], "received", frame)
+        for keeper in keepers.values():
             keeper.commit(step, 0)
-    return found
+    return keepers
 
 
 class Neighbours(Network):
@@ -142,8 +142,8 @@ class Neighbours(Network):
 
 def check_values(fetched: FetchedTensors, stages: int, swapped: bool) -> None:
     """Each tensor is what crossed at that end of the run."""
-    for found, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
-        for pair, tensor in found.items():
+    for at_end, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
+        for pair, tensor in at_end.items():
             visits = route(pair.microbatch, stages, swapped)
             (run,) = [run for run in runs(visits, set(pair.stages)) if run.stages == pair.stages]
             crossed = values(pair.microbatch, (run.start, run.end)[end], pair.step)
@@ -328,8 +328,8 @@ def test_what_the_next_commit_finds_wide_it_has_narrowed(
     exchanges = nodes.new(Beforehand(before_a_piece))
     keeper = BoundaryKeeper(exchanges, tensors, 3)
     train(STEP)
-    for one in narrowing:
-        nodes.outcome(one)
+    for exchange in narrowing:
+        nodes.outcome(exchange)
     assert len(narrowing) == 3
     assert keeper.memory_bytes == 3 * 3 * ELEMENTS * 2
     assert pieces <= 3 * 3 + 2  # one that was under way at each commit is done twice
@@ -400,8 +400,8 @@ def test_whole_numbers_beside_the_figures_come_as_they_are(codec: Codec) -> None
         assert torch.equal(tensor[..., 4:].byte(), bytes_beside(pair.microbatch, 3))
         if codec in ("none", "bf16"):
             assert torch.equal(tensor[..., :4], bf16(values(pair.microbatch, 2)))
-    (said,) = fetched.complaints
-    assert "uint8 [2, 3, 3] in codec none is due" in said
+    (refused,) = fetched.complaints
+    assert "uint8 [2, 3, 3] in codec none is due" in refused
     assert network.accused == [("1.a", WRONG_SHAPE)]
 
 
@@ -493,8 +493,8 @@ def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
     everything = {*part("a"), *part("b")}
     assert {pair[:2] for pair in fetched.inputs} == everything - {(STEP, 0)}
     assert {pair[:2] for pair in fetched.outputs} == everything
-    (said,) = fetched.complaints
-    assert re.search(complaint, said)
+    (refused,) = fetched.complaints
+    assert re.search(complaint, refused)
     assert network.accused == ([("1.a", cause)] if cause != SILENT else [])
     check_values(fetched, 3, swapped=False)
 

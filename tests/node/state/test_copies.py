@@ -200,12 +200,12 @@ class World(Network):
 
     def step_held(self, holder: str = "h") -> int | None:
         state = self.holders[holder].state("snapshot", STAGE)
-        found = self.holders[holder].holdings()
-        for one in found:
+        holdings = self.holders[holder].holdings()
+        for holding in holdings:
             assert state is not None
-            assert (one.kind, one.stage, one.step) == ("snapshot", STAGE, state.id.step)
-            assert one.made == state.last.ballot
-        assert len(found) == (state is not None)
+            assert (holding.kind, holding.stage, holding.step) == ("snapshot", STAGE, state.id.step)
+            assert holding.made == state.last.ballot
+        assert len(holdings) == (state is not None)
         return state.id.step if state else None
 
     def assert_true(self, holder: str = "h", exact: bool = True) -> None:
@@ -229,9 +229,9 @@ class World(Network):
         """The holder has, bit for bit, what the sender thinks it has."""
         held = self.holders[holder]._held["snapshot", STAGE].state
         sent: Any = sender._recipients[holder].sent
-        there = sent.taken >= 0
-        assert torch.equal(held.taken[there], sent.taken[there])
-        blocks = there.nonzero().flatten()
+        taken = sent.taken >= 0
+        assert torch.equal(held.taken[taken], sent.taken[taken])
+        blocks = taken.nonzero().flatten()
         for x, y in zip(
             LAYOUT.gather(held.tensors[0], blocks), LAYOUT.gather(sent.sent, blocks), strict=True
         ):

@@ -70,8 +70,8 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
     frame = gradient_frame(BALLOT, gradient, tensors)
     gradient.zero_()
     assert (frame.kind, frame.ballot) == ("follow", BALLOT)
-    there = ReducedGradients(GRADIENT, tensors).parse(received(frame))
-    assert torch.equal(there, GRADIENT)
+    arrived = ReducedGradients(GRADIENT, tensors).parse(received(frame))
+    assert torch.equal(arrived, GRADIENT)
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,7 @@ def load(keeps: Holdings, step: int, kind: str) -> Exchange[StageState]:
 
 
 def made(keeps: Holdings) -> list[tuple[str, int, int, int, Ballot]]:
-    return [
-        (one.kind, one.stage, one.lineage, one.step, Ballot.of(one.made)) for one in keeps.listed()
-    ]
+    return [(h.kind, h.stage, h.lineage, h.step, Ballot.of(h.made)) for h in keeps.listed()]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def test_a_state_of_an_older_commit_than_it_counts_as_of_was_made_by_none(tmp_pa
 
 def test_files_of_what_the_run_has_undone_are_removed(tmp_path: Path) -> None:
     def offered(**changes: Any) -> list[int]:
-        return [one.step for one in holdings(tmp_path, **changes).listed()]
+        return [save.step for save in holdings(tmp_path, **changes).listed()]
 
     back = [{"step": 2, "undone": 5}]
     for step, by in {2: Ballot(5, 1), 4: Ballot(5, 2), 6: Ballot(6, 1)}.items():
@@ -169,7 +167,7 @@ def test_files_of_what_the_run_has_undone_are_removed(tmp_path: Path) -> None:
     assert offered(changes=back) == [6, 2], "since when that one was made is not known"
     keeps = holdings(tmp_path, changes=back)
     save(holdings(tmp_path), state(10, commit_of(10, Ballot(5, 3))))
-    assert [one.step for one in keeps.listed()] == [6, 2], "the seat before was late"
+    assert [save.step for save in keeps.listed()] == [6, 2], "the seat before was late"
 
 
 def test_a_run_can_go_back_to_what_the_next_save_does_not_replace(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_a_file_that_is_damaged_while_the_node_lives_is_not_offered(tmp_path: Pa
     save(keeps, state(2, commit_of(2, Ballot(3, 5))), state(4, commit_of(4, Ballot(3, 8))))
     newest = tmp_path / "own/stage-1/step-00000004-0.safetensors"
     newest.write_bytes(b"\0" + newest.read_bytes()[1:])
-    assert [one.step for one in keeps.listed()] == [2]
+    assert [save.step for save in keeps.listed()] == [2]
 
 
 class Shelf:
@@ -271,7 +269,7 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
     keeps = holdings(tmp_path, open_disk=shelves)
     for step in (2, 4, 6):
         keeps.save(state_of(step), first=True)
-    assert [one.step for one in keeps.listed()] == [4, 2]
+    assert [save.step for save in keeps.listed()] == [4, 2]
     loading = load(keeps, 4, "save")
     ((save, then),) = shelves.by_folder["own"].asked
     assert save == Age(0, 4)
@@ -279,7 +277,7 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
     keeps.host.nodes.catch_up()
     with pytest.raises(ComplaintError, match="step 4 is damaged"):
         loading.result()
-    assert [one.step for one in keeps.listed()] == [2]
+    assert [save.step for save in keeps.listed()] == [2]
 
 
 def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:

@@ -181,37 +181,37 @@ def test_a_replicas_state_is_taken_as_it_is() -> None:
     world = World()
     world.given[STAGE] = state(STAGE, boosted_at=3)
     wanted = sync("replica", ("a", STAGE), ("b", STAGE))
-    synced, there = done(world.rebuilds(wanted))
+    synced, rebuilt = done(world.rebuilds(wanted))
     age = Age(0, STEP)
     assert world.asked == [(STAGE, age, ["a", "b"], True, ""), ("put", [STAGE])]
     assert (synced.step, synced.method, synced.digest) == (STEP, "replica", b"placed")
     assert synced.fetched_bytes == 10 + STAGE
     assert list(synced.sources) == list(wanted.sources)
-    assert there.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
-    assert (there.boosted_at, there.omega, there.optimizer_step) == (3, 2.0, 4)
-    assert there.tensors is world.tensors
+    assert rebuilt.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
+    assert (rebuilt.boosted_at, rebuilt.omega, rebuilt.optimizer_step) == (3, 2.0, 4)
+    assert rebuilt.tensors is world.tensors
 
 
 @pytest.mark.parametrize("method", sorted({*INEXACT} - {ANEW, PRETRAINED}))
 def test_a_guess_takes_weights_alone_and_its_learning_rate_is_boosted(method: str) -> None:
     world = World()
     world.given = {1: state(1), 3: state(3)}
-    synced, there = done(world.rebuilds(sync(method, ("c", 3), ("a", 1), ("d", 3), last=LAST)))
+    synced, rebuilt = done(world.rebuilds(sync(method, ("c", 3), ("a", 1), ("d", 3), last=LAST)))
     assert world.asked == [
         (1, Age(0, STEP), ["a"], False, ""),
         (3, Age(0, STEP), ["c", "d"], False, ""),
         ("put", [1, 3]),
     ]
     assert synced.fetched_bytes == 11 + 13
-    assert there.boosted_at == STEP
+    assert rebuilt.boosted_at == STEP
 
 
 def test_what_a_stage_was_in_the_checkpoint_comes_from_who_has_it() -> None:
     world = World()
     world.given = {STAGE: state(STAGE, step=0)}
-    synced, there = done(world.rebuilds(sync(PRETRAINED, ("g", STAGE), last=LAST)))
+    synced, rebuilt = done(world.rebuilds(sync(PRETRAINED, ("g", STAGE), last=LAST)))
     assert world.asked == [(STAGE, Age(0, STEP), ["g"], False, "origin"), ("put", [STAGE])]
-    assert (synced.fetched_bytes, there.boosted_at) == (10 + STAGE, STEP)
+    assert (synced.fetched_bytes, rebuilt.boosted_at) == (10 + STAGE, STEP)
     world.asked.clear()
     world.origin = True
     synced, _ = done(world.rebuilds(sync(PRETRAINED, ("g", STAGE), last=LAST)))
@@ -223,14 +223,14 @@ def test_adapters_begin_anew_beside_weights_of_the_checkpoint() -> None:
     world = World()
     world.given, world.lacking = {STAGE: state(STAGE)}, 7
     wanted = sync(ANEW, last=LAST, giver="g")
-    synced, there = done(world.rebuilds(wanted))
+    synced, rebuilt = done(world.rebuilds(wanted))
     assert world.asked == [
         (STAGE, Age(0, 0), ["g"], False, "origin"),
         ("take in", world.given[STAGE].tensors["weights"].tolist()),
         ("put", [STAGE]),
     ]
-    assert (synced.fetched_bytes, there.boosted_at) == (10 + STAGE, STEP)
-    assert there.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
+    assert (synced.fetched_bytes, rebuilt.boosted_at) == (10 + STAGE, STEP)
+    assert rebuilt.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
     world.asked.clear()
     done(world.rebuilds(wanted))
     assert world.asked == [("put", [STAGE])], "what is there isn't fetched again"
@@ -247,8 +247,8 @@ def test_what_a_holder_keeps_is_asked_for_by_its_kind(kind: str) -> None:
 def test_an_older_state_counts_as_of_the_step_that_the_driver_names() -> None:
     world = World()
     world.given[STAGE] = state(STAGE, step=4)
-    _, there = done(world.rebuilds(sync("snapshot", ("h", STAGE), last=LAST, lineage=2)))
-    assert there.id == StateId(STAGE, 2, STEP, Ballot.of(LAST.ballot))
+    _, rebuilt = done(world.rebuilds(sync("snapshot", ("h", STAGE), last=LAST, lineage=2)))
+    assert rebuilt.id == StateId(STAGE, 2, STEP, Ballot.of(LAST.ballot))
 
 
 @pytest.mark.parametrize("method", ["save", "checkpoint"])
@@ -262,9 +262,11 @@ def test_a_file_is_loaded_and_no_peer_asked(method: str) -> None:
 
 def test_what_is_there_already_counts_in_the_lineage_that_the_run_goes_back_to() -> None:
     world = World()
-    synced, there = done(world.rebuilds(sync("memory", ("other", STAGE), ("me", STAGE), lineage=3)))
+    synced, rebuilt = done(
+        world.rebuilds(sync("memory", ("other", STAGE), ("me", STAGE), lineage=3))
+    )
     assert world.asked == [("put", [STAGE])]
-    assert (synced.fetched_bytes, there.id.age, there.last) == (0, (3, STEP), LAST)
+    assert (synced.fetched_bytes, rebuilt.id.age, rebuilt.last) == (0, (3, STEP), LAST)
     world.own = state(STAGE, STEP + 1)  # it has followed on since it was asked what it has
     with pytest.raises(ComplaintError, match="step 7 is requested, but step 8 is in memory"):
         world.rebuilds(sync("memory", ("me", STAGE), lineage=4))
@@ -276,11 +278,11 @@ def test_what_had_come_counts_as_of_the_newest_step(method: str) -> None:
     world.arrived = world.own = state(STAGE, STEP - 2)
     wanted = pb.Sync(step=STEP, method=method, last=LAST)
     wanted.sources.add(node="me", stage=STAGE, step=STEP - 2)
-    synced, there = done(world.rebuilds(wanted))
+    synced, rebuilt = done(world.rebuilds(wanted))
     assert world.asked == [("put", [STAGE])]
     assert synced.fetched_bytes == (world.arrived.bytes if method == "weights" else 0)
-    assert there.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
-    assert there.boosted_at == 0, "nothing was guessed"
+    assert rebuilt.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
+    assert rebuilt.boosted_at == 0, "nothing was guessed"
 
 
 @pytest.mark.parametrize("step", [None, STEP - 1])
@@ -294,9 +296,9 @@ def test_weights_that_are_not_here_any_more_are_a_complaint(step: int | None) ->
 def test_step_0_is_in_no_file() -> None:
     world = World()
     start = pb.Sync(step=0, method="checkpoint", sources=[pb.Source(node="me", stage=STAGE)])
-    synced, there = done(world.rebuilds(start))
+    synced, rebuilt = done(world.rebuilds(start))
     assert world.asked == [("put", [STAGE])]
-    assert (synced.fetched_bytes, there.id.step) == (0, 0)
+    assert (synced.fetched_bytes, rebuilt.id.step) == (0, 0)
 
 
 def test_a_lost_stage_is_relearned_before_it_is_fit_for_anything() -> None:
@@ -355,9 +357,9 @@ def test_progress_is_told_now_and_then() -> None:
     world.given[STAGE] = state(STAGE)
     world.pauses = [0.0, 0.05, 0.05, 0.2, 0.05]
     world.rebuilds(sync("replica", ("a", STAGE)))
-    told = [event.bytes for event in world.events if isinstance(event, Fetching)]
-    assert told == [0, 3]
-    assert world.accounts == told
+    progress = [event.bytes for event in world.events if isinstance(event, Fetching)]
+    assert progress == [0, 3]
+    assert world.accounts == progress
 
 
 def test_a_twin_is_fetched_as_the_next_stages_state() -> None:

@@ -63,13 +63,13 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.sampled_from(CUTS), st.data())
 def test_each_layer_is_in_one_stage_in_order(sizes: tuple[int, ...], data: st.DataObject) -> None:
     before, after = cut(*sizes), any_cut(data, sum(sizes))
-    found = [
+    layers = [
         before.layers_of(piece.stage)[piece.first + layer]
         for stage in range(1, after.stages + 1)
         for piece in layer_ranges(stage, before, after)
         for layer in range(piece.layers)
     ]
-    assert found == list(range(before.layers))
+    assert layers == list(range(before.layers))
     for stage in range(1, after.stages + 1):
         assert [piece.of for piece in layer_ranges(stage, before, after)] == [
             before.cut[piece.stage - 1] for piece in layer_ranges(stage, before, after)
@@ -85,16 +85,16 @@ def test_there_and_back_is_what_it_was(
     monkeypatch.setattr(module, "CHUNK", 64)  # of which a layer has some
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
     old, new = cut(*sizes), any_cut(data, sum(sizes))
-    there = regrouped(saved(folder / "old", old), new, folder / "new")
+    moved = regrouped(saved(folder / "old", old), new, folder / "new")
     back = regrouped(find_saves(folder / "new"), old, folder / "again", "third")
-    assert sum(one.omega for one in there) == pytest.approx(sum(one.omega for one in back))
-    for stage, found in enumerate(back):
+    assert sum(save.omega for save in moved) == pytest.approx(sum(save.omega for save in back))
+    for stage, again in enumerate(back):
         was = state(old, stage)
-        assert found.tensors.keys() == was.tensors.keys()
-        assert all(torch.equal(found.tensors[name], was.tensors[name]) for name in was.tensors)
-        assert (found.id.step, found.id.made) == (8, was.id.made)
-        assert found.id.lineage == was.id.lineage + 2
-        assert (found.optimizer_step, found.boosted_at) == (8, 0)
+        assert again.tensors.keys() == was.tensors.keys()
+        assert all(torch.equal(again.tensors[name], was.tensors[name]) for name in was.tensors)
+        assert (again.id.step, again.id.made) == (8, was.id.made)
+        assert again.id.lineage == was.id.lineage + 2
+        assert (again.optimizer_step, again.boosted_at) == (8, 0)
 
 
 def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
     modules = [build_stage(old, stage, seed=5) for stage in range(3)]
     for stage, built in enumerate(modules):
         tensors = dict(StageOptimizer(built, CPU).state())
-        one = state(old, stage, tensors=tensors, optimizer_step=0)
-        opened(tmp_path / "old", "old", old, stage).write(one)
-    found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+        save = state(old, stage, tensors=tensors, optimizer_step=0)
+        opened(tmp_path / "old", "old", old, stage).write(save)
+    moved = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     built = [build_stage(new, stage, seed=0) for stage in range(4)]
-    for stage, one in enumerate(found):
-        StageOptimizer(built[stage], CPU).load(one.tensors.items(), one.optimizer_step)
+    for stage, save in enumerate(moved):
+        StageOptimizer(built[stage], CPU).load(save.tensors.items(), save.optimizer_step)
     tokens = torch.arange(8).view(2, 4)
 
     def logits(stages: Sequence[Any]) -> torch.Tensor:
@@ -128,45 +128,45 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
     first, second = state(old, 1, omega=2.0), state(old, 2, omega=5.0, boosted_at=7)
     second.last.lr_scale[2] = 1.1
     first.last.signature = second.last.signature = b"of three stages"
-    for one in (state(old, 0), first, second):
-        opened(tmp_path / "old", "old", old, one.id.stage).write(one)
-    _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
-    assert (found.omega, found.boosted_at, found.id.stage) == (7.0, 7, 1)
-    assert list(found.last.lr_scale) == [1.1]  # for each of the new stages
-    assert list(found.last.clip_scale) == [1.0]
-    assert not found.last.signature
+    for save in (state(old, 0), first, second):
+        opened(tmp_path / "old", "old", old, save.id.stage).write(save)
+    _, moved = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    assert (moved.omega, moved.boosted_at, moved.id.stage) == (7.0, 7, 1)
+    assert list(moved.last.lr_scale) == [1.1]  # for each of the new stages
+    assert list(moved.last.clip_scale) == [1.0]
+    assert not moved.last.signature
     halves = regrouped(find_saves(tmp_path / "new"), model(4, 4), tmp_path / "four", "third")
-    assert [one.omega for one in halves[1:]] == [7.0 / 4] * 4
+    assert [save.omega for save in halves[1:]] == [7.0 / 4] * 4
 
 
 def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: Path) -> None:
     """Moments divided by their corrections are what updates go by."""
     old, new = model(2, 2), model(2, 1)
     young = state(old, 2, optimizer_step=3)
-    for one in (state(old, 0), state(old, 1, optimizer_step=8), young):
-        opened(tmp_path / "old", "old", old, one.id.stage).write(one)
-    _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
-    assert found.optimizer_step == 3
-    moment = found.tensors["first_moment"] / (1 - BETAS[0] ** 3)
+    for save in (state(old, 0), state(old, 1, optimizer_step=8), young):
+        opened(tmp_path / "old", "old", old, save.id.stage).write(save)
+    _, moved = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    assert moved.optimizer_step == 3
+    moment = moved.tensors["first_moment"] / (1 - BETAS[0] ** 3)
     both = (
         state(old, 1).tensors["first_moment"] / (1 - BETAS[0] ** 8),
         young.tensors["first_moment"],
     )
     half = len(moment) // 2
     torch.testing.assert_close(moment[:half], both[0])
-    assert torch.equal(found.tensors["first_moment"][half:], both[1])
-    assert torch.equal(found.tensors["weights"][:half], state(old, 1).tensors["weights"])
+    assert torch.equal(moved.tensors["first_moment"][half:], both[1])
+    assert torch.equal(moved.tensors["weights"][:half], state(old, 1).tensors["weights"])
 
 
 def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> None:
     old, new = model(2, 2), model(2, 1)
     bare = state(old, 2)
     weights = {"weights": bare.tensors["weights"]}
-    for one in (state(old, 0), state(old, 1), replace(bare, tensors=weights, optimizer_step=0)):
-        opened(tmp_path / "old", "old", old, one.id.stage).write(one)
-    _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
-    assert list(found.tensors) == ["weights"]
-    assert found.optimizer_step == 0
+    for save in (state(old, 0), state(old, 1), replace(bare, tensors=weights, optimizer_step=0)):
+        opened(tmp_path / "old", "old", old, save.id.stage).write(save)
+    _, moved = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    assert list(moved.tensors) == ["weights"]
+    assert moved.optimizer_step == 0
     assert moment_scale(BETAS[0], 0, 0) == 1.0
     assert moment_scale(BETAS[0], 5, 0) == 0.0
 
@@ -180,9 +180,9 @@ def test_moments_stay_where_the_new_run_has_the_same_optimizer_or_muon(tmp_path:
     again = regrouped(
         find_saves(tmp_path / "new"), replace(muon, stages=2), tmp_path / "third", "3"
     )
-    for stage, found in enumerate(again):
+    for stage, moved in enumerate(again):
         wanted = state(adam, stage).tensors
-        assert all(torch.equal(values, wanted[name]) for name, values in found.tensors.items())
+        assert all(torch.equal(values, wanted[name]) for name, values in moved.tensors.items())
     _, back = regrouped(find_saves(tmp_path / "new"), model(2, 1), tmp_path / "back", "4")
     assert (list(back.tensors), back.optimizer_step) == (["weights"], 0)
 
@@ -195,8 +195,8 @@ def test_the_newest_step_that_all_have_is_taken_wherever_it_lies(tmp_path: Path)
     saved(tmp_path, config, (4, 8))
     opened(tmp_path / "2.0", "old", config, 2).write(state(config, 2, 12))
     (tmp_path / "1.0").rename(tmp_path / "who-has-gone")
-    found, chosen = choose_saves(find_saves(tmp_path), 2)
-    assert (found.step, found.exact) == (8, True)
+    choice, chosen = choose_saves(find_saves(tmp_path), 2)
+    assert (choice.step, choice.exact) == (8, True)
     assert [save.state.id.step for of in chosen.values() for save in of] == [8, 8, 8]
     assert chosen[1][0].path.is_relative_to(tmp_path / "who-has-gone")
 
@@ -211,8 +211,8 @@ def test_a_damaged_save_is_named_and_the_step_before_is_taken(
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
-    found, _ = choose_saves(find_saves(tmp_path), 2)
-    assert (found.step, found.exact) == (4, True)
+    choice, _ = choose_saves(find_saves(tmp_path), 2)
+    assert (choice.step, choice.exact) == (4, True)
     assert str(path) in caplog.text
     path.write_bytes(bytes(content[:-9]))  # half-written
     assert choose_saves(find_saves(tmp_path), 2)[0].step == 4
@@ -224,8 +224,8 @@ def test_the_same_save_at_another_node_serves_for_a_damaged_one(tmp_path: Path) 
     opened(tmp_path / "1.1", "old", config, 1).write(state(config, 1))
     path = tmp_path / "1.0" / "stage-1" / "step-00000008-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    found, chosen = choose_saves(find_saves(tmp_path), 1)
-    assert (found.step, found.exact) == (8, True)
+    choice, chosen = choose_saves(find_saves(tmp_path), 1)
+    assert (choice.step, choice.exact) == (8, True)
     assert chosen[1][0].path.is_relative_to(tmp_path / "1.1")
 
 
@@ -262,8 +262,8 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
     mixed = [s for s in saves if s.state.id.stage == 0 or s.state.id.step == 4 * s.state.id.stage]
     mixed = [s for s in mixed if s.state.id.stage]
     regroup_newest(mixed, config, partial(opened, tmp_path / "new", "new", config))
-    found = find_saves(tmp_path / "new")
-    assert [(s.state.id.stage, s.state.id.step) for s in found] == [(1, 4), (2, 8)]
+    moved = find_saves(tmp_path / "new")
+    assert [(s.state.id.stage, s.state.id.step) for s in moved] == [(1, 4), (2, 8)]
 
 
 @pytest.mark.parametrize(

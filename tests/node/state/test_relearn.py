@@ -97,9 +97,9 @@ def fetched_by(stage: int, pairs: Pairs, shape: tuple[int, int, int] = SHAPE) ->
 
 
 def lesson(
-    one: Student, fetched: FetchedTensors, lost: Sequence[int], bf16: bool = False
+    at: Student, fetched: FetchedTensors, lost: Sequence[int], bf16: bool = False
 ) -> StageLesson:
-    return StageLesson(one.module, one.optimizer, fetched, lost, bf16)
+    return StageLesson(at.module, at.optimizer, fetched, lost, bf16)
 
 
 class Network(network.Network):
@@ -117,14 +117,14 @@ class Network(network.Network):
         self,
         joiners: Mapping[int, str],
         stage: int,
-        one: Student,
+        learner: Student,
         fetched: FetchedTensors,
         terms: RelearningTerms = TERMS,
         bf16: bool = False,
         made: StageLesson | None = None,
     ) -> Exchange[pb.Relearned]:
         name = joiners[stage]
-        a_lesson = made or lesson(one, fetched, list(joiners), bf16)
+        a_lesson = made or lesson(learner, fetched, list(joiners), bf16)
         block = RelearningBlock(BALLOT, stage, joiners)
         return self.exchanges[name].start(self.nodes[name].run(block, a_lesson, fetched, terms))
 
@@ -144,8 +144,8 @@ def together(
 ) -> list[Exchange[pb.Relearned]]:
     joiners = {stage: f"joiner-{stage}" for stage in students}
     return [
-        network.begin(joiners, stage, one, fetched[stage], terms, bf16)
-        for stage, one in students.items()
+        network.begin(joiners, stage, learner, fetched[stage], terms, bf16)
+        for stage, learner in students.items()
     ]
 
 
@@ -158,13 +158,13 @@ def relearn_all(
 ) -> list[pb.Relearned]:
     network = Network(list(students), slow)
     running = together(network, students, fetched, terms, bf16)
-    results = [network.outcome(one) for one in running]
+    results = [network.outcome(exchange) for exchange in running]
     network.settle()
     return results
 
 
 def alone(
-    one: Student,
+    learner: Student,
     pairs: Pairs,
     terms: RelearningTerms = TERMS,
     slow: bool = False,
@@ -174,7 +174,7 @@ def alone(
     """By a lesson that was `made` for it, if there is one."""
     network = Network([2], slow)
     joiners, fetched = {2: "joiner-2"}, fetched_by(2, pairs)
-    return network.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
+    return network.outcome(network.begin(joiners, 2, learner, fetched, terms, bf16, made))
 
 
 def block(
@@ -201,8 +201,8 @@ def test_joiners_do_what_one_process_would_do(
 
     reference = {stage: student(stage) for stage in lost}
     learners = {
-        s: Learner(one.module, TERMS.lr, update=Muon(one.module, pull(lost)))
-        for s, one in reference.items()
+        s: Learner(learner.module, TERMS.lr, update=Muon(learner.module, pull(lost)))
+        for s, learner in reference.items()
     }
     floats = {pair: (x.float(), y.float()) for pair, (x, y) in sorted(pairs.items())}
     a_pass = [
@@ -245,7 +245,7 @@ def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
     del fetched[3].outputs[BoundaryPair(6, 2, (2, 3))]
     results = relearn_all(students, fetched)
     assert [(result.pairs, result.left_out) for result in results] == [(6, 2), (6, 2)]
-    assert all(len(one.updates) == 6 * SHAPE[0] * TERMS.passes for one in students.values())
+    assert all(len(learner.updates) == 6 * SHAPE[0] * TERMS.passes for learner in students.values())
 
 
 def test_nobody_runs_ahead_of_who_shares_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,40 +256,40 @@ def test_nobody_runs_ahead_of_who_shares_no_pair(monkeypatch: pytest.MonkeyPatch
     terms = replace(TERMS, passes=20)
     results = relearn_all(students, {s: fetched_by(s, pairs) for s in students}, terms)
     assert [result.passes for result in results] == [20, 20]
-    assert [len(one.updates) for one in students.values()] == [160, 160]
+    assert [len(learner.updates) for learner in students.values()] == [160, 160]
 
 
 def test_without_a_whole_pair_the_weights_stay() -> None:
-    one = student(2)
-    before = one.optimizer.digest()
-    result = alone(one, {})
+    learner = student(2)
+    before = learner.optimizer.digest()
+    result = alone(learner, {})
     assert (result.pairs, result.passes, result.undone) == (0, 0, False)
     assert math.isnan(result.residual_before)
     assert math.isnan(result.residual_after)
-    assert one.optimizer.digest() == before
+    assert learner.optimizer.digest() == before
 
 
 def test_which_pairs_are_whole() -> None:
-    def said(microbatch: int, *stages: int, **sides: bool) -> pb.BoundaryPair:
+    def pair(microbatch: int, *stages: int, **sides: bool) -> pb.BoundaryPair:
         return pb.BoundaryPair(step=7, microbatch=microbatch, stages=stages, **sides)
 
     reports = {
-        2: [said(0, 2, 3, input=True), said(1, 2, input=True, output=True), said(3, 2, 3)],
-        3: [said(0, 2, 3, output=True), said(1, 3, input=True), said(2, 2, 3, input=True)],
+        2: [pair(0, 2, 3, input=True), pair(1, 2, input=True, output=True), pair(3, 2, 3)],
+        3: [pair(0, 2, 3, output=True), pair(1, 3, input=True), pair(2, 2, 3, input=True)],
     }
     assert whole_pairs(reports) == ([BoundaryPair(7, 0, (2, 3)), BoundaryPair(7, 1, (2,))], 1)
-    assert whole_pairs({2: [said(0, 2, 3, input=True)]}) == ([], 0)  # nobody joins for stage 3
+    assert whole_pairs({2: [pair(0, 2, 3, input=True)]}) == ([], 0)  # nobody joins for stage 3
 
 
 # When it is over
 
 
 def test_the_time_is_over_between_two_pieces() -> None:
-    one = student(2)
+    learner = student(2)
     terms = replace(TERMS, passes=1000, seconds=81.0)
-    result = alone(one, crossed([2], swapped=False), terms, slow=True)
+    result = alone(learner, crossed([2], swapped=False), terms, slow=True)
     # Measuring takes 8 seconds at the start and is counted again for the end; then 2 per piece.
-    assert len(one.updates) == 33
+    assert len(learner.updates) == 33
     assert result.passes == 2
     assert result.residual_after < result.residual_before
     assert result.seconds > terms.seconds
@@ -331,11 +331,11 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
 
 
 def test_no_time_is_no_training() -> None:
-    one = student(2)
-    before = one.optimizer.digest()
+    learner = student(2)
+    before = learner.optimizer.digest()
     terms = replace(TERMS, passes=5, seconds=0.0)
-    result = alone(one, crossed([2], swapped=False), terms)
-    assert one.optimizer.digest() == before
+    result = alone(learner, crossed([2], swapped=False), terms)
+    assert learner.optimizer.digest() == before
     assert result.residual_after == result.residual_before > 0
     assert (result.passes, result.undone) == (0, False)
 
@@ -344,20 +344,20 @@ def test_no_time_is_no_training() -> None:
 @pytest.mark.parametrize("lost", [(2,), (2, 3)])
 def test_what_makes_it_worse_is_undone(lost: tuple[int, ...], lr: float) -> None:
     students, fetched = block(*lost)
-    before = [one.optimizer.digest() for one in students.values()]
+    before = [learner.optimizer.digest() for learner in students.values()]
     results = relearn_all(students, fetched, replace(TERMS, passes=2, lr=lr))
     assert all(result.undone for result in results)
     assert not results[0].residual_after <= results[0].residual_before
-    assert [one.optimizer.digest() for one in students.values()] == before
-    assert all(one.adam_is_fresh for one in students.values())
+    assert [learner.optimizer.digest() for learner in students.values()] == before
+    assert all(learner.adam_is_fresh for learner in students.values())
 
 
 def test_bf16_relearns_too() -> None:
-    one = student(2)
+    learner = student(2)
     terms = replace(TERMS, passes=10)
-    result = alone(one, crossed([2], swapped=False), terms, bf16=True)
+    result = alone(learner, crossed([2], swapped=False), terms, bf16=True)
     assert result.residual_after < result.residual_before
-    assert one.optimizer.weights.dtype == torch.float32
+    assert learner.optimizer.weights.dtype == torch.float32
 
 
 # When it can't go on
@@ -365,13 +365,13 @@ def test_bf16_relearns_too() -> None:
 
 def failures(network: Network, running: Sequence[Exchange[pb.Relearned]]) -> list[Exception]:
     """The first ones; those who still wait are given up, as by a newer ballot."""
-    while not any(one.done for one in running):
+    while not any(exchange.done for exchange in running):
         assert network.step()
-    found = [error for one in running if one.done and (error := network.error(one))]
-    assert found, "nobody noticed"
-    for one in running:
-        one.cancel()
-    return found
+    errors = [error for exchange in running if exchange.done and (error := network.error(exchange))]
+    assert errors, "nobody noticed"
+    for exchange in running:
+        exchange.cancel()
+    return errors
 
 
 @pytest.mark.parametrize("dead", [2, 3, 4])
@@ -413,9 +413,9 @@ def test_without_a_link_it_fails_at_once() -> None:
     students, fetched = block(2, 3, 4)
     network = Network([2, 3])
     joiners = {stage: f"joiner-{stage}" for stage in (1, 3, 4)}
-    one = network.begin(joiners, 3, students[3], fetched[3])
+    exchange = network.begin(joiners, 3, students[3], fetched[3])
     with pytest.raises(ComplaintError, match="no link to joiner-1") as caught:
-        one.result()
+        exchange.result()
     assert caught.value.accused == ["joiner-1"]
 
 
@@ -465,11 +465,11 @@ def test_a_leader_is_refused_pairs_that_are_not_here_and_updates_out_of_turn(
     """Before it has said of what, after some that were never made, or more than all passes."""
     students, fetched = block(2, 3, 4)
     network = Network([2, 3, 4])
-    one = network.begin({2: "joiner-2", 3: "joiner-3"}, 3, students[3], fetched[3])
+    exchange = network.begin({2: "joiner-2", 3: "joiner-3"}, 3, students[3], fetched[3])
     message = pb.Message(ballot=BALLOT.message(), relearn=pb.Relearn(round=1, work=work, **asked))
     network.nodes["joiner-3"].on_message("joiner-2", message)
     with pytest.raises(ComplaintError, match=complaint):
-        network.outcome(one)
+        network.outcome(exchange)
 
 
 def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
@@ -486,7 +486,7 @@ def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
         network.step()
     old = pb.Message(ballot=pb.Ballot(view=3, attempt=4), relearn=pb.Relearn(round=0))
     network.nodes["joiner-2"].on_message("joiner-3", old)
-    results = [network.outcome(one) for one in (begin[2](), *followers)]
+    results = [network.outcome(exchange) for exchange in (begin[2](), *followers)]
     assert all(result.residual_after < result.residual_before for result in results)
 
 
@@ -501,12 +501,12 @@ class ByHand:
 
 
 def test_who_is_given_up_goes_no_further() -> None:
-    one, thread, time = student(2), ByHand(), Nodes()
+    learner, thread, time = student(2), ByHand(), Nodes()
     exchanges = time.new(thread)
     node = Relearning(exchanges, tensors, lambda *_: False)
     fetched = fetched_by(2, crossed([2], swapped=False))
     block = RelearningBlock(BALLOT, 2, {2: "me"})
-    relearning = exchanges.start(node.run(block, lesson(one, fetched, [2]), fetched, TERMS))
+    relearning = exchanges.start(node.run(block, lesson(learner, fetched, [2]), fetched, TERMS))
 
     def work() -> None:
         (posted,) = thread.posted  # in pieces: other work gets in between
@@ -514,12 +514,12 @@ def test_who_is_given_up_goes_no_further() -> None:
         posted()
         time.catch_up()
 
-    while len(one.updates) < 6:
+    while len(learner.updates) < 6:
         work()
     work()  # what the next update needs
-    digest = one.optimizer.digest()
+    digest = learner.optimizer.digest()
     relearning.cancel()
     work()  # posted before it was given up
-    assert one.optimizer.digest() == digest
-    assert len(one.updates) == 6
+    assert learner.optimizer.digest() == digest
+    assert len(learner.updates) == 6
     assert not thread.posted

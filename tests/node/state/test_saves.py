@@ -70,16 +70,16 @@ def opened(
     return Saves(folder, run, stage, keep, flat(values))
 
 
-def same(one: StageState, other: StageState) -> bool:
+def same(state: StageState, other: StageState) -> bool:
     return (
-        replace(one, tensors={}) == replace(other, tensors={})
-        and list(one.tensors) == list(other.tensors)
-        and all(map(torch.equal, one.tensors.values(), other.tensors.values()))
+        replace(state, tensors={}) == replace(other, tensors={})
+        and list(state.tensors) == list(other.tensors)
+        and all(map(torch.equal, state.tensors.values(), other.tensors.values()))
     )
 
 
 def written(folder: Path, *states: StageState, keep: int = 4) -> Saves:
-    saves = opened(folder, keep, values=max(len(one.tensors["weights"]) for one in states))
+    saves = opened(folder, keep, values=max(len(state.tensors["weights"]) for state in states))
     for each in states:
         saves.write(each)
     return saves
@@ -116,7 +116,7 @@ def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, fa
     )
     config = model_config(section, vocabulary=9)
     modules = {stage: build_stage(config, stage, seed=1) for stage in range(3)}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for stage, built in modules.items():
         optimizer = StageOptimizer(built, torch.device("cpu"))
         optimizer.first_moment.normal_()
@@ -130,14 +130,14 @@ def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, fa
         assert len(read) == 3 * len(weights)
         moments = [read[f"first_moment.{name}"].flatten() for name in weights]
         assert torch.equal(torch.cat(moments), optimizer.first_moment)
-        found |= weights
+        tensors |= weights
         with safe_open(path, "pt") as file:
-            said = file.metadata()
-        assert json.loads(said["config"])["num_hidden_layers"] == 4
-        assert (said["run"], said["stage"], said["step"]) == (RUN, str(stage), "4")
+            metadata = file.metadata()
+        assert json.loads(metadata["config"])["num_hidden_layers"] == 4
+        assert (metadata["run"], metadata["stage"], metadata["step"]) == (RUN, str(stage), "4")
     parameters = [parameter for built in modules.values() for parameter in built.parameters()]
-    assert all(map(torch.equal, found.values(), parameters))
-    assert len(found) == len(parameters)
+    assert all(map(torch.equal, tensors.values(), parameters))
+    assert len(tensors) == len(parameters)
 
 
 def test_parameters_that_a_stage_has_not_are_not_saved(tmp_path: Path) -> None:
@@ -280,8 +280,8 @@ def test_the_newest_of_what_led_to_the_present_state_are_kept(
 # Damage is found, named, and the save before is used
 
 
-def check_refused(saves: Saves, save: Age, what: str = "step-") -> None:
-    with pytest.raises(SaveError, match=what) as caught:
+def check_refused(saves: Saves, save: Age, problem: str = "step-") -> None:
+    with pytest.raises(SaveError, match=problem) as caught:
         saves.load(save)
     assert file_name(save) in str(caught.value)
 
@@ -361,7 +361,7 @@ def test_a_save_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("elsewhere", "what"),
+    ("elsewhere", "problem"),
     [
         ({"run": "other"}, "of the run other"),
         ({"stage": 4}, "of stage 4"),
@@ -370,16 +370,18 @@ def test_a_save_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_save_in_the_wrong_place_is_refused(
-    tmp_path: Path, elsewhere: dict[str, Any], what: str
+    tmp_path: Path, elsewhere: dict[str, Any], problem: str
 ) -> None:
     saves = written(tmp_path / "here", state(4))
     run = elsewhere.pop("run", RUN)
     other = replace(state(8), id=replace(state(8).id, **elsewhere))
-    there = opened(tmp_path / "there", run=run, stage=other.id.stage)
-    there.write(other)
-    (there.folder / file_name(other.id.age)).rename(saves.folder / "step-00000008-0.safetensors")
+    misplaced = opened(tmp_path / "there", run=run, stage=other.id.stage)
+    misplaced.write(other)
+    (misplaced.folder / file_name(other.id.age)).rename(
+        saves.folder / "step-00000008-0.safetensors"
+    )
     assert saves.sound() == [Age(0, 4)]
-    check_refused(saves, Age(0, 8), what)
+    check_refused(saves, Age(0, 8), problem)
 
 
 def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -822,10 +824,10 @@ def kill_writers(folder: Path, kill: Callable[[int], None], points: range) -> in
     raise AssertionError(f"every writer was killed, up to {points[-1]}")
 
 
-def main(what: str, folder: Path) -> None:
-    if what == "kill-at-lines":
+def main(command: str, folder: Path) -> None:
+    if command == "kill-at-lines":
         print(kill_writers(folder, kill_at_line, range(1, 1000)))
-    elif what == "kill-at-bytes":
+    elif command == "kill-at-bytes":
         print(kill_writers(folder, kill_at_byte, range(0, 5000, 30)))
     else:
 

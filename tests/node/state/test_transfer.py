@@ -113,19 +113,19 @@ class Network(network.Network):
 
     def fetch(self, *arguments: Any, **options: Any) -> Delivery:
         """As `start`, and what comes of it."""
-        found = self.outcome(self.start(*arguments, **options))
+        delivery = self.outcome(self.start(*arguments, **options))
         self.settle()
-        return found
+        return delivery
 
 
-def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) -> None:
+def assert_equal(delivery: Delivery, expected: StageState, optimizer: bool = True) -> None:
     names = list(expected.tensors)[: 3 if optimizer else 1]
-    assert list(found.state.tensors) == names
+    assert list(delivery.state.tensors) == names
     for name in names:
-        assert torch.equal(found.state.tensors[name], expected.tensors[name])
-    assert found.bytes == found.state.bytes == sum(found.served.values())
-    assert found.bytes == 4 * LENGTH * len(names)
-    assert replace(found.state, tensors={}) == replace(expected, tensors={})
+        assert torch.equal(delivery.state.tensors[name], expected.tensors[name])
+    assert delivery.bytes == delivery.state.bytes == sum(delivery.served.values())
+    assert delivery.bytes == 4 * LENGTH * len(names)
+    assert replace(delivery.state, tensors={}) == replace(expected, tensors={})
 
 
 def shards_of(state: StageState) -> list[StateShard]:
@@ -139,14 +139,14 @@ def shards_of(state: StageState) -> list[StateShard]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool) -> None:
     network = Network(seed=count)
-    there: list[int] = []
-    found = network.fetch(SOURCES[:count], optimizer, on_progress=there.append)
-    assert_equal(found, state(), optimizer)
-    assert sum(size > 0 for size in found.served.values()) == count
-    assert there == sorted(set(there))
-    assert there[-1] == found.bytes
+    progress: list[int] = []
+    delivery = network.fetch(SOURCES[:count], optimizer, on_progress=progress.append)
+    assert_equal(delivery, state(), optimizer)
+    assert sum(size > 0 for size in delivery.served.values()) == count
+    assert progress == sorted(set(progress))
+    assert progress[-1] == delivery.bytes
     offsets = [offset for _, offset in network.asked]
-    assert offsets == [shard.offset for shard in shards_of(found.state)], "weights come first"
+    assert offsets == [shard.offset for shard in shards_of(delivery.state)], "weights come first"
 
 
 def test_of_many_sources_a_few_are_asked_and_others_in_the_place_of_those_that_fail() -> None:
@@ -171,26 +171,26 @@ def test_special_values_keep_their_bits() -> None:
     odd = {"weights": bits.view(torch.float32)}
     network.due = {"weights": 4}
     network.states = dict.fromkeys(SOURCES, replace(served, tensors=odd))
-    found = network.fetch(optimizer=False)
-    assert torch.equal(found.state.tensors["weights"].view(torch.int32), bits)
+    delivery = network.fetch(optimizer=False)
+    assert torch.equal(delivery.state.tensors["weights"].view(torch.int32), bits)
 
 
 def test_an_empty_state_takes_no_shards() -> None:
     network = Network()
     network.states = dict.fromkeys(SOURCES, state(length=0))
     network.due = dict.fromkeys(network.due, 0)
-    found = network.fetch()
-    assert found.bytes == 0
-    assert found.state.tensors["weights"].shape == (0,)
+    delivery = network.fetch()
+    assert delivery.bytes == 0
+    assert delivery.state.tensors["weights"].shape == (0,)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (7, 100), (16, 32), (100, LENGTH - 100)])
 def test_a_part_of_the_weights_is_had_by_itself(first: int, count: int) -> None:
     network = Network()
-    found = network.fetch(optimizer=False, part=(first, count))
+    delivery = network.fetch(optimizer=False, part=(first, count))
     wanted = state().tensors["weights"][first : first + count]
-    assert torch.equal(found.state.tensors["weights"], wanted)
-    assert found.bytes == found.state.bytes == sum(found.served.values()) == 4 * count
+    assert torch.equal(delivery.state.tensors["weights"], wanted)
+    assert delivery.bytes == delivery.state.bytes == sum(delivery.served.values()) == 4 * count
     offsets = [offset for _, offset in network.asked]
     assert sorted(offsets) == list(range(4 * first, 4 * (first + count), SHARD_SIZE))
 
@@ -290,9 +290,9 @@ def test_when_all_fail_the_error_says_what_each_of_them_said(fault: str) -> None
 def test_a_source_that_dies_half_way(after: int) -> None:
     network = Network(seed=after)
     network.faults["b"] = frames_from(after, lambda frame: network.lose("b"))  # type: ignore[func-returns-value]
-    found = network.fetch()
-    assert_equal(found, state())
-    assert found.served["b"] <= after * SHARD_SIZE
+    delivery = network.fetch()
+    assert_equal(delivery, state())
+    assert delivery.served["b"] <= after * SHARD_SIZE
 
 
 def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
@@ -301,13 +301,13 @@ def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
     assert network.fetch(["nowhere", *SOURCES]).served.keys() == {"nowhere", *SOURCES}
     with pytest.raises(ComplaintError) as caught:
         network.fetch(["nowhere", "b", "c"])
-    for said in (
+    for reason in (
         "the state of step 7 can't be fetched: ",
         "nowhere: there is no link to it",
         "b: step 7 is requested, but step 8 is committed here",
         "c: this node has no state",
     ):
-        assert said in str(caught.value)
+        assert reason in str(caught.value)
     with pytest.raises(ComplaintError, match="no source is named"):
         network.fetch([])
 
@@ -335,19 +335,19 @@ def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
             del network.faults["b"]
             network.arrive("b", "joiner", held.pop())
 
-    found = network.fetch(on_progress=release)
-    assert_equal(found, state())
-    assert (found.served["b"] > 0) == agrees
+    delivery = network.fetch(on_progress=release)
+    assert_equal(delivery, state())
+    assert (delivery.served["b"] > 0) == agrees
     assert network.accused == [], "nobody knows which of them is wrong"
 
 
 def test_a_silent_source_does_not_hold_up_the_others() -> None:
     network = Network()
     network.faults["b"] = lambda answer: None
-    found = network.fetch()
-    assert_equal(found, state())
-    assert found.seconds == 0.0
-    assert found.served["b"] == 0
+    delivery = network.fetch()
+    assert_equal(delivery, state())
+    assert delivery.seconds == 0.0
+    assert delivery.served["b"] == 0
 
 
 def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
@@ -359,9 +359,9 @@ def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
             network.after(20.0, post)
 
     network.client = network.joiner(Busy())
-    found = network.fetch(deadline=1e6)
-    assert_equal(found, state())
-    assert len(network.asked) == len(shards_of(found.state))
+    delivery = network.fetch(deadline=1e6)
+    assert_equal(delivery, state())
+    assert len(network.asked) == len(shards_of(delivery.state))
 
 
 def test_silence_or_the_deadline_names_who_was_waited_for() -> None:
@@ -392,21 +392,21 @@ def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
             network.arrive("stranger", "joiner", damaged(frame))
         network.client.on_peer_lost("stranger", "gone")
 
-    found = network.fetch(on_progress=repeat)
-    assert_equal(found, state())
+    delivery = network.fetch(on_progress=repeat)
+    assert_equal(delivery, state())
     network.arrive("b", "joiner", sent[0])  # long after
 
 
 def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
     network = Network()
-    there: list[int] = []
-    exchange = network.start(on_progress=there.append)
-    while not there:
+    progress: list[int] = []
+    exchange = network.start(on_progress=progress.append)
+    while not progress:
         assert network.step()
     exchange.cancel()
-    before = list(there)
+    before = list(progress)
     assert_equal(network.fetch(), state())
-    assert there == before
+    assert progress == before
 
 
 # What has come when the last source is lost
@@ -443,17 +443,17 @@ WEIGHTS = len(cut_into_shards([4 * LENGTH], SHARD_SIZE))
 def test_weights_that_are_whole_stay_when_their_moments_are_lost() -> None:
     network = Network()
     network.states = dict.fromkeys(SOURCES, told_of())
-    found: list[int] = []
+    sizes: list[int] = []
 
     def look(size: int) -> None:
         if network.client.weights(STAGE) is not None and network.sources:
-            found.append(size)
+            sizes.append(size)
             for source in network.sources:
                 network.lose(source)
 
     with pytest.raises(ComplaintError, match=GONE):
         network.fetch(on_progress=look)
-    assert 4 * LENGTH <= found[0] < 3 * 4 * LENGTH
+    assert 4 * LENGTH <= sizes[0] < 3 * 4 * LENGTH
     kept = network.client.weights(STAGE)
     assert kept is not None
     assert kept.tensors.keys() == {"weights"}
@@ -472,13 +472,15 @@ def test_weights_that_are_not_whole_are_none(come: int) -> None:
 @pytest.mark.parametrize("come", [1, WEIGHTS, 2 * WEIGHTS])
 def test_nothing_is_fetched_twice_of_the_very_same_state(come: int) -> None:
     network = broken_off(come)
-    before, there = len(network.asked), list[int]()
-    found = network.fetch(on_progress=there.append)
-    assert_equal(replace(found, bytes=found.state.bytes, served={"": found.state.bytes}), told_of())
+    before, progress = len(network.asked), list[int]()
+    delivery = network.fetch(on_progress=progress.append)
+    assert_equal(
+        replace(delivery, bytes=delivery.state.bytes, served={"": delivery.state.bytes}), told_of()
+    )
     again = len(network.asked) - before
     assert again <= len(shards_of(told_of())) - come
-    assert found.bytes == sum(found.served.values()) < found.state.bytes
-    assert there[0] > SHARD_SIZE * (come - 1), "what is here counts"
+    assert delivery.bytes == sum(delivery.served.values()) < delivery.state.bytes
+    assert progress[0] > SHARD_SIZE * (come - 1), "what is here counts"
 
 
 @pytest.mark.parametrize(
@@ -493,8 +495,8 @@ def test_of_another_state_all_is_fetched_anew(other: StageState) -> None:
     network = broken_off(WEIGHTS)
     before = len(network.asked)
     network.states = dict.fromkeys(SOURCES, other)
-    found = network.fetch()
-    assert_equal(found, other)
+    delivery = network.fetch()
+    assert_equal(delivery, other)
     assert len(network.asked) - before == len(shards_of(other))
 
 
@@ -547,8 +549,8 @@ def test_who_offers_another_state_than_the_stages_is_accused_and_others_serve(
     monkeypatch.setattr(tensors, "empty", lambda values: made.append(values) or empty(values))  # type: ignore[func-returns-value]
     network = Network()
     network.states["a"] = other
-    found = network.fetch(kind=kind)
-    assert_equal(found, state())
+    delivery = network.fetch(kind=kind)
+    assert_equal(delivery, state())
     assert network.accused == [("a", NUMBERS if other.optimizer_step > STEP else SHAPE)]
     assert max(made) == 3 * LENGTH, "memory is taken for what is due, and for nothing else"
     network.states = dict.fromkeys(SOURCES, other)
@@ -561,8 +563,8 @@ def test_a_snapshot_may_be_of_the_weights_alone_and_starts_adam_afresh() -> None
     network = Network()
     alone = replace(state(), tensors={"weights": state().tensors["weights"]})
     network.states = dict.fromkeys(SOURCES, alone)
-    found = network.fetch(kind="snapshot")
-    assert (list(found.state.tensors), found.state.optimizer_step) == (["weights"], 0)
+    delivery = network.fetch(kind="snapshot")
+    assert (list(delivery.state.tensors), delivery.state.optimizer_step) == (["weights"], 0)
     assert network.accused == []
 
 

@@ -494,8 +494,8 @@ def test_a_state_of_another_stage_changes_nothing() -> None:
     (of_embedding,) = swarm.holders(0)
     (of_body,) = swarm.holders(1)
     before = state_of(of_body.optimizer)
-    one = of_body.state
+    kept = of_body.state
     with pytest.raises(ValueError, match="state of a stage has the tensors"):
         of_body.load(fetched(of_embedding.state))
-    assert of_body.state is one
+    assert of_body.state is kept
     assert all(map(torch.equal, before[1], state_of(of_body.optimizer)[1]))

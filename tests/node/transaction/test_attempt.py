@@ -69,13 +69,13 @@ def test_what_two_nodes_make_of_the_same_is_compared_by_their_neighbours(
     swarm = Swarm(replicas, chance)
     swarm.starts(checks=checks)
     swarm.ends()
-    found = {(by, one.microbatch, one.position, one.backward) for by, one in swarm.compared}
-    assert found == {
-        (one.before if backward else one.behind, *key, backward)
-        for key, one in checks.checked.items()
+    pairs = {(by, visit.microbatch, visit.position, visit.backward) for by, visit in swarm.compared}
+    assert pairs == {
+        (visit.before if backward else visit.behind, *key, backward)
+        for key, visit in checks.checked.items()
         for backward in (False, True)
     }
-    assert len(swarm.compared) == len(found)
+    assert len(swarm.compared) == len(pairs)
 
 
 def test_a_third_does_what_two_have_done_differently() -> None:
@@ -84,15 +84,15 @@ def test_a_third_does_what_two_have_done_differently() -> None:
     swarm = Swarm(3, chance)
     swarm.starts(checks=checks)
     swarm.ends()
-    key, one = next(iter(checks.checked.items()))
-    other = next(n for n in one.replicas if n not in (one.node, *one.doubles))
-    for neighbour in {one.before, one.behind}:
+    key, visit = next(iter(checks.checked.items()))
+    other = next(n for n in visit.replicas if n not in (visit.node, *visit.doubles))
+    for neighbour in {visit.before, visit.behind}:
         third = pb.Check(microbatch=key[0], position=key[1], double=other)
         swarm.nodes[neighbour].attempt.check(third)
     before = len(swarm.compared)
     swarm.ends()
     pairs = {frozenset((c.node, c.other)) for _, c in swarm.compared[before:] if not c.difference}
-    assert pairs == {frozenset((n, other)) for n in (one.node, *one.doubles)}
+    assert pairs == {frozenset((n, other)) for n in (visit.node, *visit.doubles)}
     assert same_gradients(swarm, undisturbed())
 
 
@@ -113,17 +113,17 @@ def test_what_a_slow_node_has_not_begun_others_do_once(
     swarm = Swarm(replicas, chance)
     swarm.starts()
     slow: set[int] = set()  # stages; the driver relieves one node of each
-    for after, what in events:
+    for after, event in events:
         for _ in range(after):
             swarm.moves()
         name = chance.choice(sorted(swarm.left()))
         stage = swarm.nodes[name].stage
-        if what == "lost":
+        if event == "lost":
             swarm.loses({name}, mute=False)
         elif stage not in slow:
             slow.add(stage)
             swarm.relieves(name)
-            if what == "soon alone":
+            if event == "soon alone":
                 swarm.loses({n for n, o in swarm.left().items() if o.stage == stage} - {name}, True)
     swarm.ends()
     swarm.check_everything_is_there_once()
@@ -518,6 +518,6 @@ def test_who_was_slow_is_tried_again() -> None:
 def test_it_needs_neither_torch_nor_asyncio() -> None:
     needed = "import sys, planaria.node.transaction.attempt; print(*sys.modules)"
     command = [sys.executable, "-c", needed]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert "planaria.node.transaction.attempt" in found
-    assert not {"torch", "asyncio", "grpc"} & set(found)
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "planaria.node.transaction.attempt" in modules
+    assert not {"torch", "asyncio", "grpc"} & set(modules)

@@ -19,7 +19,7 @@ from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.transaction.effects import Ballot, Effect, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from tests.node.driver.test_driver import RULES, Told, charges, sent, without
+from tests.node.driver.test_driver import RULES, DrivenRun, charges, sent, without
 from tests.node.transaction.test_member import view
 
 TWINS = {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2}
@@ -83,38 +83,38 @@ def anything(draw: Callable[[Any], Any]) -> pb.Message:
     return message
 
 
-def gathering() -> Told:
-    told = Told(PAIRED, TWINS)
-    told.views()
-    return told
+def gathering() -> DrivenRun:
+    run = DrivenRun(PAIRED, TWINS)
+    run.views()
+    return run
 
 
-def running() -> Told:
-    told = gathering()
-    told.statuses()
-    return told
+def running() -> DrivenRun:
+    run = gathering()
+    run.statuses()
+    return run
 
 
-def reducing() -> Told:
-    told = running()
-    told.comes_home()
-    told.ready("a")
-    return told
+def reducing() -> DrivenRun:
+    run = running()
+    run.comes_home()
+    run.ready("a")
+    return run
 
 
-def syncing() -> Told:
-    told = gathering()
-    told.statuses(5, b=pb.Status(), b2=pb.Status())
-    return told
+def syncing() -> DrivenRun:
+    run = gathering()
+    run.statuses(5, b=pb.Status(), b2=pb.Status())
+    return run
 
 
-def joining() -> Told:
-    told = running()
-    told.views({**TWINS, "c3": 2})
-    told.hears("c3", Ballot(2, 0), status=pb.Status())
-    told.commits()
-    told.statuses(c3=pb.Status())
-    return told
+def joining() -> DrivenRun:
+    run = running()
+    run.views({**TWINS, "c3": 2})
+    run.hears("c3", Ballot(2, 0), status=pb.Status())
+    run.commits()
+    run.statuses(c3=pb.Status())
+    return run
 
 
 @given(
@@ -123,18 +123,18 @@ def joining() -> Told:
 )
 @settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
 def test_no_message_of_any_content_is_too_much_for_a_driver(
-    begin: Callable[[], Told], says: Sequence[tuple[str, pb.Message, bool]]
+    begin: Callable[[], DrivenRun], says: Sequence[tuple[str, pb.Message, bool]]
 ) -> None:
-    told = begin()
+    run = begin()
     for peer, message, current in says:
         if current:
-            message.ballot.CopyFrom(told.driver.ballot.message())
-        told.driver.received(peer, message, told.now)
-        told.waits(0.3)
-        told.driver.explain()
-    told.waits(EVICTED + 1)
-    told.views(without(told.members, "c", "c3"))
-    told.waits(RULES.progress)
+            message.ballot.CopyFrom(run.driver.ballot.message())
+        run.driver.received(peer, message, run.now)
+        run.waits(0.3)
+        run.driver.explain()
+    run.waits(EVICTED + 1)
+    run.views(without(run.members, "c", "c3"))
+    run.waits(RULES.progress)
 
 
 @given(says=st.lists(anything(), max_size=6), begun=st.booleans())
@@ -160,15 +160,15 @@ def test_no_message_of_any_content_is_too_much_for_a_member(
 @given(anything())
 @settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
 def test_nonsense_changes_nothing_but_its_senders_fate(message: pb.Message) -> None:
-    told, other = running(), running()
-    message.ballot.CopyFrom(told.driver.ballot.message())
+    run, other = running(), running()
+    message.ballot.CopyFrom(run.driver.ballot.message())
     if not fault_to_driver(message, PAIRED):
         return
-    effects = told.driver.received("c", message, told.now)
+    effects = run.driver.received("c", message, run.now)
     assert charges(effects) == [("c", NUMBERS)]
-    for one in (told, other):
-        one.views(without(TWINS, "c"))
-    commit, expected = (one.commits()["a"].step.commit for one in (told, other))
+    for each in (run, other):
+        each.views(without(TWINS, "c"))
+    commit, expected = (each.commits()["a"].step.commit for each in (run, other))
     assert (commit.clip_scale, commit.loss) == (expected.clip_scale, expected.loss)
 
 
@@ -210,25 +210,25 @@ def test_what_is_usual_is_no_nonsense() -> None:
 
 
 def test_a_wild_norm_is_its_senders_failure_and_sets_nobodys_clip_scale() -> None:
-    told = running()
-    told.comes_home()
+    run = running()
+    run.comes_home()
     usual = {node: {"squared_norm": 4.0} for node in TWINS}
-    told.votes(but="c", **usual)
-    effects = told.ready("c", 1e300)
+    run.votes(but="c", **usual)
+    effects = run.ready("c", 1e300)
     assert charges(effects) == [("c", NUMBERS)]
-    told.views(without(TWINS, "c"))
-    told.comes_home()
-    effects = told.votes(**usual)
+    run.views(without(TWINS, "c"))
+    run.comes_home()
+    effects = run.votes(**usual)
     assert sent(effects, "step")["a"].step.commit.gradient_norm == pytest.approx(math.sqrt(12))
 
 
 def test_who_cannot_say_what_it_has_has_not_answered() -> None:
-    told = gathering()
+    run = gathering()
     for node in ("a", "b", "a2", "b2", "c2"):
-        told.hears(node, status=pb.Status())
-    effects = told.hears("c", status=pb.Status(committed=1 << 60))
+        run.hears(node, status=pb.Status())
+    effects = run.hears("c", status=pb.Status(committed=1 << 60))
     assert charges(effects) == [("c", NUMBERS)]
-    assert "waiting for the status of c" in told.driver.explain()
+    assert "waiting for the status of c" in run.driver.explain()
 
 
 def test_a_driver_whose_commit_cannot_be_applied_is_accused_by_its_members() -> None:

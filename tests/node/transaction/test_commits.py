@@ -26,9 +26,9 @@ ATTEMPT, NEXT = Ballot(1, 1), Ballot(1, 2)
 
 def view() -> registry.View:
     """With the driver's key."""
-    found = test_member.view(1, SWARM)
-    found.run, found.members[0].key = RUN, DRIVER.public
-    return found
+    signed = test_member.view(1, SWARM)
+    signed.run, signed.members[0].key = RUN, DRIVER.public
+    return signed
 
 
 def commit(step: int = 1, after: pb.Commit | None = None, loss: float = 2.0) -> pb.Commit:
@@ -96,10 +96,10 @@ def test_another_commit_is_refused_and_its_driver_accused(made: pb.Commit, why: 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.1]), min_size=2, max_size=12))
 def test_each_stage_finds_its_own(by_stage: list[float]) -> None:
-    told = collapsed(by_stage)
-    assert len(told) == (1 if len(set(by_stage)) == 1 else len(by_stage))
-    assert [of_stage(told, stage) for stage in range(len(by_stage))] == by_stage
-    assert all(has_for(told, stage) for stage in range(len(by_stage)))
+    compact = collapsed(by_stage)
+    assert len(compact) == (1 if len(set(by_stage)) == 1 else len(by_stage))
+    assert [of_stage(compact, stage) for stage in range(len(by_stage))] == by_stage
+    assert all(has_for(compact, stage) for stage in range(len(by_stage)))
 
 
 def test_a_stage_may_have_none() -> None:

@@ -20,11 +20,11 @@ def test_every_joiner_has_a_replica_of_its_stage_and_the_work_is_shared(
         members=[pb.Place(node=node, stage=stage) for node, stage in trains],
         joining=[pb.Joiner(node=f"j{node}", stage=stage) for node, stage in joins],
     )
-    found = feeders(begin)
-    assert found.keys() == {f"j{node}" for node, _ in joins}
+    assigned = feeders(begin)
+    assert assigned.keys() == {f"j{node}" for node, _ in joins}
     for stage in range(4):
         replicas = [node for node, at in trains if at == stage]
-        fed = [found[f"j{node}"] for node, at in joins if at == stage]
+        fed = [assigned[f"j{node}"] for node, at in joins if at == stage]
         shares = [fed.count(node) for node in replicas]
         if replicas:
             assert sum(shares) == len(fed)
@@ -34,7 +34,7 @@ def test_every_joiner_has_a_replica_of_its_stage_and_the_work_is_shared(
     members = list(begin.members)
     del begin.members[:]
     begin.members.extend(reversed(members))
-    assert feeders(begin) == found, "whatever the order"
+    assert feeders(begin) == assigned, "whatever the order"
 
 
 # --- what a joiner keeps in mind

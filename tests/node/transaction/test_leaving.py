@@ -56,9 +56,9 @@ def test_who_leaves_too_is_nobodys_heir() -> None:
 def test_an_heir_is_waited_for_until_it_trains() -> None:
     before = {"a": [0], "b": [1]}
     leaving = Leaving("b", view(before, room=2), 0.0)
-    told, appointed = view(before, "b", 2), view({"a": [0, 1], "b": [1]}, "b", 2)
+    noticed, appointed = view(before, "b", 2), view({"a": [0, 1], "b": [1]}, "b", 2)
     own = pb.Place(node="b/1", stage=1)
-    assert leaving.waits(1, told, [own], 1.0)
+    assert leaving.waits(1, noticed, [own], 1.0)
     assert leaving.waits(1, appointed, [own], 20.0)
     assert not leaving.heir(1, appointed, [own])
     trains = [own, pb.Place(node="a/1.7", stage=1)]
@@ -69,10 +69,10 @@ def test_an_heir_is_waited_for_until_it_trains() -> None:
 def test_nobody_is_waited_for_who_leaves_too_or_longer_than_the_registry_needs() -> None:
     before = {"a": [0], "b": [1]}
     alone = Leaving("b", view(before, room=2), 5.0)
-    told = view(before, "b", 2)
-    assert alone.waits(1, told, [], 5.1)
-    assert not alone.waits(1, told, [], 5.1 + APPOINTMENT)
-    assert not alone.lives_on(1, told)
+    noticed = view(before, "b", 2)
+    assert alone.waits(1, noticed, [], 5.1)
+    assert not alone.waits(1, noticed, [], 5.1 + APPOINTMENT)
+    assert not alone.lives_on(1, noticed)
     all_leave = Leaving("b", view(before, room=2), 5.0)
     assert not all_leave.waits(1, view(before, "ab", 2), [], 5.1)
     assert not all_leave.waits(1, view({"a": [0, 1], "b": [1]}, "ab", 2), [], 5.1)

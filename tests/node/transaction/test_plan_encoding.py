@@ -34,17 +34,17 @@ def parts(
     telling: PlanEncoder, ballot: Ballot, begin: pb.Begin, stages: Swarm
 ) -> dict[str, pb.Begin]:
     """What each of these is told."""
-    told = {node: pb.Begin() for node in stages}
-    telling.tell(ballot, begin, told, stages)
-    return told
+    begins = {node: pb.Begin() for node in stages}
+    telling.tell(ballot, begin, begins, stages)
+    return begins
 
 
 def swarm(of_stage: int) -> Swarm:
     return {f"n{stage}.{i}": stage for stage in range(STAGES + 1) for i in range(of_stage)}
 
 
-def size(told: dict[str, pb.Begin]) -> int:
-    return sum(part.ByteSize() for part in told.values())
+def size(begins: dict[str, pb.Begin]) -> int:
+    return sum(part.ByteSize() for part in begins.values())
 
 
 names = [f"n{stage}.{i}" for stage in range(STAGES + 1) for i in range(4)]
@@ -72,15 +72,15 @@ def test_each_has_all_that_concerns_it_whoever_came_and_went(
         begin = begun(members, microbatches, followers)
         ballot = Ballot(1, number + 1)
         ways = routes(begin)
-        told = {name: int(name[1]) for name in names}
-        for node, part in parts(telling, ballot, begin, told).items():
-            found = heard[node].whole(ballot, part)
-            assert list(found.members) == list(begin.members)
+        stages = {name: int(name[1]) for name in names}
+        for node, part in parts(telling, ballot, begin, stages).items():
+            decoded = heard[node].whole(ballot, part)
+            assert list(decoded.members) == list(begin.members)
             concern = {m: way for m, way in ways.items() if node in way.nodes}
-            assert routes(found) == concern
-            assert len(found.plan) + found.untold == microbatches
-            assert {j.node for j in found.joining} == {
-                name for name, stage in followers.items() if stage == told[node]
+            assert routes(decoded) == concern
+            assert len(decoded.plan) + decoded.untold == microbatches
+            assert {j.node for j in decoded.joining} == {
+                name for name, stage in followers.items() if stage == stages[node]
             }
 
 
@@ -98,9 +98,9 @@ def test_what_is_said_of_a_step_grows_with_the_nodes_and_not_with_their_square()
 def test_after_all_were_asked_each_is_told_what_is_other_than_in_the_view() -> None:
     telling, members = PlanEncoder(), swarm(400)
     telling.doubt(7, {**members, "new": 2}, members)
-    told = parts(telling, Ballot(7, 1), begun(members, 400), members)
-    assert all(not part.members and list(part.left) == ["new"] for part in told.values())
-    assert size(told) < 100 * len(members)
+    begins = parts(telling, Ballot(7, 1), begun(members, 400), members)
+    assert all(not part.members and list(part.left) == ["new"] for part in begins.values())
+    assert size(begins) < 100 * len(members)
 
 
 def test_who_enters_is_told_of_all_and_the_others_of_who_came_and_went() -> None:
@@ -108,11 +108,11 @@ def test_who_enters_is_told_of_all_and_the_others_of_who_came_and_went() -> None
     parts(telling, Ballot(1, 1), begun(members), members)
     after = {**members, "new": 2}
     del after["n2.0"]
-    told = parts(telling, Ballot(1, 2), begun(after), after)
-    assert len(told["new"].members) == 6
-    assert not told["new"].HasField("members_of")
-    assert [place.node for place in told["n0.0"].members] == ["new"]
-    assert list(told["n0.0"].left) == ["n2.0"]
+    begins = parts(telling, Ballot(1, 2), begun(after), after)
+    assert len(begins["new"].members) == 6
+    assert not begins["new"].HasField("members_of")
+    assert [place.node for place in begins["n0.0"].members] == ["new"]
+    assert list(begins["n0.0"].left) == ["n2.0"]
 
 
 def test_what_came_since_an_attempt_that_was_not_heard_of_is_of_no_use() -> None:

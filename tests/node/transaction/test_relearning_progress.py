@@ -47,14 +47,14 @@ def test_what_a_skipped_step_leaves_out_is_made_again() -> None:
 
 
 def test_a_step_has_as_many_as_it_is_to_have_and_the_last_one_the_rest() -> None:
-    tally, found = RelearningProgress(updates=8, entered=0, each_step=3, within=100), []
+    tally, offers = RelearningProgress(updates=8, entered=0, each_step=3, within=100), []
     while tally.left:
         assert tally.is_due
         made(tally, 100)
         assert not tally.is_due
-        found.append(tally.offer())
-        tally.commit(found[-1])
-    assert found == [3, 3, 2]
+        offers.append(tally.offer())
+        tally.commit(offers[-1])
+    assert offers == [3, 3, 2]
     assert not tally.is_due
 
 

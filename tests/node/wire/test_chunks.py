@@ -49,19 +49,19 @@ def test_every_frame_arrives_whole_whatever_the_timing(
     outbox, inbox = ChunkOutbox(chunk, window * chunk), ChunkInbox(PAYLOAD_LIMIT, 16 << 20)
     frames = [frame(size, kind, number) for number, (kind, size) in enumerate(sizes)]
     to_push, arrived = deque(frames), []
-    there: deque[bytes] = deque()  # on the way to the inbox, and back
+    forth: deque[bytes] = deque()  # on the way to the inbox, and back
     back: deque[tuple[int, int]] = deque()
     while True:
         moves = []
         if to_push:
             moves.append("push")
         back.extend(inbox.acknowledged().items())
-        if there:
+        if forth:
             moves.append("deliver")
         if back:
             moves.append("acknowledge")
         if (message := outbox.next(0.0)) is not None:
-            there.append(message)
+            forth.append(message)
             continue
         if not moves:
             break
@@ -69,19 +69,19 @@ def test_every_frame_arrives_whole_whatever_the_timing(
             case "push":
                 outbox.push(to_push.popleft())
             case "deliver":
-                if (found := inbox.receive(parse_chunk(there.popleft()))) is not None:
-                    arrived.append(found)
+                if (received := inbox.receive(parse_chunk(forth.popleft()))) is not None:
+                    arrived.append(received)
             case "acknowledge":
                 outbox.acknowledge(*back.popleft(), 0.0)
     check_at_rest(outbox, inbox)
     assert outbox.unfinished() == []
     assert len(arrived) == len(frames)
-    for found in arrived:
-        sent = frames[found.fields["number"]]
-        assert found.kind == sent.kind
-        assert b"".join(buffers_of(found.payload)) == b"".join(buffers_of(sent.payload))
+    for received in arrived:
+        sent = frames[received.fields["number"]]
+        assert received.kind == sent.kind
+        assert b"".join(buffers_of(received.payload)) == b"".join(buffers_of(sent.payload))
     for kind in KINDS:
-        numbers = [found.fields["number"] for found in arrived if found.kind == kind]
+        numbers = [received.fields["number"] for received in arrived if received.kind == kind]
         assert numbers == sorted(numbers)
 
 
@@ -282,7 +282,7 @@ def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
         arrived.append(inbox.receive(parse_chunk(message)))
         for number, received in inbox.acknowledged().items():
             outbox.acknowledge(number, received, 0.0)
-    assert [found.kind for found in arrived if found] == ["state", "copy"]
+    assert [received.kind for received in arrived if received] == ["state", "copy"]
     assert outbox.unacknowledged == 0
 
 
@@ -305,8 +305,8 @@ def test_in_whatever_order_they_come_they_leave_in_theirs(
     left: list[int] = []
     for order in orders:
         came.add(order)
-        left += [found.order for found in ordering.take(chunk_at(order))]
-        due = next(one for one in range(1, count + 2) if one not in came)
+        left += [chunk.order for chunk in ordering.take(chunk_at(order))]
+        due = next(order for order in range(1, count + 2) if order not in came)
         assert left == list(range(1, due))
 
 
@@ -334,4 +334,4 @@ def test_a_new_connection_begins_with_the_first_place() -> None:
     for order in (1, 3):
         list(ordering.take(chunk_at(order)))
     ordering.begin_anew()
-    assert [found.order for one in (2, 1) for found in ordering.take(chunk_at(one))] == [1, 2]
+    assert [chunk.order for order in (2, 1) for chunk in ordering.take(chunk_at(order))] == [1, 2]

@@ -88,20 +88,20 @@ def test_what_nobody_catches_is_told_to_the_owner() -> None:
 
 
 def test_a_deadline_is_met_at_its_time_and_not_before(nodes: Nodes, exchanges: Exchanges) -> None:
-    told = []
+    times = []
 
     async def work() -> None:
         try:
             await Outcome[None](exchanges).within(exchanges.now + 5.0)
         except TimeoutError:
-            told.append(exchanges.now)
+            times.append(exchanges.now)
 
     exchanges.start(work())
     assert nodes.next == 5.0
     nodes.sleep(4.999)
-    assert told == []
+    assert times == []
     nodes.sleep(2.001)
-    assert told == [5.0]
+    assert times == [5.0]
     assert nodes.next == math.inf
 
 
@@ -186,14 +186,14 @@ def taking(
     exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any
 ) -> tuple[list[Letter[str]], Exchange[None]]:
     """All letters that come, and the exchange that takes them."""
-    found: list[Letter[str]] = []
+    letters: list[Letter[str]] = []
 
     async def work() -> None:
         with inboxes.open(key) as inbox:
             while True:
-                found.append(await inbox.take())
+                letters.append(await inbox.take())
 
-    return found, exchanges.start(work())
+    return letters, exchanges.start(work())
 
 
 def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost(
@@ -222,37 +222,37 @@ def test_what_comes_early_waits_within_its_bytes(nodes: Nodes, exchanges: Exchan
     inboxes.put((1, 2), "a", "too much", 5)
     inboxes.put((1, 2), "b", "of another", 10)
     inboxes.put((1, 1), "b", "older than what it has begun", 1)
-    found, _ = taking(exchanges, inboxes, (1, 2))
+    letters, _ = taking(exchanges, inboxes, (1, 2))
     nodes.catch_up()
-    assert found == [("a", "kept"), ("b", "of another")]
+    assert letters == [("a", "kept"), ("b", "of another")]
 
 
 def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing(
     nodes: Nodes, exchanges: Exchanges
 ) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=10 * ITEM)
-    found, _ = taking(exchanges, inboxes, 1)
+    letters, _ = taking(exchanges, inboxes, 1)
     inboxes.put(1, "b", "of another", ITEM)
     for _ in range(100):
         inboxes.put(1, "a", "much", ITEM)
         inboxes.put(1, "a", "nothing", 0)
     inboxes.put(1, "b", "goes on", ITEM)
     nodes.catch_up()
-    assert [item for peer, item in found if peer == "b"] == ["of another", "goes on"]
-    (lost,) = [item for peer, item in found if peer == "a"]
+    assert [item for peer, item in letters if peer == "b"] == ["of another", "goes on"]
+    (lost,) = [item for peer, item in letters if peer == "a"]
     assert lost == Lost("a has sent more than the 10240 bytes that may wait here of one peer", 6)
     inboxes.put(1, "a", "again", 0)
     nodes.catch_up()
-    assert len(found) == 3
+    assert len(letters) == 3
 
 
 def test_what_is_read_makes_room(nodes: Nodes, exchanges: Exchanges) -> None:
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=4 * ITEM)
-    found, _ = taking(exchanges, inboxes, 1)
+    letters, _ = taking(exchanges, inboxes, 1)
     for _ in range(100):
         inboxes.put(1, "a", "some", 3 * ITEM)
         nodes.catch_up()
-    assert [item for _, item in found] == ["some"] * 100
+    assert [item for _, item in letters] == ["some"] * 100
 
 
 def test_peers_that_are_ahead_fill_only_so_much_together(
@@ -261,9 +261,9 @@ def test_peers_that_are_ahead_fill_only_so_much_together(
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
     for number in range(20):
         inboxes.put(1, f"n{number}", "early", 10)
-    found, _ = taking(exchanges, inboxes, 1)
+    letters, _ = taking(exchanges, inboxes, 1)
     nodes.catch_up()
-    assert len(found) == PEERS
+    assert len(letters) == PEERS
 
 
 def test_what_is_forgotten_does_not_come_back(nodes: Nodes, exchanges: Exchanges) -> None:

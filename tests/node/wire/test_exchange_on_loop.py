@@ -68,7 +68,7 @@ async def test_the_most_urgent_work_comes_first_and_equals_in_order() -> None:
 
 
 def test_time_that_passes_wakes_them_in_its_order() -> None:
-    told = []
+    woken = []
 
     async def main() -> None:
         exchanges = on_loop()
@@ -76,8 +76,8 @@ def test_time_that_passes_wakes_them_in_its_order() -> None:
 
         async def work(seconds: float) -> None:
             await exchanges.sleep(seconds)
-            told.append((seconds, exchanges.now))
-            if len(told) == 3:
+            woken.append((seconds, exchanges.now))
+            if len(woken) == 3:
                 over.set_result(None)
 
         for seconds in (5.0, 2.0, 9.0):
@@ -85,7 +85,7 @@ def test_time_that_passes_wakes_them_in_its_order() -> None:
         await over
 
     virtual_time.run(main())
-    assert told == [(2.0, 2.0), (5.0, 5.0), (9.0, 9.0)]
+    assert woken == [(2.0, 2.0), (5.0, 5.0), (9.0, 9.0)]
 
 
 def test_none_goes_on_once_they_are_closed() -> None:
@@ -109,22 +109,22 @@ def test_none_goes_on_once_they_are_closed() -> None:
 
 def test_a_task_that_waits_for_an_exchange_is_told_and_gives_it_up() -> None:
     async def main() -> list[str]:
-        exchanges, said = on_loop(), []
+        exchanges, outcomes = on_loop(), []
 
         async def work(seconds: float) -> str:
             try:
                 await exchanges.sleep(seconds)
                 return f"done at {exchanges.now:g}" if seconds < 5 else str(1 // 0)
             finally:
-                said.append(f"over {seconds:g}")
+                outcomes.append(f"over {seconds:g}")
 
-        said.append(await exchanges.outcome(work(2.0)))
+        outcomes.append(await exchanges.outcome(work(2.0)))
         with pytest.raises(ZeroDivisionError):
             await exchanges.outcome(work(5.0))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await exchanges.outcome(work(9.0))
-        return said
+        return outcomes
 
     assert virtual_time.run(main()) == ["over 2", "done at 2", "over 5", "over 9"]
 

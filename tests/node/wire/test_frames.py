@@ -39,9 +39,9 @@ def joined(buffers: tuple[memoryview, ...]) -> bytearray:
 def sent(tensor: torch.Tensor, codec: frames.Codec) -> torch.Tensor:
     """As it arrives."""
     descriptors, buffers = encode([tensor], codec)
-    (found,) = decode(descriptors, joined(buffers))
-    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-    return found
+    (read,) = decode(descriptors, joined(buffers))
+    assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+    return read
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,7 @@ def test_int8_of_halves(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", tensors.DTYPES.values())
 def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = sample(shape, dtype)
-    found = sent(tensor, "none")
-    assert torch.equal(found, tensor)
+    assert torch.equal(sent(tensor, "none"), tensor)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,8 +74,7 @@ def test_half_codecs_round_once(
     codec: frames.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = sample(shape, dtype)
-    found = sent(tensor, codec)
-    assert torch.equal(found, tensor.to(through).to(dtype))
+    assert torch.equal(sent(tensor, codec), tensor.to(through).to(dtype))
 
 
 @given(
@@ -85,9 +83,9 @@ def test_half_codecs_round_once(
 )
 def test_int8_is_wrong_by_half_a_scale_at_most(values: list[float], factor: float) -> None:
     tensor = torch.tensor(values, dtype=torch.float32) * factor
-    found = sent(tensor, "int8")
+    read = sent(tensor, "int8")
     tiny = torch.finfo(torch.float32).tiny
-    blocks = zip(torch.split(tensor, 256), torch.split(found, 256), strict=True)
+    blocks = zip(torch.split(tensor, 256), torch.split(read, 256), strict=True)
     for before, after in blocks:
         if before.numel():
             scale = max(before.abs().max().item() / 127, tiny)
@@ -102,8 +100,8 @@ def test_int4_is_wrong_by_less_than_a_seventh_of_a_tile(values: list[float], fac
     """As vectors: half a scale in each of 32 directions, where the scale is a seventh of the
     largest turned value, which is no longer than the tile."""
     tensor = torch.tensor(values, dtype=torch.float32) * factor
-    found = sent(tensor, "int4")
-    for before, after in zip(torch.split(tensor, 32), torch.split(found, 32), strict=True):
+    read = sent(tensor, "int4")
+    for before, after in zip(torch.split(tensor, 32), torch.split(read, 32), strict=True):
         if before.numel():
             longest = max(float(before.double().norm()), 1e-36)
             assert (before - after).double().norm() <= 0.41 * longest
@@ -114,9 +112,9 @@ def test_int4_spreads_what_is_far_out() -> None:
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(64, 32, generator=generator)
     tensor[:, 3] *= 100
-    found = sent(tensor, "int4")
-    assert (found - tensor).norm() < 0.05 * tensor.norm()
-    assert (found - tensor)[:, 3].norm() < 0.05 * tensor[:, 3].norm()
+    read = sent(tensor, "int4")
+    assert (read - tensor).norm() < 0.05 * tensor.norm()
+    assert (read - tensor)[:, 3].norm() < 0.05 * tensor[:, 3].norm()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -124,10 +122,10 @@ def test_int4_spreads_what_is_far_out() -> None:
 def test_what_is_not_finite_stays_so(codec: frames.Codec, bad: float) -> None:
     tensor = torch.ones(700)
     tensor[300] = bad
-    found = sent(tensor, codec)
-    assert not found[300].isfinite()
-    assert found[:256].isfinite().all()
-    assert found[512:].isfinite().all()
+    read = sent(tensor, codec)
+    assert not read[300].isfinite()
+    assert read[:256].isfinite().all()
+    assert read[512:].isfinite().all()
 
 
 def test_codec_none_copies_nothing() -> None:
@@ -137,8 +135,8 @@ def test_codec_none_copies_nothing() -> None:
     assert torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr() == address
     assert decode(descriptors, buffers)[0].data_ptr() == address
     payload = joined(buffers)
-    found = decode(descriptors, payload)[0]
-    assert found.data_ptr() == torch.frombuffer(payload, dtype=torch.uint8).data_ptr()
+    read = decode(descriptors, payload)[0]
+    assert read.data_ptr() == torch.frombuffer(payload, dtype=torch.uint8).data_ptr()
 
 
 def test_tensors_behind_an_odd_one_and_read_only_payloads() -> None:
@@ -151,10 +149,10 @@ def test_tensors_behind_an_odd_one_and_read_only_payloads() -> None:
         (joined(buffers[:2]), bytes(buffers[2])),
     ]
     for payload in payloads:
-        found = decode(descriptors, payload)
-        assert all(torch.equal(a, b) for a, b in zip(found, tensors, strict=True))
-        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in found)
-        found[0].zero_() if payload is not buffers else None
+        read = decode(descriptors, payload)
+        assert all(torch.equal(a, b) for a, b in zip(read, tensors, strict=True))
+        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in read)
+        read[0].zero_() if payload is not buffers else None
 
 
 def test_a_flipped_bit_is_noticed_and_named() -> None:
@@ -224,11 +222,11 @@ def test_a_frame_comes_back_from_its_head_and_payload() -> None:
     frame = Frame("activation", (3, 2**63), fields, descriptors, buffers, seat="4", sender="2.1")
     assert frame.size == 8 + 24
     payload = joined(buffers)
-    found = Frame.parse(frame.head(), payload)
-    assert found == Frame(
+    read = Frame.parse(frame.head(), payload)
+    assert read == Frame(
         "activation", (3, 2**63), fields, descriptors, payload, seat="4", sender="2.1"
     )
-    assert all(isinstance(d, Descriptor) for d in found.descriptors)
+    assert all(isinstance(d, Descriptor) for d in read.descriptors)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +295,9 @@ def test_chunks_are_written_byte_for_byte_as_protobuf_does(
     data = fields["data"]
     assert isinstance(data, bytes)
     packed = pack_chunk(**fields | {"data": split(data, cuts)})  # type: ignore[arg-type]
-    found = parse_chunk(packed)
-    found.verify()
-    expected = ProtobufChunk(**fields, checksum=found.checksum)  # type: ignore[arg-type]
+    read = parse_chunk(packed)
+    read.verify()
+    expected = ProtobufChunk(**fields, checksum=read.checksum)  # type: ignore[arg-type]
     assert packed == expected.SerializeToString()
 
 
@@ -339,8 +337,8 @@ def test_the_checksum_of_a_message_is_a_field_of_it() -> None:
     assert sealed == message
 
 
-def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
-    return all(value == getattr(expected, name) for name, value in found._asdict().items())
+def same(read: frames.Chunk, expected: ProtobufChunk) -> bool:
+    return all(value == getattr(expected, name) for name, value in read._asdict().items())
 
 
 def field(number: int, wire_type: int, content: bytes) -> bytes:
@@ -371,11 +369,11 @@ def test_chunks_are_read_as_protobuf_does_unknown_and_repeated_fields_too(messag
 @given(st.binary(max_size=40) | st.lists(FIELDS | st.binary(max_size=3), max_size=5).map(b"".join))
 def test_any_bytes_as_a_chunk_are_read_as_protobuf_does_or_refused(message: bytes) -> None:
     try:
-        found = parse_chunk(message)
+        read = parse_chunk(message)
     except WireError as error:
         assert str(error)
     else:
-        assert same(found, ProtobufChunk.FromString(message))
+        assert same(read, ProtobufChunk.FromString(message))
 
 
 @pytest.mark.parametrize(

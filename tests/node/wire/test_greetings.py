@@ -14,14 +14,14 @@ HELLO = "1 0 1 0 0 0123456789abcdef"
 
 def test_both_ends_prove_who_they_are() -> None:
     a, b = Greetings("run", "a", A), Greetings("run", "b", B)
-    said = a.sign(DIAL, "b", HELLO)
-    assert b.verify(DIAL, "a", A.public, said) == HELLO
-    answer = b.sign(ANSWER, "a", HELLO, said)
-    assert a.verify(ANSWER, "b", B.public, answer, said) == HELLO
+    hello = a.sign(DIAL, "b", HELLO)
+    assert b.verify(DIAL, "a", A.public, hello) == HELLO
+    answer = b.sign(ANSWER, "a", HELLO, hello)
+    assert a.verify(ANSWER, "b", B.public, answer, hello) == HELLO
 
 
 @pytest.mark.parametrize(
-    "said",
+    "hello",
     [
         Greetings("run", "a", B).sign(DIAL, "b", HELLO),
         Greetings("run", "a", A).sign(DIAL, "c", HELLO),
@@ -36,9 +36,9 @@ def test_both_ends_prove_who_they_are() -> None:
         "x" * 100_000,
     ],
 )
-def test_a_hello_is_of_one_node_to_another_in_a_run(said: str) -> None:
+def test_a_hello_is_of_one_node_to_another_in_a_run(hello: str) -> None:
     with pytest.raises(DialRefused, match="in the name of a is not signed by the key that"):
-        Greetings("run", "b", B).verify(DIAL, "a", A.public, said)
+        Greetings("run", "b", B).verify(DIAL, "a", A.public, hello)
 
 
 def test_an_answer_is_to_what_was_said() -> None:

@@ -25,19 +25,19 @@ def test_who_is_in_use_or_asked_for_is_needed() -> None:
 
 
 def test_only_who_knows_that_the_other_knows_hangs_up() -> None:
-    one, other = IdleEnd(PATIENCE, 0.0), IdleEnd(PATIENCE, 5.0)
-    assert not other.hear(one.say(True, 10.0), True, 10.0)
-    assert not one.hear(other.say(True, 10.0), True, 10.0)
-    assert not one.rests(True, 10.0)
-    assert other.say(True, 15.0) == AGREED
-    assert one.hear(AGREED, True, 15.0)
-    assert other.rests(True, 15.0)
+    near, far = IdleEnd(PATIENCE, 0.0), IdleEnd(PATIENCE, 5.0)
+    assert not far.hear(near.say(True, 10.0), True, 10.0)
+    assert not near.hear(far.say(True, 10.0), True, 10.0)
+    assert not near.rests(True, 10.0)
+    assert far.say(True, 15.0) == AGREED
+    assert near.hear(AGREED, True, 15.0)
+    assert far.rests(True, 15.0)
 
 
 @given(st.integers(0, 3) | st.integers(0, 2**32 - 1))
-def test_whatever_a_peer_says_who_needs_it_does_not_hang_up(said: int) -> None:
+def test_whatever_a_peer_says_who_needs_it_does_not_hang_up(word: int) -> None:
     end = IdleEnd(PATIENCE, 0.0)
-    assert not end.hear(said, spare=False, now=99.0)
+    assert not end.hear(word, spare=False, now=99.0)
     assert not end.rests(spare=False, now=99.0)
 
 
@@ -92,8 +92,8 @@ class TwoEnds(RuleBasedStateMachine):
         self.now = PATIENCE
 
     def on_its_way(self) -> bool:
-        there = [end.connection for end in self.ends]
-        return any(any(one.pipes) for one in there if one is not None)
+        connections = [end.connection for end in self.ends]
+        return any(any(connection.pipes) for connection in connections if connection is not None)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, PATIENCE]))
     def pass_time(self, seconds: float) -> None:
@@ -125,8 +125,8 @@ class TwoEnds(RuleBasedStateMachine):
         end = self.ends[which]
         if end.connection is not None:
             self.speak(which)
-            said = end.idle.say(end.spare, self.now)
-            end.connection.pipes[1 - which].append((end.session.acknowledgement(), said))
+            word = end.idle.say(end.spare, self.now)
+            end.connection.pipes[1 - which].append((end.session.acknowledgement(), word))
 
     @rule(which=st.integers(0, 1), count=st.integers(1, 4))
     def listen(self, which: int, count: int) -> None:
@@ -140,9 +140,9 @@ class TwoEnds(RuleBasedStateMachine):
                 end.came.append(item)
                 end.idle.used(self.now)
                 continue
-            received, said = item
+            received, word = item
             end.session.acknowledge_messages(received)
-            if end.idle.hear(said, end.spare, self.now):
+            if end.idle.hear(word, end.spare, self.now):
                 end.hang_up()
 
     @rule(which=st.integers(0, 1), left=st.integers(0, 3))
@@ -186,8 +186,8 @@ class TwoEnds(RuleBasedStateMachine):
         other.session.resume(hello)
         end.session.resume(other.session.hello(), hello)
         connection = Connection()
-        for one in (other, end):
-            one.carry_by(connection)
+        for each in (other, end):
+            each.carry_by(connection)
 
     @invariant()
     def all_comes_once_and_in_order(self) -> None:
@@ -211,18 +211,18 @@ class TwoEnds(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.go_on()
-        for end, other in (self.ends, self.ends[::-1]):
-            assert end.came == other.sent
+        for end, far in (self.ends, self.ends[::-1]):
+            assert end.came == far.sent
         asked_for = any(end.wanted for end in self.ends)
-        one, other = self.ends
+        near, far = self.ends
         if asked_for:
-            assert one.connection is other.connection is not None
+            assert near.connection is far.connection is not None
         else:
-            assert one.rests and other.rests
+            assert near.rests and far.rests
         for end in self.ends:
             end.wanted = False
         self.go_on()
-        assert one.rests and other.rests
+        assert near.rests and far.rests
 
 
 TestTwoEnds = TwoEnds.TestCase

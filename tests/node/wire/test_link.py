@@ -151,8 +151,8 @@ async def received(node: Node, peer: Node, count: int, size: int) -> None:
 async def nine_frames(a: Node, b: Node) -> None:
     """They arrive in order."""
     for number in range(9):
-        peer, found = await b.events.next("frame")
-        assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
+        peer, received = await b.events.next("frame")
+        assert (peer, received.fields["number"], received.size) == ("a", number, 30_000)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -180,17 +180,17 @@ def test_messages_and_frames_both_ways_and_their_bytes_are_counted(run: Any) -> 
 
 async def both_ways() -> None:
     async with linked() as (a, b):
-        for one, other in ((a, b), (b, a)):
+        for near, far in ((a, b), (b, a)):
             for step in range(5):
-                assert one.links.send(other.name, message(step))
+                assert near.links.send(far.name, message(step))
             for step in range(5):
-                assert await other.events.next("message") == (one.name, message(step))
-            assert one.links.send(other.name, frame(10_000, microbatch=3))
-            peer, found = await other.events.next("frame")
-            assert peer == one.name
-            assert (found.kind, found.ballot) == ("activation", (1, 2))
-            assert found.fields == {"microbatch": 3}
-            (tensor,) = decode(found.descriptors, found.payload)
+                assert await far.events.next("message") == (near.name, message(step))
+            assert near.links.send(far.name, frame(10_000, microbatch=3))
+            peer, received = await far.events.next("frame")
+            assert peer == near.name
+            assert (received.kind, received.ballot) == ("activation", (1, 2))
+            assert received.fields == {"microbatch": 3}
+            (tensor,) = decode(received.descriptors, received.payload)
             assert torch.equal(tensor, torch.arange(10_000, dtype=torch.uint8))
         await until(lambda: a.links.unacknowledged == 0)
         assert a.links.bytes_out > 10_000 < a.links.bytes_in
@@ -257,9 +257,9 @@ async def last_words(call: Any) -> str:
     """Why the peer closes the link, as it says on Control."""
     async with asyncio.timeout(DEADLINE):
         while True:
-            said = Message.FromString(await call.read())
-            if said.WhichOneof("body") == "farewell":
-                return str(said.farewell.reason)
+            message = Message.FromString(await call.read())
+            if message.WhichOneof("body") == "farewell":
+                return str(message.farewell.reason)
 
 
 async def farewell(call: Any) -> str:
@@ -412,16 +412,16 @@ def want(node: Node, count: int) -> None:
 @pytest.mark.parametrize("sender", ["a", "b"])
 async def test_only_where_frames_go_there_is_a_stream_for_them(sender: str) -> None:
     async with relayed(SOON) as (a, b, wire):
-        one, other = (a, b) if sender == "a" else (b, a)
+        near, far = (a, b) if sender == "a" else (b, a)
         for number in range(2):
             for step in range(200):
-                one.links.send(other.name, message(step))
+                near.links.send(far.name, message(step))
             for step in range(200):
-                assert await other.events.next("message") == (one.name, message(step))
+                assert await far.events.next("message") == (near.name, message(step))
             await carried_by(0, a, b)
             assert len(wire.writers) == 2 * (1 + number), "both ways"
-            one.links.send(other.name, frame(100_000, number=number))
-            assert (await other.events.next("frame"))[1].fields == {"number": number}
+            near.links.send(far.name, frame(100_000, number=number))
+            assert (await far.events.next("frame"))[1].fields == {"number": number}
             assert len(wire.writers) == 2 * (2 + number)
             await carried_by(0, a, b)
 
@@ -471,22 +471,22 @@ async def test_frames_keep_their_order_by_streams_that_come_and_go(who: str) -> 
         for count in (1, 4, 16, 2, 1, 3):
             want(a if who == "a" else b, count)
             for _ in range(2):  # while they come and go, and by those that there are
-                for one, other in ((a, b), (b, a)):
+                for near, far in ((a, b), (b, a)):
                     for size in (0, 100_000, 7):
-                        assert one.links.send(other.name, frame(size, number=number, length=size))
+                        assert near.links.send(far.name, frame(size, number=number, length=size))
                         number += 1
-                for one, first in ((b, number - 6), (a, number - 3)):
+                for near, first in ((b, number - 6), (a, number - 3)):
                     for due in range(first, first + 3):
-                        _, found = await one.events.next("frame")
-                        assert found.fields["number"] == due
-                        [tensor] = decode(found.descriptors, found.payload)
-                        expected = torch.arange(found.fields["length"], dtype=torch.uint8)
+                        _, received = await near.events.next("frame")
+                        assert received.fields["number"] == due
+                        [tensor] = decode(received.descriptors, received.payload)
+                        expected = torch.arange(received.fields["length"], dtype=torch.uint8)
                         assert torch.equal(tensor, expected)
                 await carried_by(count, a, b)
-        for one, other in ((a, b), (b, a)):
-            await one.links.deliver(other.name, frame())
-            await other.events.next("frame")
-            assert one.links.unacknowledged == 0
+        for near, far in ((a, b), (b, a)):
+            await near.links.deliver(far.name, frame())
+            await far.events.next("frame")
+            assert near.links.unacknowledged == 0
 
 
 async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
@@ -527,11 +527,13 @@ async def test_a_link_goes_on_when_a_stream_that_was_added_breaks() -> None:
 
 
 @asynccontextmanager
-async def adding(node: Node, dialler: str, said: str, heard: str, **how: Any) -> AsyncIterator[Any]:
+async def adding(
+    node: Node, dialler: str, hello: str, heard: str, **how: Any
+) -> AsyncIterator[Any]:
     """A stream that who calls itself `dialler` adds to the connection that began with these."""
     greetings = Greetings("run", dialler, identity(how.get("key", dialler)))
     pairs = dict(metadata(node, dialler))
-    pairs["planaria-link"] = greetings.sign(ADD, node.name, str(how.get("number", 1)), said, heard)
+    pairs["planaria-link"] = greetings.sign(ADD, node.name, str(how.get("number", 1)), hello, heard)
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(node.address, own) as channel:
         call: Any = channel.stream_stream("/planaria.node.Stage/Bulk")(
@@ -559,33 +561,33 @@ async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
             async with adding(b, "c", "", ""):
                 pass
         async with dialled(b, "c") as control, dialled(b, "d"):
-            said, answered = begun(b, "c")
+            hello, answered = begun(b, "c")
             for dialler, heard, how in (
-                ("c", (said, answered), {"key": "d"}),
-                ("d", (said, answered), {}),
-                ("c", (said, "another"), {}),
+                ("c", (hello, answered), {"key": "d"}),
+                ("d", (hello, answered), {}),
+                ("c", (hello, "another"), {}),
             ):
                 with refused(match="is not signed by the key") as error:
                     async with adding(b, dialler, *heard, **how):
                         pass
                 assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
             with refused(match="no member of view 1"):
-                async with adding(b, "x", said, answered):
+                async with adding(b, "x", hello, answered):
                     pass
             async with AsyncExitStack() as stack:
                 for number in range(1, link.MOST_STREAMS + 1):
-                    more = adding(b, "c", said, answered, number=number)
+                    more = adding(b, "c", hello, answered, number=number)
                     call = await stack.enter_async_context(more)
                 with refused(match="or is one more than 16"):
-                    async with adding(b, "c", said, answered, number=99):
+                    async with adding(b, "c", hello, answered, number=99):
                         pass
                 await call.write(pack_chunk())
                 assert await call.read() is grpc.aio.EOF
                 for number in (5, link.MOST_STREAMS, 0, -1, "seven", "9" * 80):
                     with refused(match=f"stream {number} was there before"):
-                        async with adding(b, "c", said, answered, number=number):
+                        async with adding(b, "c", hello, answered, number=number):
                             pass
-                async with adding(b, "c", said, answered, number=100) as call:
+                async with adding(b, "c", hello, answered, number=100) as call:
                     head = frame(0).head()
                     await call.write(pack_chunk(frame=1, size=1, head=head, data=[b"a"], order=2))
                     await call.write(pack_chunk(frame=1, order=2))
@@ -648,17 +650,17 @@ class Wire:
 async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
     async with relayed() as (a, b, wire):
         for time in range(5):
-            for one, other in ((a, b), (b, a)):
+            for near, far in ((a, b), (b, a)):
                 for number in range(4):
-                    assert one.links.send(other.name, message(4 * time + number))
-                    assert one.links.send(other.name, frame(7000, number=4 * time + number))
+                    assert near.links.send(far.name, message(4 * time + number))
+                    assert near.links.send(far.name, frame(7000, number=4 * time + number))
             await asyncio.sleep(0)
             wire.cut()
             assert a.links.linked("b")
             assert b.links.linked("a")
-        for one, other in ((a, b), (b, a)):
-            await received(one, other, 20, 7000)
-            assert one.events.queue.empty()
+        for near, far in ((a, b), (b, a)):
+            await received(near, far, 20, 7000)
+            assert near.events.queue.empty()
 
 
 async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
@@ -675,28 +677,28 @@ async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
     monkeypatch: pytest.MonkeyPatch, loser: str
 ) -> None:
     async with relayed() as (a, b, wire):
-        one, other = (a, b) if loser == "a" else (b, a)
-        one.links.send(other.name, frame(5000, number=0))
-        assert (await other.events.next("frame"))[1].fields == {"number": 0}
-        await until(lambda: one.links.unacknowledged == 0)
+        near, far = (a, b) if loser == "a" else (b, a)
+        near.links.send(far.name, frame(5000, number=0))
+        assert (await far.events.next("frame"))[1].fields == {"number": 0}
+        await until(lambda: near.links.unacknowledged == 0)
 
         wire.passing.clear()
         for number in range(1, 9):
-            one.links.send(other.name, frame(5000, number=number))
-        assert one.links.unacknowledged == 40_000
+            near.links.send(far.name, frame(5000, number=number))
+        assert near.links.unacknowledged == 40_000
         wire.cut()
-        await silenced(monkeypatch, one)
-        peer, reason, lost = await one.events.next("lost")
-        assert (peer, reason) == (other.name, "silent for 3.1 s")
+        await silenced(monkeypatch, near)
+        peer, reason, lost = await near.events.next("lost")
+        assert (peer, reason) == (far.name, "silent for 3.1 s")
         assert [item.fields["number"] for item in lost] == list(range(1, 9))
-        assert one.links.unacknowledged == 0
+        assert near.links.unacknowledged == 0
 
         wire.passing.set()  # the other has not noticed, but hears of it, by whichever dial
-        why = (await other.events.next("lost"))[1]
+        why = (await far.events.next("lost"))[1]
         assert "has no such link" in why or "anew" in why
         await up(a, b)
-        one.links.send(other.name, frame(number=9))
-        assert (await other.events.next("frame"))[1].fields == {"number": 9}
+        near.links.send(far.name, frame(number=9))
+        assert (await far.events.next("frame"))[1].fields == {"number": 9}
 
 
 # What neither side needs
@@ -727,12 +729,12 @@ async def test_a_link_that_neither_side_needs_rests_until_one_has_something_to_s
     sender: str,
 ) -> None:
     async with on_demand() as ends:
-        one, other = ends if sender == "a" else ends[::-1]
+        near, far = ends if sender == "a" else ends[::-1]
         for _ in range(2):
-            one.links.send(other.name, message(0))
-            one.links.send(other.name, frame(5000, number=0))
-            await received(other, one, 1, 5000)
-            await until(lambda: rest(one, other.name) and rest(other, one.name))
+            near.links.send(far.name, message(0))
+            near.links.send(far.name, frame(5000, number=0))
+            await received(far, near, 1, 5000)
+            await until(lambda: rest(near, far.name) and rest(far, near.name))
             await until(lambda: not any(end.links._dialling for end in ends))
 
 
@@ -743,9 +745,9 @@ async def test_a_link_does_not_rest_that_one_side_could_not_wake(
     looked = asyncio.Event()
 
     async def look_for(links: Links, peer: str) -> bool:
-        found = await whether(links, peer)
+        rests = await whether(links, peer)
         looked.set()
-        return found
+        return rests
 
     whether = Links.look_for
     monkeypatch.setattr(Links, "look_for", look_for)

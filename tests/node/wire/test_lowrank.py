@@ -51,19 +51,19 @@ def arrived(row: torch.Tensor, start: int, rank: int) -> torch.Tensor:
 def test_each_value_goes_once_and_none_in_more_bytes_than_int8_takes(
     shapes: list[Shape], rank: int, start: int, size: int
 ) -> None:
-    found = cuts(shapes, rank, start, size)
-    assert [place for cut in found for place in range(cut.start, cut.stop)] == [*range(size)]
-    assert sum(counts(found, rank)) <= size
+    pieces = cuts(shapes, rank, start, size)
+    assert [place for cut in pieces for place in range(cut.start, cut.stop)] == [*range(size)]
+    assert sum(counts(pieces, rank)) <= size
     row = drawn(size)
-    descriptors, payload = encode_low_rank(row, found, rank)
+    descriptors, payload = encode_low_rank(row, pieces, rank)
     sent = sum(part.nbytes for part in payload)
     assert sent == encoded_bytes(tuple(shapes), rank, ((start, start + size),))
-    assert [form.shape for form in forms(found, rank)] == [d.shape for d in descriptors]
-    back = decode_low_rank(descriptors, bytearray().join(payload), size, found, rank)
-    for cut in found:
+    assert [form.shape for form in forms(pieces, rank)] == [d.shape for d in descriptors]
+    back = decode_low_rank(descriptors, bytearray().join(payload), size, pieces, rank)
+    for cut in pieces:
         if not cut.rows:
-            one = slice(cut.start, cut.stop)
-            assert torch.allclose(back[one], row[one], atol=float(row.abs().max()) / 250)
+            place = slice(cut.start, cut.stop)
+            assert torch.allclose(back[place], row[place], atol=float(row.abs().max()) / 250)
 
 
 @given(st.integers(1, 3), st.integers(0, WHOLE), st.integers(0, WHOLE), st.integers(0, 99))
@@ -72,8 +72,10 @@ def test_what_has_that_rank_arrives_wherever_it_is_cut(
 ) -> None:
     row = of_rank(rank, seed)
     start, stop = sorted((first, second))
-    found = arrived(row[start:stop], start, rank)
-    assert torch.linalg.vector_norm(found - row[start:stop]) <= 0.03 * torch.linalg.vector_norm(row)
+    values = arrived(row[start:stop], start, rank)
+    assert torch.linalg.vector_norm(values - row[start:stop]) <= 0.03 * torch.linalg.vector_norm(
+        row
+    )
 
 
 @given(st.integers(0, WHOLE + 9))
@@ -105,8 +107,8 @@ def test_products_are_added_in_one_order_so_that_all_devices_have_the_same_bits(
     expected = np.outer(p[0], q[0])
     for number in range(1, 4):
         expected = expected + np.outer(p[number], q[number])
-    found = decode_low_rank(descriptors, raw, 960, some, 4)
-    assert np.array_equal(found.view(40, 24).numpy(), expected)
+    values = decode_low_rank(descriptors, raw, 960, some, 4)
+    assert np.array_equal(values.view(40, 24).numpy(), expected)
 
 
 def test_rank_four_of_a_thousand_by_a_thousand_is_five_hundred_times_less() -> None:

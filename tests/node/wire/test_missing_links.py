@@ -23,8 +23,8 @@ def test_a_link_that_is_needed_and_lacking_is_complained_of_until_it_is_up() -> 
     assert not missing.look(needed, directly(up), PATIENCE / 2)
     up.remove("c")
     assert missing.look(needed, directly(up), PATIENCE)
-    told = missing.complaints()
-    assert told == [Complaint(peer="b", relayed=False)], "c was up a moment ago"
+    complaints = missing.complaints()
+    assert complaints == [Complaint(peer="b", relayed=False)], "c was up a moment ago"
     assert not missing.look(needed, directly(up), PATIENCE)
     up.add("b")
     assert missing.look(needed, directly(up), PATIENCE + 0.1)
@@ -56,8 +56,8 @@ def test_of_many_those_are_listed_that_have_stood_for_longest_and_the_rest_is_co
     missing.look(many[500:], nobody, 0.0)
     missing.look(many, nobody, 0.5)
     assert missing.look(many, nobody, PATIENCE + 0.5)
-    told = missing.complaints()
-    assert [complaint.peer for complaint in told] == many[500 : 500 + MOST_COMPLAINTS]
+    complaints = missing.complaints()
+    assert [complaint.peer for complaint in complaints] == many[500 : 500 + MOST_COMPLAINTS]
     assert missing.unlisted == 900 - MOST_COMPLAINTS
     missing.look(many[:3], nobody, PATIENCE + 1)
     assert missing.unlisted == 0

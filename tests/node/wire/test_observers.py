@@ -39,8 +39,8 @@ async def node(
 
     def heard(name: str, message: pb.Message, now: float) -> None:
         asked = message.pin_request
-        told = pb.Pinned(transfer=asked.transfer, committed=asked.step)
-        here.tell(name, pb.Message(sender=message.seat, pinned=told))
+        pinned = pb.Pinned(transfer=asked.transfer, committed=asked.step)
+        here.tell(name, pb.Message(sender=message.seat, pinned=pinned))
 
     def shown(name: str, frame: Frame, now: float) -> None:
         here.tell(name, frame)
@@ -76,22 +76,22 @@ async def asking(
     def tell(*of: Any) -> None:
         heard.put_nowait(of)
 
-    one = ObserverClient(over_streams(run, credentials or Credentials(token=token)), tell, tell)
-    one.heard = heard  # type: ignore[attr-defined]
+    client = ObserverClient(over_streams(run, credentials or Credentials(token=token)), tell, tell)
+    client.heard = heard  # type: ignore[attr-defined]
     for seat in ("node/1", "hidden/2"):
-        one.reach(seat, "node", address)
+        client.reach(seat, "node", address)
     try:
-        yield one
+        yield client
     finally:
-        await one.close()
+        await client.close()
 
 
 async def test_an_onlooker_asks_and_is_answered_by_messages_and_frames() -> None:
-    async with node("secret") as (_, address), asking(address, token="secret") as one:
-        told = await asyncio.gather(one.pin("node/1", 5), one.pin("hidden/2", 6))
-        assert [answer.committed for answer in told] == [5, 6]
-        assert one.send("node/1", SHOWN)
-        seat, frame = await one.heard.get()  # type: ignore[attr-defined]
+    async with node("secret") as (_, address), asking(address, token="secret") as client:
+        answers = await asyncio.gather(client.pin("node/1", 5), client.pin("hidden/2", 6))
+        assert [answer.committed for answer in answers] == [5, 6]
+        assert client.send("node/1", SHOWN)
+        seat, frame = await client.heard.get()  # type: ignore[attr-defined]
         assert (seat, frame.payload, frame.fields) == ("node/1", b"shown", {"transfer": 1})
 
 
@@ -104,28 +104,28 @@ async def test_an_onlooker_asks_and_is_answered_by_messages_and_frames() -> None
     ],
 )
 async def test_who_may_not_ask_is_told_why(wrong: dict[str, str], why: str) -> None:
-    async with node("secret") as (_, address), asking(address, **wrong) as one:
+    async with node("secret") as (_, address), asking(address, **wrong) as client:
         with pytest.raises(NoAnswerError, match=f"node at {address}: .*{why}"):
-            await one.pin("node/1", 5)
+            await client.pin("node/1", 5)
         with pytest.raises(NoAnswerError, match=why):
-            await one.pin("hidden/2", 5)
-        assert not one.send("node/1", SHOWN)
+            await client.pin("hidden/2", 5)
+        assert not client.send("node/1", SHOWN)
 
 
 async def test_nobody_there_is_said() -> None:
     async with node() as (_, address):
         pass
-    async with asking(address) as one:
+    async with asking(address) as client:
         with pytest.raises(NoAnswerError, match=f"node at {address}: "):
-            await one.pin("node/1", 5)
+            await client.pin("node/1", 5)
 
 
 async def test_a_node_that_stops_says_so() -> None:
     async with AsyncExitStack() as here:
         async with node() as (_, address):
-            one = await here.enter_async_context(asking(address))
-            await one.pin("node/1", 5)
-        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+            client = await here.enter_async_context(asking(address))
+            await client.pin("node/1", 5)
+        seat, why = await client.heard.get()  # type: ignore[attr-defined]
         assert (seat, "node stops" in why) == ("node/1", True)
 
 
@@ -142,12 +142,12 @@ async def test_who_is_banned_is_cut_off_and_answered_no_more() -> None:
     (_, own), (banned, reader), (_, other) = map(certified, [Role.NODE, Role.READER, Role.READER])
     async with (
         node(credentials=own) as (here, address),
-        asking(address, credentials=reader) as one,
+        asking(address, credentials=reader) as client,
         asking(address, credentials=other) as another,
     ):
-        await asyncio.gather(one.pin("node/1", 5), another.pin("node/1", 5))
+        await asyncio.gather(client.pin("node/1", 5), another.pin("node/1", 5))
         here.bar([banned])
-        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+        seat, why = await client.heard.get()  # type: ignore[attr-defined]
         assert (seat, "banned you" in why) == ("node/1", True)
         async with asking(address, credentials=reader) as again:
             with pytest.raises(NoAnswerError, match="banned you"):
@@ -160,17 +160,17 @@ async def test_who_is_banned_is_cut_off_and_answered_no_more() -> None:
 
 async def test_too_many_onlookers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "MOST", 1)
-    async with node() as (_, address), asking(address) as one:
-        await one.pin("node/1", 5)
+    async with node() as (_, address), asking(address) as client:
+        await client.pin("node/1", 5)
         async with asking(address) as other:
             with pytest.raises(NoAnswerError, match="1 others already read"):
                 await other.pin("node/1", 5)
 
 
 async def test_an_answer_that_is_too_large_ends_the_conversation() -> None:
-    async with node() as (here, address), asking(address) as one:
-        await one.pin("node/1", 5)
+    async with node() as (here, address), asking(address) as client:
+        await client.pin("node/1", 5)
         here.tell("?1", Frame("state", NEVER, {}, [], bytes(FRAME_LIMIT + 1), sender="node/1"))
-        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+        seat, why = await client.heard.get()  # type: ignore[attr-defined]
         assert seat == "node/1"
         assert "ask less" in why

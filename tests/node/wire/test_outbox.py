@@ -43,16 +43,16 @@ def test_nothing_waits_for_who_is_no_member(links: VirtualNet) -> None:
 
 
 def test_who_waits_too_long_is_told(links: VirtualNet) -> None:
-    told: list[tuple[str, object, str]] = []
-    box = NodeOutbox(links, lambda *what: told.append(what), LIMIT)
+    undelivered: list[tuple[str, object, str]] = []
+    box = NodeOutbox(links, lambda *item: undelivered.append(item), LIMIT)
     box.send("a", message(1), True, 0.0)
     box.send("a", message(2), True, 2.0)
     box.tick(3.0)
-    assert told == []
+    assert undelivered == []
     box.tick(3.1)
-    assert told == [("a", message(1), "no link to a came up in 3 s")]
+    assert undelivered == [("a", message(1), "no link to a came up in 3 s")]
     box.tick(5.1)
-    assert [item for _, item, _ in told] == [message(1), message(2)]
+    assert [item for _, item, _ in undelivered] == [message(1), message(2)]
     links.up.add("a")
     assert box.send("a", message(3), True, 5.2)
     assert links.sent == [("a", message(3))]
@@ -72,11 +72,11 @@ def test_so_much_waits_and_no_more_for_one_and_in_all(links: VirtualNet) -> None
 
 
 def test_what_no_link_came_for_makes_room(links: VirtualNet) -> None:
-    told: list[tuple[str, object, str]] = []
-    box = NodeOutbox(links, lambda *what: told.append(what), LIMIT)
+    undelivered: list[tuple[str, object, str]] = []
+    box = NodeOutbox(links, lambda *item: undelivered.append(item), LIMIT)
     frame = Frame("activation", (1, 1), {}, [], bytes(LIMIT - ITEM))
     assert box.send("a", frame, True, 0.0)
     assert not box.send("a", message(1), True, 3.0)
     box.tick(3.1)
-    assert [item for _, item, _ in told] == [frame]
+    assert [item for _, item, _ in undelivered] == [frame]
     assert box.send("a", frame, True, 3.2)

@@ -35,13 +35,13 @@ NOBODY = "127.0.0.1:1"  # nothing listens there
 def set_view(number: int, a: Node, b: Node, c: Node, reached: bool, relayed: bool = True) -> None:
     """`reached`: whether a and b have each other's address."""
     peers = [a.peer(), b.peer(), c.peer()]
-    there = {
+    peers_of = {
         "a": [a.peer(), b.peer() if reached else peer_at("b", NOBODY), c.peer()],
         "b": [a.peer() if reached else peer_at("a", NOBODY), b.peer(), c.peer()],
         "c": peers,
     }
     for node in (a, b, c):
-        node.links.set_peers(number, there[node.name], {"a", "b", "c"} - {node.name})
+        node.links.set_peers(number, peers_of[node.name], {"a", "b", "c"} - {node.name})
         node.links.set_relays([Relay("a", "b", "c")] if relayed else [])
 
 
@@ -55,12 +55,12 @@ async def three(reached: bool = False) -> AsyncIterator[tuple[Node, Node, Node]]
 
 
 async def exchange(a: Node, b: Node, count: int = 3) -> None:
-    for one, other in ((a, b), (b, a)):
+    for near, far in ((a, b), (b, a)):
         for number in range(count):
-            assert one.links.send(other.name, message(number))
-            assert one.links.send(other.name, frame(9000, number=number))
-    for one, other in ((a, b), (b, a)):
-        await received(one, other, count, 9000)
+            assert near.links.send(far.name, message(number))
+            assert near.links.send(far.name, frame(9000, number=number))
+    for near, far in ((a, b), (b, a)):
+        await received(near, far, count, 9000)
 
 
 async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
@@ -97,10 +97,10 @@ async def test_for_what_was_changed_on_the_way_nobody_is_accused(
 async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> None:
     async with three() as (a, b, c):
         await exchange(a, b)
-        said = Greetings("run", "a", identity("c")).sign(DIAL, "b", Hello(9, 0, 1, 0, 0).pack())
+        hello = Greetings("run", "a", identity("c")).sign(DIAL, "b", Hello(9, 0, 1, 0, 0).pack())
         fields = {"from": "a", "call": "a forged", "say": "hello"}
         with pytest.raises(DialRefused, match="in the name of a is not signed"):
-            await forged_call(c, b, Frame("call", (0, 0), fields, [], said.encode()))
+            await forged_call(c, b, Frame("call", (0, 0), fields, [], hello.encode()))
 
 
 async def forged_call(c: Node, b: Node, hello: Frame) -> None:
@@ -136,7 +136,7 @@ class Wire:
         self.arrived.append(arrived)
         return node != self.unlinked
 
-    def said(self) -> list[tuple[str, object]]:
+    def said_to(self) -> list[tuple[str, object]]:
         return [(node, sent.fields["say"]) for node, sent in self.sent]
 
 
@@ -152,11 +152,11 @@ async def test_a_relay_holds_no_more_than_its_limit_for_a_pair(
     wire = Wire("c")
     for _ in range(3):
         wire.relays.on_frame("a", item(50))
-    assert wire.said() == [("b", "item"), ("b", "item"), ("a", "over"), ("b", "over")]
+    assert wire.said_to() == [("b", "item"), ("b", "item"), ("a", "over"), ("b", "over")]
     assert wire.relays.held["a", "b", "relayed"] == 100
     wire.arrived[0]()  # type: ignore[operator]
     wire.relays.on_frame("a", item(50))
-    assert wire.said()[-1] == ("b", "item")
+    assert wire.said_to()[-1] == ("b", "item")
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
@@ -169,13 +169,13 @@ async def test_a_relay_holds_nothing_for_a_link_that_is_lost(lost: str) -> None:
     check_at_rest(wire.relays)
     wire.arrived[1]()  # type: ignore[operator]
     check_at_rest(wire.relays)
-    assert wire.said()[-1] == ("b" if lost == "a" else "a", "over")
+    assert wire.said_to()[-1] == ("b" if lost == "a" else "a", "over")
 
 
 async def test_what_a_relay_can_not_pass_on_it_does_not_hold() -> None:
     wire = Wire("c", unlinked="b")
     wire.relays.on_frame("a", item(50))
-    assert wire.said() == [("b", "item"), ("a", "over")]
+    assert wire.said_to() == [("b", "item"), ("a", "over")]
     check_at_rest(wire.relays)
 
 
@@ -192,7 +192,7 @@ async def test_a_node_carries_only_for_those_that_the_view_names() -> None:
     wire = Wire("c")
     wire.relays.set([Relay("a", "d", "c")])
     wire.relays.on_frame("a", item(50))
-    assert wire.said() == [("a", "over")]
+    assert wire.said_to() == [("a", "over")]
     assert not wire.relays.held
 
 

@@ -14,7 +14,7 @@ from planaria.node.wire.stage_pb2 import Heartbeat
 EVERY = 0.5  # seconds, of heartbeats
 
 
-def converse(there: float, back: float, apart: float, late: random.Random) -> tuple[float, float]:
+def converse(forth: float, back: float, apart: float, late: random.Random) -> tuple[float, float]:
     """What both ends make of it. They beat when they please; one clock is `apart` from the other,
     and what comes is heard up to 0.1 s `late`, but for some."""
     a, b = RoundTrip(), RoundTrip()
@@ -31,17 +31,17 @@ def converse(there: float, back: float, apart: float, late: random.Random) -> tu
             end.hear(heard, now + clock[who])
             continue
         sent, echo = end.say(now + clock[who])
-        takes = (there, back)[who] + late.choice((0.0, late.uniform(0.0, 0.1)))
+        takes = (forth, back)[who] + late.choice((0.0, late.uniform(0.0, 0.1)))
         events.append((now + takes, 1 - who, Heartbeat(sent=sent, echo=echo)))
     return a.seconds, b.seconds
 
 
 @given(st.floats(0.0001, 1.0), st.floats(0.0001, 1.0), st.floats(0.0, 1e7), st.randoms())
 def test_both_ends_find_the_same(
-    there: float, back: float, apart: float, late: random.Random
+    forth: float, back: float, apart: float, late: random.Random
 ) -> None:
-    for found in converse(there, back, apart, late):
-        assert there + back - 1e-4 <= found <= there + back + 0.2 + 1e-4
+    for seconds in converse(forth, back, apart, late):
+        assert forth + back - 1e-4 <= seconds <= forth + back + 0.2 + 1e-4
 
 
 def test_a_few_answers_are_none() -> None:
@@ -56,10 +56,10 @@ def test_a_few_answers_are_none() -> None:
 @given(
     st.lists(st.builds(Heartbeat, sent=st.integers(0, 2**64 - 1), echo=st.integers(0, 2**64 - 1)))
 )
-def test_whatever_a_peer_says_a_round_trip_is_a_time(said: list[Heartbeat]) -> None:
+def test_whatever_a_peer_says_a_round_trip_is_a_time(heartbeats: list[Heartbeat]) -> None:
     end = RoundTrip()
-    for number, heartbeat in enumerate(said):
+    for number, heartbeat in enumerate(heartbeats):
         end.hear(heartbeat, float(number))
-        assert 0.0 <= end.seconds <= len(said)
+        assert 0.0 <= end.seconds <= len(heartbeats)
         sent, echo = end.say(number + 0.5)
         Heartbeat(sent=sent, echo=echo)

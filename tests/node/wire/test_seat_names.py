@@ -23,8 +23,8 @@ def test_a_host_gives_its_name_as_far_as_it_is_one(host: str, name: str) -> None
 
 
 def test_nodes_of_one_name_are_told_apart_by_what_follows_it() -> None:
-    one, other = new_identity("node-2.0"), new_identity("node-2.0")
-    assert one != other
-    assert one.startswith("node-2.0-") and len(one) == len("node-2.0-") + 6
-    assert node_of(seat_id(one, "2")) == one
+    first, second = new_identity("node-2.0"), new_identity("node-2.0")
+    assert first != second
+    assert first.startswith("node-2.0-") and len(first) == len("node-2.0-") + 6
+    assert node_of(seat_id(first, "2")) == first
     assert len(new_identity("")) == 12

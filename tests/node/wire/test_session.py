@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import deque
 
 import pytest
@@ -20,6 +19,7 @@ from planaria.node.wire.session import (
     SessionBounds,
 )
 from tests.harness.at_rest import check_at_rest
+from tests.node.wire.test_chunks import frame
 
 BOUNDS = SessionBounds(
     chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25)
@@ -44,22 +44,16 @@ def test_any_flipped_bit_of_a_hello_is_noticed(hello: Hello, position: int) -> N
         Hello.parse(flipped.decode("latin-1"))
 
 
-def frame(size: int, kind: str, number: int) -> Frame:
-    content = random.Random(number).randbytes(size)
-    cut = size // 3
-    return Frame(kind, (1, 1), {"number": number}, [], (content[:cut], b"", content[cut:]))
-
-
 def test_an_old_hello_that_comes_to_a_newer_session_leaves_neither_end_stuck() -> None:
-    one, other = Session(2, BOUNDS), Session(1, BOUNDS)
-    old = other.hello()
-    other.resume(one.hello())
-    one = Session(3, BOUNDS)
-    one.resume(old)
+    near, far = Session(2, BOUNDS), Session(1, BOUNDS)
+    old = far.hello()
+    far.resume(near.hello())
+    near = Session(3, BOUNDS)
+    near.resume(old)
     with pytest.raises(Begun):
-        other.resume(one.hello())
+        far.resume(near.hello())
     with pytest.raises(Forgotten):
-        Session(2, BOUNDS).resume(one.hello())
+        Session(2, BOUNDS).resume(near.hello())
 
 
 STREAMS = 3
@@ -80,8 +74,8 @@ class Connection:
 class Dial:
     """A hello on its way, or its answer."""
 
-    def __init__(self, dialler: int, said: Hello) -> None:
-        self.dialler, self.said = dialler, said
+    def __init__(self, dialler: int, hello: Hello) -> None:
+        self.dialler, self.hello = dialler, hello
         self.answer: Hello | None = None
         self.refused = False
         self.connection: Connection | None = None
@@ -247,10 +241,10 @@ class TwoEnds(RuleBasedStateMachine):
         end = self.ends[which]
         try:
             try:
-                end.session.resume(dial.said)
+                end.session.resume(dial.hello)
             except Begun:
                 end.begin_anew()
-                end.session.resume(dial.said)
+                end.session.resume(dial.hello)
         except Outdated:
             return
         except Forgotten:
@@ -263,17 +257,17 @@ class TwoEnds(RuleBasedStateMachine):
 
     def come_back(self, dial: Dial) -> None:
         end = self.ends[dial.dialler]
-        if dial.said.session != end.session.number:  # it has lost that one in the meantime
+        if dial.hello.session != end.session.number:  # it has lost that one in the meantime
             if dial.connection is not None:
                 dial.connection.broken = True
         elif dial.refused:
-            if end.session.is_newest(dial.said):
+            if end.session.is_newest(dial.hello):
                 end.begin_anew()
         else:
             assert dial.answer is not None
             assert dial.connection is not None
             try:
-                end.session.resume(dial.answer, dial.said)
+                end.session.resume(dial.answer, dial.hello)
             except Outdated:
                 dial.connection.broken = True
                 return
@@ -334,9 +328,9 @@ class TwoEnds(RuleBasedStateMachine):
             life, other = end.life, self.ends[1 - which].life
             assert life.messages == other.sent
             assert len(life.frames) == len(other.sent_frames)
-            for found in life.frames:
-                sent = other.sent_frames[found.fields["number"]]
-                assert b"".join(buffers_of(found.payload)) == b"".join(buffers_of(sent.payload))
+            for received in life.frames:
+                sent = other.sent_frames[received.fields["number"]]
+                assert b"".join(buffers_of(received.payload)) == b"".join(buffers_of(sent.payload))
             check_at_rest(end.session)
 
 
