@@ -696,7 +696,7 @@ class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
 class Saved(Event, kind="saved", severity=Severity.INFO):
     holding: str  # "save" or "checkpoint"
     step: Count
-    says = "step {step} is on disk ({holding})"
+    says = "step {step} of {writer} is on disk ({holding})"
 
 
 class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
