@@ -23,7 +23,7 @@ from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.plan_encoding import PlanDecoder, PlanEncoder
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frame_format import Frame, buffers_of
 from tests.harness.network import Nodes
 
 STAGES, MICROBATCHES = 2, 5

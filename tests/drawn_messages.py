@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from xxhash import xxh3_64_intdigest
 
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     CODECS,
     FLOATING,
     KINDS,

@@ -34,7 +34,7 @@ from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_checked
 from planaria.node.stage.work import join_features, split_features
-from planaria.node.wire.frames import Codec
+from planaria.node.wire.frame_format import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import order, window_orders
 

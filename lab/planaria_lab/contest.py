@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, load, override
-from planaria.node.wire.frames import Codec
+from planaria.node.wire.frame_format import Codec
 from planaria_lab.convergence.compare import curve_of, loss_at, reached
 from planaria_lab.convergence.times import Runs, read_runs
 from planaria_lab.origin import ROOT, origin

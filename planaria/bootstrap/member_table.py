@@ -121,7 +121,7 @@ class Members:
         self.clear()
 
     def clear(self) -> None:
-        """Empties the table."""
+        """Forgets all members."""
         self.by_name: dict[str, NodeRecord] = {}  # in join order
         self.by_address: dict[str, NodeRecord] = {}
         self._by_key: dict[bytes, list[NodeRecord]] = {}

@@ -160,7 +160,7 @@ class Membership:
             self._unreachable.set_complaints(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self.history.rebuilt(rebuild)
-        if self._orders.awaits_saves and self._is_saved():
+        if self._orders.awaits_saves and self._end_if_saved():
             return self._finish(now)
         if report.leaving != node.leaving and now >= self.isolation.quiet_until:
             self.members.set_leaving(node, report.leaving)
@@ -229,19 +229,19 @@ class Membership:
         Refused."""
         if changed := self._orders.give(word, why):
             self._changes.append(changed)
-            self._is_saved()
+            self._end_if_saved()
         return changed, self._finish(now)
 
     def change(self, change: pb.Change, now: float) -> list[Effect]:
         """Orders a change of settings. Raises Refused as `Orders.change` does."""
         seats, stages = self.members.seat_reports(), self.rules.stages
         self._changes.append(self._orders.change(change, seats, stages))
-        self._is_saved()
+        self._end_if_saved()
         return self._finish(now)
 
-    def _is_saved(self) -> bool:
-        """Whether a run is saved that is to be stopped, or to have other settings; then this ends
-        it, or has all nodes join again."""
+    def _end_if_saved(self) -> bool:
+        """Carries out an order to stop, or to change settings, once the run is saved: ends the
+        membership, or has all nodes join again. Returns whether it is saved."""
         changing = self._orders.order != pb.STOP
         seats, number = self.members.seat_reports(), self.view.number
         saved = self._orders.review(seats, self.rules.stages, number)

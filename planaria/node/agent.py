@@ -62,7 +62,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import HeldFrames
 from planaria.node.wire.exchange import ComplaintError, Exchange
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link_speed import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
 

@@ -29,9 +29,9 @@ from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.seats import SeatCompute, SeatNet
-from planaria.node.stage.arithmetic import TorchStage, make_twin
 from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.memory_limit import DeviceRoom
+from planaria.node.stage.torch_stage import TorchStage, make_twin
 from planaria.node.state.copies import layout_of
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import Contents, saves_on_disk

@@ -77,7 +77,7 @@ from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.commit_chain import has_records
 from planaria.node.wire.exchange import ClosedError, ComplaintError, Exchanges
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_speed import measure_all, speeds_seen
 from planaria.node.wire.link_table import Peer

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planaria.node.transaction.attempt import StageWork
     from planaria.node.wire import stage_pb2 as pb
     from planaria.node.wire.exchange import Exchanges
-    from planaria.node.wire.frames import Codec, Descriptor, Frame, Payload
+    from planaria.node.wire.frame_format import Codec, Descriptor, Frame, Payload
     from planaria.node.wire.lowrank import SlicePart
 
 T = TypeVar("T")

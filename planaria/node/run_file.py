@@ -60,7 +60,7 @@ MOST_PARAMETERS = 2**36
 """Maximum in a stage: 1 TiB at ADAM_BYTES each. No machine that serves one stage has more."""
 MOST_LAYERS = 2**14
 MOST_PAYLOAD = 4 * 2**30
-"""Maximum bytes in a frame (node/wire/frames.py)."""
+"""Maximum bytes in a frame (node/wire/frame_format.py)."""
 MOST_NODES = 10_000
 """Maximum members of a run (bootstrap/membership.py)."""
 MOST_VISITS = 2**19
@@ -780,7 +780,7 @@ class RunFile(Section):
 
     @model_validator(mode="after")
     def carriable(self) -> RunFile:
-        """Checks a step's demands on registry and wire."""
+        """Refuses a run whose step is too large for the registry, or for frames."""
         config, training, replicas = self.model.config, self.training, self.swarm.replicas
         boundary = 4 * training.microbatch * config.context * config.crossing
         if boundary > MOST_PAYLOAD:

@@ -20,7 +20,7 @@ from planaria.node.ports import Compute, Net, Priority
 from planaria.node.state.weight_pins import PIN
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import Budget
-from planaria.node.wire.frames import Frame, WireError, buffers_of
+from planaria.node.wire.frame_format import Frame, WireError, buffers_of
 from planaria.node.wire.seat_names import node_of, seat_id, seat_name, seated
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from planaria.node.run_file import RunFile, dumps
 from planaria.node.state.saves import Contents, Saves
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chunks import ChunkOutbox
-from planaria.node.wire.frames import Descriptor, Frame, pack_chunk
+from planaria.node.wire.chunk_flow import ChunkOutbox
+from planaria.node.wire.frame_format import Descriptor, Frame, pack_chunk
 from planaria.node.wire.lowrank import cuts
 from planaria.node.wire.session import Hello
 from planaria.node.wire.tensors import encode, encode_low_rank

@@ -47,7 +47,7 @@ from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import lowrank
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     HEAD_LIMIT,
     Descriptor,
     Form,

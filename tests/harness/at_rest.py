@@ -13,7 +13,7 @@ from planaria.node.state.relearn import Relearning
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.state.twin import Twin
 from planaria.node.wire.budget import HeldFrames
-from planaria.node.wire.chunks import ChunkInbox, ChunkOrder, ChunkOutbox
+from planaria.node.wire.chunk_flow import ChunkInbox, ChunkOrder, ChunkOutbox
 from planaria.node.wire.exchange import Inboxes
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.node.wire.relays import Relays

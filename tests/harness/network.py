@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from planaria.node.ports import Priority
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchange, Exchanges
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frame_format import Frame, buffers_of
 from tests.harness.at_rest import check_at_rest
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from planaria.node import seats
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.model import modules
 from planaria.node.wire.connection import Bulk, Connection, Traffic
-from planaria.node.wire.frames import Chunk, Frame
+from planaria.node.wire.frame_format import Chunk, Frame
 from planaria.node.wire.session import Session, SessionBounds
 from tests.node.test_agent import ATTEMPT, Seat, activation, begin
 

@@ -23,8 +23,8 @@ from planaria.node.model.shape import model_config
 from planaria.node.ports import Ports
 from planaria.node.report.events import Event, RelearnedBeside
 from planaria.node.run_file import loads
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.reducing import NOTING
 from planaria.node.transaction.effects import (
@@ -42,7 +42,7 @@ from planaria.node.transaction.effects import (
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import commit_chain, tensors
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link_speed import LARGEST
 from planaria.recovery.snapshot import Layout
 from tests.harness.network import AtOnce, Nodes, VirtualNet

@@ -32,7 +32,7 @@ from planaria.node.run_file import (
     override,
     without_private,
 )
-from planaria.node.wire.frames import PAYLOAD_LIMIT
+from planaria.node.wire.frame_format import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
 
 

@@ -21,7 +21,7 @@ from planaria.node.seats import (
 from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.seat_names import node_of, seat_id, seated
 from tests.harness.network import AtOnce, Nodes, VirtualNet
 

@@ -12,7 +12,7 @@ from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.connection import Link
-from planaria.node.wire.frames import Frame, pack_chunk, seal
+from planaria.node.wire.frame_format import Frame, pack_chunk, seal
 from simulation.byzantine import Drawing, Lying
 from simulation.node import Node
 

@@ -14,7 +14,7 @@ from planaria.bootstrap.registry_pb2 import SHAPE, SILENT
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.seat_names import node_of
 from simulation.node import Node
 from simulation.sickness import Sick

@@ -55,7 +55,7 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.seat_names import node_of, seated
 from planaria.recovery.decide import decide, resume
 from planaria.recovery.facts import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.background import Background
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.observers import Observers
 from simulation.transport import MemoryTransport

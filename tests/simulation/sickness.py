@@ -11,7 +11,7 @@ import torch
 
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import encode
 from simulation.cluster import Host
 from simulation.scenario import Scenario

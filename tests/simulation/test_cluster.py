@@ -10,9 +10,9 @@ import torch
 
 from planaria.node.averaging import averaging
 from planaria.node.averaging.error_feedback import ErrorFeedback
-from planaria.node.driver.answers import Answers
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.gathering import QUERY_AGAIN, Gathering
+from planaria.node.driver.query_answers import Answers
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import holdings
 from planaria.node.state.copies import CopyHolder, _PartialUpdate

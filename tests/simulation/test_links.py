@@ -11,9 +11,9 @@ import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chunks import ChunkOutbox
+from planaria.node.wire.chunk_flow import ChunkOutbox
 from planaria.node.wire.connection import Link
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frame_format import Frame, WireError
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.relays import Relay

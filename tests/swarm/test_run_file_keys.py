@@ -104,7 +104,7 @@ USED = {
     "node/launch/resolve.py": ["data.corpora"],
     "node/node.py": ["swarm.silence"],
     "node/run_file.py": ["data.path", "training.optimizer", "wire.rank_after", "changes"],
-    "node/stage/arithmetic.py": ["training.precision"],
+    "node/stage/torch_stage.py": ["training.precision"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/model/learning_rate.py": [
         *("training.lr", "training.warmup", "training.schedule", "training.lr_floor"),

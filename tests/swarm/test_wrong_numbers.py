@@ -13,7 +13,7 @@ from planaria.node.averaging.reduction import OutgoingFrames, Reduction
 from planaria.node.transaction.attempt import Attempt
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import decode, encode
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from planaria.node.wire.frames import CODECS
+from planaria.node.wire.frame_format import CODECS
 from planaria.node.wire.tensors import decode, encode
 from planaria_lab.bench.stage import seconds
 

@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from planaria.bootstrap.identity import Identity
 from planaria.node.machine.processes import enter_network
 from planaria.node.wire.background import Background
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
 from planaria_lab.bench.rows import keep

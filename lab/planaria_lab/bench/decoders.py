@@ -21,7 +21,7 @@ import torch
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import SHIPPED
 from planaria.node.model.decoder import Decoder
-from planaria.node.model.trial import sees_too_much, small_model, whole_and_cut
+from planaria.node.model.decoder_trial import sees_too_much, small_model, whole_and_cut
 from planaria_lab.bench.rows import keep
 
 SIZES: Final[Mapping[str, Any]] = {

@@ -32,7 +32,7 @@ from planaria.node.run_file import loads
 from planaria.node.serve import collect_often
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import seal, unseal
+from planaria.node.wire.frame_format import seal, unseal
 from planaria_lab.bench.rows import keep
 
 STAGES: Final = 10  # with stage 0

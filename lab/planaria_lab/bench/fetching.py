@@ -35,7 +35,7 @@ from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchanges
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
 from planaria_lab.bench.copying import KEY

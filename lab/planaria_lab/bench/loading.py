@@ -34,8 +34,8 @@ from planaria.node.model.modules import empty_stage
 from planaria.node.model.quantized import size_of, slots
 from planaria.node.model.shape import Base, ModelConfig, named_shapes
 from planaria.node.run_file import RunFile, dumps, loads, override
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.state.stage_state import Age
 from planaria.node.state.transfer import WEIGHTS, WantedState
 from planaria.node.wire.link import teach_malloc

@@ -22,14 +22,14 @@ from planaria.node.model.modules import BodyStage, Stage, empty_stage
 from planaria.node.model.quantized import Packed, QuantizedLinear, pack, put_values, slots
 from planaria.node.model.shape import Base
 from planaria.node.run_file import RunFile
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.stage.work import autocast_of, stage_passes
 from planaria.node.transaction.attempt import Visit
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import encode
 from planaria_lab.simulator.swarm import seconds_at
 

@@ -123,7 +123,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
 
     from planaria.node.machine.compute import ComputeThread, kind_of
     from planaria.node.report.line_file import LineFile
-    from planaria.node.stage.arithmetic import TorchStage
+    from planaria.node.stage.torch_stage import TorchStage
     from planaria.node.stage.work import TorchWork
 
     stages: weakref.WeakSet[TorchStage] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from planaria.node.run_file import WireSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import tensors
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.lowrank import Shape
 
 

@@ -36,14 +36,14 @@ from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
-from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_checked
+from planaria.node.stage.torch_stage import guess_stage
 from planaria.node.stage.work import autocast_of, join_features, split_features, stage_passes
 from planaria.node.state.copies import layout_of, snapshot_section
 from planaria.node.state.stage_state import TENSORS
-from planaria.node.wire.frames import Codec
+from planaria.node.wire.frame_format import Codec
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import GuessSource

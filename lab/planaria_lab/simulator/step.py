@@ -24,8 +24,8 @@ from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING, snapshot_section
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, plan
-from planaria.node.wire.chunks import BACKGROUND
-from planaria.node.wire.frames import KINDS
+from planaria.node.wire.chunk_flow import BACKGROUND
+from planaria.node.wire.frame_format import KINDS
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
 from planaria.recovery.snapshot import steps_between

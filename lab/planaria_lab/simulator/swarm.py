@@ -21,7 +21,7 @@ from planaria.node.model.shape import (
 )
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
-from planaria.node.wire.frames import crossing_bytes, encoded_size
+from planaria.node.wire.frame_format import crossing_bytes, encoded_size
 from planaria.recovery.newton_schulz import ROUNDS
 from planaria.recovery.relearning import samples_at_a_time
 from planaria.recovery.snapshot import route

@@ -19,13 +19,13 @@ from planaria.node.model.shape import model_config
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import SwarmEnding
 from planaria.node.run_file import ModelSection, RunFile, WireSection
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.transaction.attempt import Visit
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import decode, encode
 from planaria_lab.chaos import sick_node
 from planaria_lab.chaos.sick_node import KINDS, Faults, arm, set_faults

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planaria.node.local.loss_schedule import TraceRow
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads, override
-from planaria.node.wire.frames import BLOCK
+from planaria.node.wire.frame_format import BLOCK
 from planaria.recovery.relearning import time_for
 from planaria.recovery.snapshot import route
 from planaria_lab.convergence.schedule import Losses, schedule

@@ -14,7 +14,7 @@ from planaria.node.averaging.examination import AuditResult, examine_answers
 from planaria.node.averaging.reduction import OutgoingFrames, Reduction
 from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Hearing, Lost, PeerLostError
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frame_format import Frame, buffers_of
 
 if TYPE_CHECKING:
     from torch import Tensor

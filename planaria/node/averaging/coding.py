@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from planaria.bootstrap.neighbours import lengths, places, rows
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import Ballot
-from planaria.node.wire.frames import Codec, Descriptor, Form, Frame, check_forms, encoded_size
+from planaria.node.wire.frame_format import (
+    Codec,
+    Descriptor,
+    Form,
+    Frame,
+    check_forms,
+    encoded_size,
+)
 from planaria.node.wire.lowrank import Shape, SlicePart, counts, cuts, encoded_bytes, row_start
 
 if TYPE_CHECKING:

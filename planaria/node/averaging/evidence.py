@@ -32,7 +32,7 @@ from planaria.node.run_file import AUDITED
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import BLOCK, Codec, Frame, buffers_of
+from planaria.node.wire.frame_format import BLOCK, Codec, Frame, buffers_of
 
 if TYPE_CHECKING:
     from torch import Tensor

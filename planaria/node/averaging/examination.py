@@ -22,7 +22,7 @@ from planaria.node.averaging.evidence import PieceBlock, Signing, drawn_blocks
 from planaria.node.averaging.outliers import SILENT, compare_gradients
 from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import BLOCK, Codec, Descriptor, WireError
+from planaria.node.wire.frame_format import BLOCK, Codec, Descriptor, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor

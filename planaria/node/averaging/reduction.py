@@ -40,7 +40,7 @@ from planaria.node.averaging.coding import Coding, GradientPiece, PieceLayout, R
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.evidence import Evidence
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame, NonFiniteError, WireError, buffers_of
+from planaria.node.wire.frame_format import Frame, NonFiniteError, WireError, buffers_of
 
 if TYPE_CHECKING:
     from torch import Tensor

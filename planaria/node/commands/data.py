@@ -81,7 +81,7 @@ def data_link(
 ) -> None:
     """Make a folder that links to prepared data elsewhere; only what is needed is read."""
     from planaria.node.data.corpus import Corpus
-    from planaria.node.data.elsewhere import make_stand_in
+    from planaria.node.data.remote_corpus import make_stand_in
 
     make_stand_in(url, out)
     _print_corpus(Corpus.open(out))

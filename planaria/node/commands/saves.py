@@ -33,7 +33,7 @@ def regroup_command(
     run file: in more or fewer stages, for one."""
     from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import loads
-    from planaria.node.state.regroup import regroup_newest, saves_of_one_run
+    from planaria.node.state.regrouped_saves import regroup_newest, saves_of_one_run
     from planaria.node.state.saves import Contents, Saves, find_saves
 
     async def write(client: RegistryClient) -> None:
@@ -120,7 +120,7 @@ def _last_stage(by_step: Mapping[int, Sequence[SaveFile]]) -> int:
 
 def _prune(steps: Mapping[str, dict[int, list[SaveFile]]], keep: int) -> None:
     """Remove older saves from the disk and from `steps`."""
-    from planaria.node.state.regroup import whole_steps
+    from planaria.node.state.regrouped_saves import whole_steps
 
     whole = {
         run: whole_steps(chain.from_iterable(of.values()), _last_stage(of))

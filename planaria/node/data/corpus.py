@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-    from planaria.node.data.elsewhere import ShardElsewhere
+    from planaria.node.data.remote_corpus import ShardElsewhere
 
 log = logging.getLogger("planaria")
 
@@ -51,7 +51,7 @@ UNSCORED = -100
 BLOCK = 1 << 20
 """Bytes read at a time to verify a shard."""
 PLACE = "place.json"
-"""File that marks a folder as a stand-in for prepared data elsewhere (elsewhere.py)."""
+"""File that marks a folder as a stand-in for prepared data elsewhere (remote_corpus.py)."""
 TRAIN, VALIDATION = SPLITS = "train", "validation"
 LARGEST_TOKENIZER = 64 << 20
 """Limit of a tokenizer.json in bytes: the library takes some 15 times as much memory to read it."""
@@ -283,7 +283,7 @@ class Corpus:
     def _shard_constructor(self) -> Callable[[TokenShard, str, int], _Shard]:
         """Constructor of shards, from an entry, dtype and vocabulary. Raises CorpusError."""
         if self.elsewhere:
-            from planaria.node.data.elsewhere import shard_constructor
+            from planaria.node.data.remote_corpus import shard_constructor
 
             return shard_constructor(self.path)
         return partial(_ShardFile, self.path, remedy=_remedy(self.path))

@@ -18,9 +18,9 @@ from typing import Any, AnyStr, TypeAlias
 
 from planaria.node.data.chat import MARKS, Conversation
 from planaria.node.data.corpus import CorpusError, RowError
+from planaria.node.data.file_access import PACKED, Listing, files_in, open_file, packing, unpacked
 from planaria.node.data.messages import Completion, conversation_of, form_of
 from planaria.node.data.options import LONGEST, Form
-from planaria.node.data.places import PACKED, Listing, files_in, open_file, packing, unpacked
 from planaria.node.machine.extras import remedy
 
 TEXT_SUFFIXES = (".txt", ".text")

@@ -30,12 +30,12 @@ from planaria.node.data.corpus import (
     load_tokenizer,
 )
 from planaria.node.data.documents import Row
+from planaria.node.data.file_access import file_version
 from planaria.node.data.messages import Completion
-from planaria.node.data.places import file_version
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import COMPLETIONS, SHOWN, Recipe, limit_bad_rows
-from planaria.node.data.rendering import Renderer
-from planaria.node.data.shards import SplitWriter
+from planaria.node.data.shard_writers import SplitWriter
+from planaria.node.data.template_process import Renderer
 from planaria.node.data.tokenizer import describe_special_tokens, text_bounds
 
 BATCH_CHARACTERS = 1 << 20

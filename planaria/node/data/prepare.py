@@ -39,6 +39,7 @@ from planaria.node.data.corpus import (
     read_index,
 )
 from planaria.node.data.executors import Spread
+from planaria.node.data.file_access import Listing, file_size, file_version
 from planaria.node.data.parts import (
     FEW,
     Document,
@@ -48,10 +49,9 @@ from planaria.node.data.parts import (
     held_out_rank,
     token_coding_of,
 )
-from planaria.node.data.places import Listing, file_size, file_version
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import Recipe, first_reasons
-from planaria.node.data.shards import SplitWriter
+from planaria.node.data.shard_writers import SplitWriter
 from planaria.node.data.tokenizer import context_of_model, write_tokenizer
 
 log = logging.getLogger("planaria")

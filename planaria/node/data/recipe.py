@@ -11,9 +11,9 @@ from typing import Final, TypeVar
 from planaria.node.data.chat import Conversation, Template, template_of
 from planaria.node.data.corpus import CorpusError, RowError
 from planaria.node.data.documents import Row, documents, files_of
+from planaria.node.data.file_access import Listing
 from planaria.node.data.messages import Completion
 from planaria.node.data.options import PrepareOptions
-from planaria.node.data.places import Listing
 
 T = TypeVar("T")
 ALWAYS_SKIPPED: Final = 10

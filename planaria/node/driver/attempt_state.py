@@ -1,4 +1,5 @@
-"""An attempt as its driver sees it: its plan, what is home, which nodes are ready or lost."""
+"""An attempt as its driver sees it: its plan, what is home, which nodes are ready or lost, and the
+plan that reroutes the microbatches of lost ones."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from planaria.node.driver.answers import Standing
 from planaria.node.driver.divergence import ReplicaDigest
 from planaria.node.driver.hangs import StragglerDetector
+from planaria.node.driver.query_answers import Standing
 from planaria.node.driver.skipping import usual_norms, why_skipped
 from planaria.node.driver.takeover import Takeover
 from planaria.node.transaction.commits import collapsed
@@ -293,8 +294,8 @@ class AttemptState:
         by: Planning,
         entering: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
-        """A plan that gives others what masked nodes have, or nodes have given up, and the number
-        of moved visits. `entering`: nodes new in the attempt, with their stages."""
+        """A plan that reroutes what masked nodes have, or nodes have given up, to others, and the
+        number of moved visits. `entering`: nodes new in the attempt, with their stages."""
         begin = pb.Begin()
         begin.CopyFrom(self.begin)
         begin.since.CopyFrom(self.since.message())

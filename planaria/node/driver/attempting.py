@@ -243,7 +243,8 @@ class Attempting(Phase):
         return self._if_all_ready(now)
 
     def _if_all_ready(self, now: float) -> Turn:
-        """Decides when all training members are ready, after a short wait for joiners.
+        """Commits the step, or gathers, once all training members have voted; waits shortly for
+        joiners.
 
         Not while a node without which the attempt goes on is a member: in a view that this driver
         doesn't have, others may train with that node and without this one."""
@@ -473,9 +474,9 @@ class Attempting(Phase):
         return self.stays()
 
     def _not_finite(self, node: str, by: str, reason: str, now: float) -> Turn:
-        """Handles a non-finite tensor, whose source the first boundary names. The step is tried
-        again without that node. If all nodes of its stage make such tensors, the model causes them,
-        and they are let through. A node that makes one without any work is wrong."""
+        """A member reports a non-finite tensor, whose source the first boundary names. The step is
+        tried again without that node. If all nodes of its stage make such tensors, the model causes
+        them, and they are let through. A node that makes one without any work is wrong."""
         driver, state = self.driver, self.state
         spoiling = driver.faults.spoiling
         has_work = any(node in route.nodes for route in routes(state.begin).values())

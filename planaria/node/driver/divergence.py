@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE
-from planaria.node.driver.answers import Answers
+from planaria.node.driver.query_answers import Answers
 from planaria.node.report.events import Diverged, WeightsChanged, changed_by_themselves
 from planaria.node.transaction.effects import Effect, Suspect
 from planaria.node.transaction.rules import TransactionRules

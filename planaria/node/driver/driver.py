@@ -21,7 +21,6 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.operator_orders import last_step, order_in_words
 from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.examination import AuditResult
-from planaria.node.driver.answers import Answers, ComingView, Standing
 from planaria.node.driver.attempt_state import AttemptState, Planning, Vote, planned
 from planaria.node.driver.attempting import Attempting
 from planaria.node.driver.audits import Audits
@@ -31,6 +30,7 @@ from planaria.node.driver.gathering import Gathering
 from planaria.node.driver.hangs import HangDetector, slow_and_alone
 from planaria.node.driver.joiners import Joiners
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
+from planaria.node.driver.query_answers import Answers, ComingView, Standing
 from planaria.node.driver.rebuilds import Rebuilds
 from planaria.node.driver.records import record_holders, to_replicate
 from planaria.node.driver.skipping import why_skipped

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from planaria.bootstrap.awaited_saves import awaited_in_words
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NUMBERS
-from planaria.node.driver.answers import Answers
 from planaria.node.driver.hangs import is_last
 from planaria.node.driver.joiners import FOLLOWS
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
+from planaria.node.driver.query_answers import Answers
 from planaria.node.driver.rebuilds import (
     copy_twins,
     decide_each,

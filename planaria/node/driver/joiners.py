@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from planaria.node.driver.answers import Answers
 from planaria.node.driver.attempt_state import Vote
+from planaria.node.driver.query_answers import Answers
 from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.report.events import StageRebuilt
 from planaria.node.transaction.effects import Effect, Send

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planaria.node.driver.answers import Answers
+from planaria.node.driver.query_answers import Answers
 from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Member
-from planaria.node.driver.answers import age_of
+from planaria.node.driver.query_answers import age_of
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.commit_chain import hash_of, head, is_sealed

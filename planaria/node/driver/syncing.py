@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import HANG
-from planaria.node.driver.answers import Answers
 from planaria.node.driver.phases import DriverPhase, Phase, Turn
+from planaria.node.driver.query_answers import Answers
 from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.report.events import RebuildFailed, StageRebuilt
 from planaria.node.transaction.effects import Ballot, Suspect

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from planaria.node.driver.answers import Standing
+from planaria.node.driver.query_answers import Standing
 from planaria.node.driver.rebuilds import order_event
 from planaria.node.report.events import RebuildOrdered, SeatTaken
 from planaria.node.transaction.routing import stages_in

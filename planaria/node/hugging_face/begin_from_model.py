@@ -152,7 +152,7 @@ def _shape_in(folder: Path) -> ModelConfig:
 def _try_cut(run: RunFile) -> None:
     """Try to cut transformers' model into stages. Raises RunFileError, UnsupportedModelError."""
     from planaria.node.model.decoder import Decoder
-    from planaria.node.model.trial import try_cut
+    from planaria.node.model.decoder_trial import try_cut
 
     config = run.config
     assert config.own is not None

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from planaria.node.data.chat import Conversation, template_of
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.rendering import Renderer
+from planaria.node.data.template_process import Renderer
 from planaria.node.hugging_face.generate import (
     Sampling,
     Speaker,

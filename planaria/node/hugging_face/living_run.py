@@ -22,7 +22,7 @@ from planaria.node.hugging_face.export import ExportError
 from planaria.node.run_file import RunFile, loads
 from planaria.node.state.weight_pins import LEASE
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.observer_client import Converse, NoAnswerError, ObserverClient, over_streams
 from planaria.node.wire.observers import Inside, Observers
 from planaria.node.wire.seat_names import seat_id, seat_name

@@ -37,7 +37,7 @@ from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.run_file import RunFile
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frame_format import Frame, WireError
 from planaria.node.wire.observer_client import NoAnswerError
 from planaria.node.wire.observers import FRAME_LIMIT
 from planaria.node.wire.seat_names import node_of

@@ -170,8 +170,8 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
     Raises NodeError when stage 0 or --data was requested, and the data can't be used.
     """
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.data.elsewhere import local_folder_of
     from planaria.node.data.mixture import find_by_content, open_data
+    from planaria.node.data.remote_corpus import local_folder_of
     from planaria.node.launch.own_folders import data_below, own_folder
 
     links = (options.saves or options.out or Path("out")) / "data"

@@ -15,7 +15,7 @@ from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
 from planaria.node.model.shape import COMPUTED, ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile
-from planaria.node.wire.frames import crossing_bytes
+from planaria.node.wire.frame_format import crossing_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
 """Seconds between two clocks from which logs of several machines are hard to compare, and from

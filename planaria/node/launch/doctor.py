@@ -29,8 +29,8 @@ from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.elsewhere import local_folder_of
 from planaria.node.data.mixture import corpus_folders, find_by_content, index_of
+from planaria.node.data.remote_corpus import local_folder_of
 from planaria.node.launch.begin import check_reachable
 from planaria.node.launch.diagnosis import (
     Clock,

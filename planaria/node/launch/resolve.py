@@ -21,7 +21,7 @@ from planaria.node.model.checkpoint import first_few
 from planaria.node.model.layout import counterparts
 from planaria.node.model.learning_rate import peak_of, warmup_of
 from planaria.node.run_file import DATA, RunFile, RunFileError, override
-from planaria.node.wire.frames import crossing_bytes
+from planaria.node.wire.frame_format import crossing_bytes
 from planaria.recovery.orders import partner
 
 log = logging.getLogger("planaria")

@@ -121,7 +121,7 @@ def describe_change(before: RunFile, run: RunFile) -> list[str]:
 
 
 def _change_sentences(before: RunFile, run: RunFile) -> list[str]:
-    """The settings that differ, and what becomes of the learning rate, in sentences."""
+    """The changed settings of a run, and what becomes of its learning rate, in sentences."""
     step, rows = run.changed_at + 1, differences(before, run)
     sentences = [f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()]
     was, rate = rate_of(step, before), rate_of(step, run)

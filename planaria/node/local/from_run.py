@@ -26,7 +26,7 @@ def begin_from_run(run: RunFile, say: Callable[[str], object], track: Track) -> 
 def _export_once(folder: Path, step: str, say: Callable[[str], object], track: Track) -> Path:
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.options import ExportOptions
-    from planaria.node.state.regroup import model_as_saved, whole_steps
+    from planaria.node.state.regrouped_saves import model_as_saved, whole_steps
 
     before = read_plan(folder)
     saves = before.kept.find_at(int(step)) if step else before.kept.find()

@@ -104,7 +104,7 @@ class KeptRun(NamedTuple):
 
     def find_at(self, step: int) -> list[SaveFile]:
         """All stages' saves of a step, of the run as it is or as it was. Raises SwarmError."""
-        from planaria.node.state.regroup import model_as_saved, whole_steps
+        from planaria.node.state.regrouped_saves import model_as_saved, whole_steps
         from planaria.node.state.saves import find_saves
 
         places = [*filter(None, (self.save_dir, self.checkpoints)), *self.out.glob("checkpoints*")]
@@ -183,7 +183,7 @@ def _needs_rewriting(run: RunFile, wanted: RunFile, goes_back: bool) -> bool:
 def place_saves(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     """Copy each stage's save to a folder of the processes in `slots`, STAGE.REPLICA, unless one has
     it. Returns the copies, in sentences. Raises SwarmError."""
-    from planaria.node.state.regroup import choose_saves
+    from planaria.node.state.regrouped_saves import choose_saves
 
     all_saves = kept.find()
     if not all_saves:
@@ -206,7 +206,7 @@ def replace_run(
     has saved: the newest, or that of step `at`. Saves are written anew, for another run, if the
     number of stages changes or the run goes back. On an error, the folder is still that of
     `before`. Raises SwarmError, RunFileError."""
-    from planaria.node.state.regroup import choose_saves, model_as_saved, rewrite_saves
+    from planaria.node.state.regrouped_saves import choose_saves, model_as_saved, rewrite_saves
 
     anew = _needs_rewriting(before.run, kept.run, at is not None)
     saves = before.find() if at is None else before.find_at(at)

@@ -6,7 +6,8 @@
 - `lora.py`: adapters; `quantized.py`: frozen matrices of fewer bits;
   `dequantized.py`: checkpoints that have some
 - `architecture.py`: what an architecture of a run's own provides
-- `decoder.py`: stages of transformers' code; `trial.py`: whether these compute what the whole does
+- `decoder.py`: stages of transformers' code; `decoder_trial.py`: whether these compute what the
+  whole does
 - `learning_rate.py`: the schedule
 - `config.py`: a model's config.json; `layout.py`: which tensors are in which stage
 - `checkpoint.py`: a folder of transformers, read tensor by tensor

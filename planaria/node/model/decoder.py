@@ -3,8 +3,8 @@
 The whole class is built on the meta device, and a stage keeps its layers, each with its number. In
 place of the others are modules that do nothing, so that whatever the class looks up by a layer's
 number is right. Stage 0 has embedding, norm and head, and no layer. The class's own `forward`
-computes masks, positions, multipliers and logits. `trial.py` tries whether such a cut computes
-what the whole model does.
+computes masks, positions, multipliers and logits. `decoder_trial.py` tries whether such a cut
+computes what the whole model does.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Decoder:
     @cached_property
     def returns_tuples(self) -> bool:
         """Whether a layer returns a tuple with its output, not the output. Raises DecoderError."""
-        from planaria.node.model.trial import SHOWN, small_model
+        from planaria.node.model.decoder_trial import SHOWN, small_model
 
         results: list[object] = []
         model = small_model(self)

@@ -132,7 +132,7 @@ class RemotePage(PageSource):
 
 
 def parse_state(content: bytes) -> dict[str, Any]:
-    """A page's state from another machine. Raises ValueError."""
+    """Parses the state of a page that another machine serves. Raises ValueError."""
     try:
         state = json.loads(content)
         if not isinstance(state, dict) or not all(key.isidentifier() for key in state):

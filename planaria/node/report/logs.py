@@ -16,7 +16,7 @@ from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.observer_client import PATIENCE, Converse, ObserverClient
 from planaria.node.wire.seat_names import seat_id
 

@@ -1,6 +1,6 @@
 """A stage at work.
 
-- `arithmetic.py`: all that an agent asks of a stage
+- `torch_stage.py`: all that an agent asks of a stage
 - `work.py`: the passes of a microbatch, frames in and frames out
 - `lesson.py`: relearning
 - `optimizer.py`: AdamW or Muon over one flat view of the weights

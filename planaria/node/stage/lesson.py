@@ -11,7 +11,7 @@ from planaria.node.model.modules import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.relearn import PairSlice, PairSliceResult
-from planaria.node.wire.frames import Frame, NonFiniteError
+from planaria.node.wire.frame_format import Frame, NonFiniteError
 from planaria.node.wire.tensors import decode
 from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
 from planaria.recovery.relearning import pull

@@ -86,8 +86,8 @@ def code_digest(module: ModuleType) -> str:
 
 
 def trial_shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Parameter shapes of the ends and of each block. A trial pass on the meta device, without
-    computation, checks the shapes of outputs. Raises OwnCodeError."""
+    """Parameter shapes of an own architecture's ends and of each block. A trial pass on the meta
+    device, without computation, checks the shapes of outputs. Raises OwnCodeError."""
     assert config.own is not None
     name = config.own.module
     try:
@@ -192,7 +192,7 @@ def _load_checked_decoder(config: ModelConfig) -> Architecture:
     """The class of transformers, if it matches the run file and passes the trial here, too. Raises
     OwnCodeError."""
     from planaria.node.model.decoder import Decoder, DecoderError
-    from planaria.node.model.trial import try_cut
+    from planaria.node.model.decoder_trial import try_cut
 
     own = config.own
     assert own is not None

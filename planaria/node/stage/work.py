@@ -39,7 +39,7 @@ from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     Codec,
     FiguresError,
     Form,

@@ -9,5 +9,5 @@
 - `observing.py`: service for observers; `weight_pins.py`: weights of a step that an export reads
 - `reducing.py`: the sum of a stage's gradient, and the vote
 - `own_saves.py`: what is on disk of a seat's own state; `serving.py`: states for other nodes
-- `regroup.py`: saves rewritten for other numbers of stages
+- `regrouped_saves.py`: saves rewritten for other numbers of stages
 """

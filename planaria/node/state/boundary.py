@@ -23,7 +23,7 @@ from planaria.node.ports import Priority, Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import OPEN_LIMIT, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     Descriptor,
     FiguresError,
     Form,
@@ -452,7 +452,7 @@ class _BoundaryFetch:
         fetched.bytes += frame.size
 
     def _wanted_pair(self, frame: Frame) -> tuple[BoundaryPair, str]:
-        """The pair and side that a frame belongs to. Raises WireError for an unwanted one."""
+        """The boundary pair, and its side, of a frame. Raises WireError for an unwanted one."""
         wanted = self._wanted
         match frame.fields:
             case {

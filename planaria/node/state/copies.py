@@ -31,7 +31,7 @@ from planaria.node.state.transfer import shorten, views_of
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     NAME_LIMIT,
     FiguresError,
     Form,

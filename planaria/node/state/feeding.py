@@ -18,7 +18,7 @@ from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.following import feeders
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Form, Frame, WireError, check_forms
+from planaria.node.wire.frame_format import Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.seat_names import node_of
 from planaria.recovery.decide import FRESH, RECENT
 from planaria.recovery.facts import Kind

@@ -10,7 +10,7 @@ from planaria.node.state.transfer import WEIGHTS
 from planaria.node.state.weight_pins import WeightPins
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Descriptor, Frame, WireError
+from planaria.node.wire.frame_format import Descriptor, Frame, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor

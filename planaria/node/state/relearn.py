@@ -32,7 +32,7 @@ from planaria.node.wire.exchange import (
     Hearing,
     Lost,
 )
-from planaria.node.wire.frames import Form, Frame, WireError, check_forms
+from planaria.node.wire.frame_format import Form, Frame, WireError, check_forms
 from planaria.recovery.relearning import (
     decayed_rate,
     ratio,

@@ -35,7 +35,7 @@ from planaria.node.transaction.bounds import HASH
 from planaria.node.transaction.rules import SLOWEST
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import SIZES, Descriptor, FiguresError, Form, Frame, WireError
+from planaria.node.wire.frame_format import SIZES, Descriptor, FiguresError, Form, Frame, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -34,7 +34,7 @@ from planaria.node.wire.exchange import (
     Lost,
     PeerLostError,
 )
-from planaria.node.wire.frames import Form, Frame, WireError, check_forms
+from planaria.node.wire.frame_format import Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,7 +40,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 
 if TYPE_CHECKING:
     from planaria.node.state.boundary import BoundaryKeeper, Side
-    from planaria.node.wire.frames import Frame
+    from planaria.node.wire.frame_format import Frame
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from planaria.node.wire import stage_pb2 as pb
 
 if TYPE_CHECKING:
-    from planaria.node.wire.frames import Frame
+    from planaria.node.wire.frame_format import Frame
 
 DOUBLE: Final = "double"
 """Field of a frame to or from a double: the nodes of the microbatch's route."""

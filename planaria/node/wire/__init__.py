@@ -2,7 +2,7 @@
 
 Frames:
 
-- `frames.py`: a frame, which carries tensors; `tensors.py`: their encodings; `lowrank.py`:
+- `frame_format.py`: a frame, which carries tensors; `tensors.py`: their encodings; `lowrank.py`:
   compressed gradients
 - `seat_names.py`: names of seats; `commit_chain.py`: the chain of commits
 
@@ -11,7 +11,7 @@ A link:
 - `link_table.py`: which links there are, and who dials; `link.py`: dials and accepts
 - `connection.py`: a link, and the streams that carry it until they break
 - `session.py`: what outlives a stream; `greetings.py`: how the ends prove who they are
-- `chunks.py`: frames in pieces; `streams.py`: over how many streams
+- `chunk_flow.py`: frames in pieces; `streams.py`: over how many streams
 - `round_trip.py`: round-trip time; `link_speed.py`: speed; `background.py`: bulk transfers give way
 - `idle_links.py`: links that nobody needs; `missing_links.py`: links that don't come up, for the
   registry

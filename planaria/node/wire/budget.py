@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 
 ITEM: Final = 1 << 10
 """Bytes of an item's overhead, beside its payload."""

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, Final
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.bootstrap.transport import Broken, Stream
 from planaria.node.wire import stage_pb2
-from planaria.node.wire.frames import Frame, WireError, pack_chunk, parse_chunk, parse_message, seal
+from planaria.node.wire.frame_format import (
+    Frame,
+    WireError,
+    pack_chunk,
+    parse_chunk,
+    parse_message,
+    seal,
+)
 from planaria.node.wire.idle_links import IdleEnd
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.round_trip import RoundTrip

@@ -25,7 +25,7 @@ from planaria.node.wire.budget import PEERS, Budget
 if TYPE_CHECKING:
     import asyncio
 
-    from planaria.node.wire.frames import Frame
+    from planaria.node.wire.frame_format import Frame
 
 log = logging.getLogger(__name__)
 

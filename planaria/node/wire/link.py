@@ -37,9 +37,9 @@ from planaria.bootstrap.transport import (
 )
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.background import Background
-from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
+from planaria.node.wire.chunk_flow import ACKNOWLEDGE_EVERY
 from planaria.node.wire.connection import FAREWELL, Bulk, Connection, Link, Traffic
-from planaria.node.wire.frames import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, seal
+from planaria.node.wire.frame_format import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, seal
 from planaria.node.wire.greetings import ADD, ANSWER, DIAL, Greetings, check_metadata, metadata
 from planaria.node.wire.link_table import FIRST_PAUSE, LONGEST_PAUSE, LinkTable, Peer
 from planaria.node.wire.link_table import HEAD_START as HEAD_START
@@ -423,7 +423,7 @@ class Links(LinkTable):
         hellos: tuple[str, str] = ("", ""),
         dialled: bool = False,
     ) -> Connection:
-        """Make a connection that carries the link with this session; the link may be new."""
+        """Make the connection of a link after a handshake; the link may be new."""
         link = self.by_peer.get(node)
         if new := link is None:
             link = Link(self, node, session)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.registry_pb2 import LinkReport
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 
 if TYPE_CHECKING:
     from planaria.node.wire.link import Links

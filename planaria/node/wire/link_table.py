@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from planaria.node.wire.budget import PEERS
-from planaria.node.wire.frames import WireError
+from planaria.node.wire.frame_format import WireError
 from planaria.node.wire.session import Begun, DialRefused, Forgotten, Hello, Outdated, Session
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from planaria.node.wire.frames import Form, encoded_size
+from planaria.node.wire.frame_format import Form, encoded_size
 
 Shape: TypeAlias = tuple[int, ...]
 

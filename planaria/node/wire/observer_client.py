@@ -23,7 +23,7 @@ from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.transport import Broken, Channel, DialledStream, Transport
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, seal, unseal
+from planaria.node.wire.frame_format import Frame, WireError, seal, unseal
 from planaria.node.wire.greetings import metadata
 from planaria.node.wire.link import SERVICE
 from planaria.node.wire.observers import FRAME_LIMIT

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.transport import AcceptedStream, Broken
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, seal, unseal
+from planaria.node.wire.frame_format import Frame, WireError, seal, unseal
 
 log = logging.getLogger(__name__)
 

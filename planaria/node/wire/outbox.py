@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from planaria.node.ports import Net
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import Budget
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 
 PATIENCE: Final = 3.0
 """Seconds that an item waits for a link to come up."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from planaria.node.wire.frames import Frame, Payload, buffers_of
+from planaria.node.wire.frame_format import Frame, Payload, buffers_of
 from planaria.node.wire.session import DialRefused
 
 LIMIT: Final = 48 << 20

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from planaria.node.wire.frames import UINT64
+from planaria.node.wire.frame_format import UINT64
 from planaria.node.wire.stage_pb2 import Heartbeat
 
 ENOUGH: Final = 8

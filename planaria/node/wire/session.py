@@ -2,7 +2,7 @@
 
 A session outlives its connections. Data in flight may be lost when one breaks. On a new one both
 sides say what they have (`Hello`), and resume from there. So every message and every frame arrives
-once and in order. Messages are numbered by counting them, frames by chunks.py.
+once and in order. Messages are numbered by counting them, frames by chunk_flow.py.
 
 Each side numbers its sessions and its hellos, in ascending order. A hello older than one accepted
 before belongs to an outdated dial, and has no effect: dials may cross, and arrive late.
@@ -24,8 +24,8 @@ from xxhash import xxh3_64_hexdigest
 
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.chunks import ChunkInbox, ChunkOutbox
-from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
+from planaria.node.wire.chunk_flow import ChunkInbox, ChunkOutbox
+from planaria.node.wire.frame_format import KINDS, UINT64, DamagedError, Frame, WireError
 
 ACKNOWLEDGE_EVERY: Final = 64
 """Messages after which the next heartbeat is due at once."""

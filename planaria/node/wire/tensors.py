@@ -14,7 +14,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from planaria.node.wire import lowrank
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     BLOCK,
     CODECS,
     DIMENSION_LIMIT,

@@ -22,7 +22,7 @@ from planaria.node.run_file import WireSection
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
-from planaria.node.wire.frames import Codec, Frame
+from planaria.node.wire.frame_format import Codec, Frame
 from planaria.node.wire.tensors import decode
 from tests.harness.network import Nodes, Thread, copied, damaged, with_fields, without_tensors
 from tests.harness.reducing import (

@@ -20,7 +20,7 @@ from planaria.node.transaction.effects import AuditSum, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import decode
 from tests.harness.reducing import (
     BALLOT,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.data import shards
+from planaria.node.data import shard_writers
 from planaria.node.data.chat import ChatTemplate, Conversation, Template, template_of
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, CorpusError
 from planaria.node.data.mixture import (
@@ -217,7 +217,7 @@ def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> No
 def test_shards_of_masks_go_with_those_of_tokens(
     folder: Path, chat: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(shard_writers, "SHARD_TOKENS", 100)
     small, _ = prepare(recipe(folder), tmp_path / "data")
     assert len(small.index.splits[TRAIN].masks or []) > 3
     assert sorted(documents(small)) == sorted(documents(chat))

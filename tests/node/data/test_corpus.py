@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import planaria.node.data.executors
 import planaria.node.data.recipe
-import planaria.node.data.shards
+import planaria.node.data.shard_writers
 from planaria.node.data import corpus as module
 from planaria.node.data.corpus import Corpus, CorpusError, RowError, file_checksum, read_index
 from planaria.node.data.documents import (
@@ -600,7 +600,7 @@ def test_places_without_a_file_are_named(served: str, place: str, message: str) 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planaria.node.data.shards, "SHARD_TOKENS", 23)
+        patch.setattr(planaria.node.data.shard_writers, "SHARD_TOKENS", 23)
         return make(tmp_path_factory.mktemp("sharded") / "data")
 
 

@@ -22,8 +22,8 @@ from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.shape import FINE_TUNING, ModelConfig, model_config
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages, NotHereError
+from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from tests.node.hugging_face.test_folders import exported, logits_of, some_tokens

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from planaria.node.cli import app
 from planaria.node.data.chat import template_of
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.data.rendering import Renderer
+from planaria.node.data.template_process import Renderer
 from planaria.node.hugging_face.dialogue import Dialogue, end_of_turn
 from planaria.node.hugging_face.generate import Sampling, Speaker
 from tests.node.hugging_face.test_folders import transformers_model

@@ -16,8 +16,8 @@ from planaria.node.hugging_face.evaluate import Portion, evaluate
 from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.run_file import RunFile, override
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.torch_stage import TorchStage
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import GROUPED
 

@@ -21,7 +21,7 @@ from planaria.node.hugging_face.living_run import Access, routes_to
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.observer_client import ObserverConversation
 from planaria.node.wire.tensors import encode
 from tests.node.hugging_face.test_living_run import member

@@ -412,7 +412,7 @@ def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "when", ["planaria.node.state.regroup.rewrite_saves", f"{module.__name__}.replace_file"]
+    "when", ["planaria.node.state.regrouped_saves.rewrite_saves", f"{module.__name__}.replace_file"]
 )
 def test_what_is_cut_short_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str

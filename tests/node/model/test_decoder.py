@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from planaria.node.hugging_face.begin_from_model import with_model, with_model_here
-from planaria.node.model import trial
+from planaria.node.model import decoder_trial
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.decoder import (
@@ -68,7 +68,7 @@ def of(kind: str, **others: Any) -> Decoder:
 
 def saved(folder: Path, kind: str, **others: Any) -> Any:
     """A model of transformers in this folder, with weights that aren't initial ones."""
-    model = trial.small_model(of(kind, **others), {})
+    model = decoder_trial.small_model(of(kind, **others), {})
     model.save_pretrained(folder)
     return model
 
@@ -85,8 +85,8 @@ def run_of(folder: Path, key: str = "from", **model: Any) -> RunFile:
 def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> None:
     decoder = of(kind)
     half = decoder.layers // 2
-    assert trial.whole_and_cut(decoder, [half, half], packed)[:2] == (0.0, 0.0)
-    trial.try_cut(decoder, [1, decoder.layers - 1], packed)
+    assert decoder_trial.whole_and_cut(decoder, [half, half], packed)[:2] == (0.0, 0.0)
+    decoder_trial.try_cut(decoder, [1, decoder.layers - 1], packed)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, valu
     build = Decoder.build
     monkeypatch.setattr(Decoder, "build", other)
     with pytest.raises(DecoderError, match=r"stages, computes logits that differ by .* at most"):
-        trial.try_cut(of(kind), [2, 2], block_causal=False)
+        decoder_trial.try_cut(of(kind), [2, 2], block_causal=False)
 
 
 def test_documents_that_a_class_does_not_keep_apart_are_refused() -> None:
-    trial.try_cut(of("opt"), [2, 2], block_causal=False)
+    decoder_trial.try_cut(of("opt"), [2, 2], block_causal=False)
     with pytest.raises(DecoderError, match="kept apart, computes logits of a token that depend on"):
-        trial.try_cut(of("opt"), [2, 2], block_causal=True)
+        decoder_trial.try_cut(of("opt"), [2, 2], block_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
     run = run_of(tmp_path)
     own = load_checked(run, run.config)
     checkpoint = Checkpoint.open(tmp_path)
-    tokens = trial.SHOWN
+    tokens = decoder_trial.SHOWN
     read: list[range] = []
     reads = Decoder.read
     monkeypatch.setattr(Decoder, "read", lambda *given: read.append(given[2]) or reads(*given))

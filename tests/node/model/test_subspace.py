@@ -13,7 +13,7 @@ from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.model.subspace import basis, subspace_of
 from planaria.node.run_file import RunFileError, WireSection, loads
 from planaria.node.stage.work import frame_forms, join_features, split_features
-from planaria.node.wire.frames import Codec, crossing_bytes
+from planaria.node.wire.frame_format import Codec, crossing_bytes
 from planaria.node.wire.tensors import decode, encode
 from tests.node.model.test_modules import build, hidden, parameters, some_tokens, through
 from tests.node.stage.shapes import GROUPED

@@ -31,9 +31,9 @@ from planaria.node.model.quantized import QuantizedLinear, pack
 from planaria.node.model.shape import Base
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
 from planaria.node.serve import pick_device
-from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.memory_limit import DeviceRoom
+from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.copies import layout_of
 from planaria.node.state.relearn import PairSlice

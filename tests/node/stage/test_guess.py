@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from planaria.node.model.layout import model_weights
 from planaria.node.run_file import RunFile
-from planaria.node.stage.arithmetic import guess_stage
 from planaria.node.stage.initial import InitialStages
+from planaria.node.stage.torch_stage import guess_stage
 from planaria.recovery.checkfree import GuessSource, guess
 from tests.node.state.small_saves import model
 

@@ -38,7 +38,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import decode, encode, finite
 
 CPU = torch.device("cpu")

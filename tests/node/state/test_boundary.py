@@ -36,7 +36,7 @@ from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchange
-from planaria.node.wire.frames import Codec, Frame
+from planaria.node.wire.frame_format import Codec, Frame
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import adjoining, order, runs
 from tests.harness.network import AtOnce, Item, Network, Nodes, damaged, with_fields

@@ -18,7 +18,7 @@ from planaria.node.state import copies
 from planaria.node.state.copies import Allowance, CopyHolder, CopySender, OutgoingCopies
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.recovery.decide import RECENT
 from planaria.recovery.snapshot import Layout
 from tests.harness.at_rest import check_at_rest

@@ -21,7 +21,7 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.frames import Frame, WireError, buffers_of
+from planaria.node.wire.frame_format import Frame, WireError, buffers_of
 from tests.harness.network import damaged
 
 GRADIENT = torch.arange(4.0)

@@ -14,7 +14,7 @@ import torch
 from planaria.node.model.shape import model_config
 from planaria.node.ports import OpenDisk
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.arithmetic import make_twin
+from planaria.node.stage.torch_stage import make_twin
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import saves_on_disk
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId

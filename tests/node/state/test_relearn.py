@@ -23,7 +23,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.recovery.learner import Learner, Muon, learn, residual_error
 from planaria.recovery.orders import order, runs
 from planaria.recovery.relearning import decayed_rate, pull, sample_parts, shuffled

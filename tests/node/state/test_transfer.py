@@ -30,7 +30,7 @@ from planaria.node.state.transfer import (
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frame_format import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
 from tests.harness import network
 from tests.harness.network import AtOnce, Item, Nodes, damaged

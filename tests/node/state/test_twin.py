@@ -23,7 +23,7 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges, PeerLostError
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.tensors import decode, encode
 from tests.harness.network import Network, Nodes, Thread, copied, damaged, with_fields
 

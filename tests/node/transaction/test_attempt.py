@@ -32,7 +32,7 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from tests.harness.network import Nodes
 
 

@@ -20,8 +20,8 @@ from planaria.node.wire.background import (
     TARGET,
     Background,
 )
-from planaria.node.wire.chunks import ChunkInbox, ChunkOutbox
-from planaria.node.wire.frames import PAYLOAD_LIMIT, Chunk, Frame, parse_chunk
+from planaria.node.wire.chunk_flow import ChunkInbox, ChunkOutbox
+from planaria.node.wire.frame_format import PAYLOAD_LIMIT, Chunk, Frame, parse_chunk
 
 MEBIBYTE: Final = 1 << 20
 URGENT: Final = 4 << 10

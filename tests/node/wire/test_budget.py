@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.wire.budget import ITEM, PEERS, Budget, HeldFrames
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from tests.harness.at_rest import check_at_rest
 
 EACH = 10 * ITEM

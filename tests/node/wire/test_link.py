@@ -21,7 +21,7 @@ from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role,
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
-from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
+from planaria.node.wire.frame_format import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.greetings import ADD, DIAL, PROTOCOL, Greetings
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer

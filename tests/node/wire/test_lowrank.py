@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.wire.frames import WireError
+from planaria.node.wire.frame_format import WireError
 from planaria.node.wire.lowrank import Shape, counts, cuts, encoded_bytes, forms, row_start
 from planaria.node.wire.tensors import decode, decode_low_rank, encode_low_rank
 

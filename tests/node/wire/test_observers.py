@@ -17,7 +17,7 @@ from planaria.bootstrap.identity import Identity
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import observers
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.observer_client import NoAnswerError, ObserverClient, over_streams
 from planaria.node.wire.observers import FRAME_LIMIT, Observers

@@ -4,7 +4,7 @@ import pytest
 
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.outbox import NodeOutbox
 from tests.harness.network import VirtualNet
 

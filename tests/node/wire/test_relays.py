@@ -11,7 +11,7 @@ import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.wire import relays
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.relays import Call, Relay, Relays
 from planaria.node.wire.session import DialRefused, Hello

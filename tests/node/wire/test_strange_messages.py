@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, parse_chunk, seal, unseal
+from planaria.node.wire.frame_format import Frame, WireError, parse_chunk, seal, unseal
 from planaria.node.wire.session import Hello
 from tests.harness.rules import RULES
 

@@ -30,7 +30,7 @@ from planaria.node.data.corpus import (
     file_checksum,
     read_index,
 )
-from planaria.node.data.places import describe_error, file_system_of, is_remote
+from planaria.node.data.file_access import describe_error, file_system_of, is_remote
 from planaria.node.data.tokenizer import CONFIG, TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class ShardElsewhere:
         self._listing = threading.Lock()
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """Up to `count` tokens from `offset` on, as far as the shard goes. Raises CorpusError."""
+        """Up to `count` tokens of a remote shard from `offset` on, as far as it goes. Raises
+        CorpusError."""
         import numpy as np
 
         first = offset * self._dtype.itemsize

@@ -8,7 +8,7 @@ import pytest
 
 from planaria.node.data.chat import Conversation, Template
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.rendering import Renderer
+from planaria.node.data.template_process import Renderer
 
 SAID = [{"role": "user", "content": "Ho\ud800w?"}, {"role": "assistant", "content": "So."}]
 HERE = Conversation("chats.jsonl, line 1", SAID)

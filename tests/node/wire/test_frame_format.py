@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.wire import frames, tensors
-from planaria.node.wire.frames import (
+from planaria.node.wire import frame_format, tensors
+from planaria.node.wire.frame_format import (
     Descriptor,
     Form,
     Frame,
@@ -36,7 +36,7 @@ def joined(buffers: tuple[memoryview, ...]) -> bytearray:
     return bytearray().join(buffers)
 
 
-def sent(tensor: torch.Tensor, codec: frames.Codec) -> torch.Tensor:
+def sent(tensor: torch.Tensor, codec: frame_format.Codec) -> torch.Tensor:
     """As it arrives."""
     descriptors, buffers = encode([tensor], codec)
     (read,) = decode(descriptors, joined(buffers))
@@ -49,7 +49,7 @@ def sent(tensor: torch.Tensor, codec: frames.Codec) -> torch.Tensor:
     [(torch.arange(1000) * 10**12, "int8"), (torch.arange(12.0).view(3, 4).t(), "none")],
     ids=["whole numbers", "strided"],
 )
-def test_what_no_codec_changes(tensor: torch.Tensor, codec: frames.Codec) -> None:
+def test_what_no_codec_changes(tensor: torch.Tensor, codec: frame_format.Codec) -> None:
     assert torch.equal(sent(tensor, codec), tensor)
 
 
@@ -71,7 +71,7 @@ def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("codec", "through"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_codecs_round_once(
-    codec: frames.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
+    codec: frame_format.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = sample(shape, dtype)
     assert torch.equal(sent(tensor, codec), tensor.to(through).to(dtype))
@@ -118,8 +118,8 @@ def test_int4_spreads_what_is_far_out() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("codec", frames.CODECS)
-def test_what_is_not_finite_stays_so(codec: frames.Codec, bad: float) -> None:
+@pytest.mark.parametrize("codec", frame_format.CODECS)
+def test_what_is_not_finite_stays_so(codec: frame_format.Codec, bad: float) -> None:
     tensor = torch.ones(700)
     tensor[300] = bad
     read = sent(tensor, codec)
@@ -142,7 +142,7 @@ def test_codec_none_copies_nothing() -> None:
 def test_tensors_behind_an_odd_one_and_read_only_payloads() -> None:
     tensors = [torch.arange(3, dtype=torch.uint8), torch.arange(5.0), torch.arange(7)]
     descriptors, buffers = encode(tensors, "none")
-    payloads: list[frames.Payload] = [
+    payloads: list[frame_format.Payload] = [
         joined(buffers),
         bytes(joined(buffers)),
         buffers,
@@ -256,7 +256,7 @@ def test_bad_heads_are_refused(head: object, why: str) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_as_a_head_give_a_frame_or_a_wire_error(head: bytes) -> None:
     try:
-        assert Frame.parse(head, b"").kind in frames.KINDS
+        assert Frame.parse(head, b"").kind in frame_format.KINDS
     except WireError as error:
         assert str(error)
 
@@ -323,36 +323,36 @@ def flip(packed: bytes, bit: int) -> bytes:
 
 @given(st.binary(max_size=300), st.integers(0))
 def test_any_flipped_bit_of_a_message_is_noticed(message: bytes, position: int) -> None:
-    sealed = frames.seal(message)
-    assert frames.unseal(sealed) == message
-    with pytest.raises(frames.DamagedError, match="checksum of a message"):
-        frames.unseal(flip(sealed, position % (8 * len(sealed))))
+    sealed = frame_format.seal(message)
+    assert frame_format.unseal(sealed) == message
+    with pytest.raises(frame_format.DamagedError, match="checksum of a message"):
+        frame_format.unseal(flip(sealed, position % (8 * len(sealed))))
 
 
 def test_the_checksum_of_a_message_is_a_field_of_it() -> None:
     message = Message(ballot={"view": 1, "attempt": 2}, ready={"step": 3}, seat="4", sender="2")
-    sealed = Message.FromString(frames.seal(message.SerializeToString()))
+    sealed = Message.FromString(frame_format.seal(message.SerializeToString()))
     assert sealed.checksum
     sealed.ClearField("checksum")
     assert sealed == message
 
 
-def same(read: frames.Chunk, expected: ProtobufChunk) -> bool:
+def same(read: frame_format.Chunk, expected: ProtobufChunk) -> bool:
     return all(value == getattr(expected, name) for name, value in read._asdict().items())
 
 
 def field(number: int, wire_type: int, content: bytes) -> bytes:
-    return frames._pack_varint(number << 3 | wire_type) + content
+    return frame_format._pack_varint(number << 3 | wire_type) + content
 
 
 FIELDS = st.one_of(
     st.builds(
-        lambda n, v: field(n, 0, frames._pack_varint(v)),
+        lambda n, v: field(n, 0, frame_format._pack_varint(v)),
         st.integers(1, 2**29 - 1) | st.integers(1, 8),
         UINT64,
     ),
     st.builds(
-        lambda n, v: field(n, 2, frames._pack_varint(len(v)) + v),
+        lambda n, v: field(n, 2, frame_format._pack_varint(len(v)) + v),
         st.integers(1, 2**29 - 1) | st.integers(1, 8),
         st.binary(max_size=200),
     ),

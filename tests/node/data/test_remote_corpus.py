@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planaria.node.data import elsewhere
+from planaria.node.data import remote_corpus
 from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import TRAIN, VALIDATION, Corpus, CorpusError
-from planaria.node.data.elsewhere import local_folder_of, make_stand_in
 from planaria.node.data.mixture import Mixture, inputs_and_targets, sample_tokens
+from planaria.node.data.remote_corpus import local_folder_of, make_stand_in
 from tests.range_server import Served, range_server
 
 CONTEXT = 32
@@ -23,7 +23,7 @@ SHARD = "train-00000.bin"
 @pytest.fixture
 def served(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A copy of the prepared prose."""
-    monkeypatch.setattr(elsewhere, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(remote_corpus, "PAUSES", (0.0, 0.0))
     copied = shutil.copytree(data, tmp_path / "there")
     with range_server(copied) as served:
         yield served
@@ -111,7 +111,7 @@ def test_a_list_of_checksums_is_kept_and_verified(served: Served, tmp_path: Path
 
 def test_what_fails_is_tried_again_and_not_for_ever(served: Served, tmp_path: Path) -> None:
     away = opened(served, tmp_path / "here")
-    served.failing = len(elsewhere.PAUSES)
+    served.failing = len(remote_corpus.PAUSES)
     away.sample(TRAIN, CONTEXT, 0)
     served.failing = 100
     with pytest.raises(CorpusError, match=rf"can't read bytes {BLOCK} to .* of http.*503"):
@@ -145,9 +145,9 @@ def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> N
 def test_blocks_are_kept_in_bounds(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elsewhere, "CACHED", 2 * BLOCK)
+    monkeypatch.setattr(remote_corpus, "CACHED", 2 * BLOCK)
     read = []
-    monkeypatch.setattr(elsewhere.Blocks, "_ask", lambda _, shard, number: read.append(number))
+    monkeypatch.setattr(remote_corpus.Blocks, "_ask", lambda _, shard, number: read.append(number))
     away = opened(served, tmp_path / "here")
     for number in (0, 1, 0, 2, 0, 1):
         away.prefetch(TRAIN, CONTEXT, [number * BLOCK // 2 // CONTEXT])

@@ -34,7 +34,7 @@ class Renderer:
 
     def __init__(self, template: Template, patience: float = PATIENCE) -> None:
         self._template, self._patience = template, patience
-        command = [sys.executable, "-m", "planaria.node.data.rendering", str(patience)]
+        command = [sys.executable, "-m", "planaria.node.data.template_process", str(patience)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

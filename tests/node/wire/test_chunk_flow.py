@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.chunks import HEAD as BESIDE
-from planaria.node.wire.chunks import HEADS, PIECES, ChunkInbox, ChunkOrder, ChunkOutbox
-from planaria.node.wire.frames import (
+from planaria.node.wire.chunk_flow import HEAD as BESIDE
+from planaria.node.wire.chunk_flow import HEADS, PIECES, ChunkInbox, ChunkOrder, ChunkOutbox
+from planaria.node.wire.frame_format import (
     KINDS,
     PAYLOAD_LIMIT,
     Chunk,

@@ -103,7 +103,7 @@ class Answers:
         return Standing(newest.lineage, newest.committed, last, boosted_at)
 
     def all_lost(self, view: registry.View) -> str:
-        """Why the run can't go on from the newest state; empty: it can."""
+        """Why the run can't go on from the newest state among the answers; empty: it can."""
         newest = self.newest
         having = [*self.having(), *self.behind()]
         if newest.committed and all(self.statuses[node].following for node in having):

@@ -18,7 +18,7 @@ from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
-from planaria.node.state.regroup import (
+from planaria.node.state.regrouped_saves import (
     SaveError,
     choose_saves,
     layer_ranges,

@@ -103,7 +103,7 @@ def _check_same_stages(saves: Iterable[SaveFile], config: ModelConfig) -> ModelC
 
 
 def model_as_saved(saves: Iterable[SaveFile], config: ModelConfig) -> ModelConfig:
-    """The model in the body stages of one run's saves. Raises SaveError if they are of another
+    """The model with the stages that one run's saves have. Raises SaveError if they are of another
     model than `config`."""
     if config.own is not None and config.own.others:
         return _check_same_stages(saves, config)

@@ -41,7 +41,7 @@ from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frame_format import Frame
 from planaria.recovery import checkfree
 from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
 
@@ -230,7 +230,7 @@ class TorchStage:
         return [first, tokens] if beside else [first]
 
     def _module_with(self, weights: Tensor) -> Stage:
-        """The stage with these weights, float32 [n] as in `tensors`; cached while they exist."""
+        """The stage's torch module with other weights, float32 [n]; cached while they exist."""
         if self._other is None or self._other[0]() is not weights:
             on_device = weights.data.to(self._device)
             if self._base is None:

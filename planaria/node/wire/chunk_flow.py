@@ -23,7 +23,7 @@ import numpy as np
 
 from planaria.node.wire.background import FIRST, Background
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.frames import (
+from planaria.node.wire.frame_format import (
     KINDS,
     Chunk,
     Frame,
