@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.node.wire.test_chunks import frame
 
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frame_format import KINDS, Frame, WireError, buffers_of, parse_chunk
@@ -20,6 +19,7 @@ from planaria.node.wire.session import (
     SessionBounds,
 )
 from tests.harness.at_rest import check_at_rest
+from tests.node.wire.test_chunk_flow import frame
 
 BOUNDS = SessionBounds(
     chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25)
