@@ -71,17 +71,20 @@ def run_pinned(arguments: list[str]) -> None:
         name, go = arguments.pop(0), Path(arguments.pop(0))
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[CORES[name]]})
-        while name == SECOND and not go.exists():
-            time.sleep(0.1)
+        if name == SECOND:
+            at = arguments.index("--data")
+            del arguments[at : at + 2]  # with data it would get stage 0
+            while not go.exists():
+                time.sleep(0.1)
     run_planaria(arguments)
 
 
-def measure(run: RunFile, data: Path, out: Path) -> Measured:
-    """`data` is the first machine's. Raises EmulationError."""
+def measure(run: RunFile, out: Path) -> Measured:
+    """Raises EmulationError."""
     go = out / "go"
     node = ["node", "--threads", "1", "--cloud", "none", "--seats", str(STAGES + 1)]
     nodes = {
-        FIRST: [FIRST, str(go), *node, "--stage", "0", "--data", str(data)],
+        FIRST: [FIRST, str(go), *node, "--stage", "0"],
         SECOND: [SECOND, str(go), *node],
     }
     links = all_alike(["registry", *CORES], ROUND_TRIP / 2, MBPS)
@@ -132,8 +135,7 @@ def main() -> None:
             out = Path(directory)
             prepare(Recipe([str(SHIPPED)]), out / "data")
             sizes = {"data__path": str(out / "data"), **MODELS[name]}
-            run = override(resolve(override(loads(RUN), **sizes)), data__path="absent")
-            measured = measure(run, out / "data", out / "run")
+            measured = measure(resolve(override(loads(RUN), **sizes)), out / "run")
         link = {"mbps": MBPS, "round_trip_ms": ROUND_TRIP}
         keep("two_machines", model=name, **link, **measured._asdict())
         print(
