@@ -61,10 +61,10 @@ from planaria.node.machine.processes import (
     Processes,
     Work,
     describe_status,
+    last_lines,
     run_planaria,
     stop_signals,
 )
-from planaria.node.machine.processes import last_lines as end_of
 from planaria.node.model import learning_rate
 from planaria.node.model.checkpoint import TOKENIZER
 from planaria.node.model.shape import COMPUTED
@@ -680,7 +680,7 @@ class _Swarm:
                 log = self.processes.log("registry")
                 raise SwarmError(
                     f"the registry isn't listening after {REGISTRY_START:g} s; its log {log} ends:"
-                    f"\n{end_of(log)}"
+                    f"\n{last_lines(log)}"
                 )
             await _pause(stop, POLL)
         return "" if stop.done() else file.read_text().strip()
@@ -924,14 +924,14 @@ class _Swarm:
             self.events.write(exited)
             self._read()
             if slot != "registry" and not self.replacing:
-                self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
+                self.screen.say(f"the log {log} ends:\n{last_lines(log, 4)}")
                 self._check_any_node_left()
                 continue
             self.restarts[slot] += 1
             hopeless = not self.training and ended.status in FINAL - {0}  # another would fail, too
             if hopeless or self.restarts[slot] > MOST_RESTARTS:
                 raise SwarmError(self._failure(ended))
-            self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
+            self.screen.say(f"the log {log} ends:\n{last_lines(log, 4)}")
             self._start(slot)
 
     def _failure(self, ended: EndedProcess) -> str:
@@ -939,7 +939,7 @@ class _Swarm:
         log = self.processes.log(ended.slot)
         repeated = f", {self.restarts[ended.slot]} times" if self.restarts[ended.slot] else ""
         status = describe_status(ended.status) + repeated
-        return f"{process} {status}; its log {log} ends:\n{end_of(log)}"
+        return f"{process} {status}; its log {log} ends:\n{last_lines(log)}"
 
 
 async def _pause(stop: asyncio.Future[int], seconds: float) -> None:

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Final
 from planaria.node.ports import Disk, OpenDisk
 from planaria.node.report.events import HoldingCost, SnapshotPaced
 from planaria.node.state.boundary import BoundaryKeeper
-from planaria.node.state.copies import CopyHolder, CopySender, OutgoingCopies, snapshot_section
-from planaria.node.state.copies import CopyKind as CopyKind
+from planaria.node.state.copies import (
+    CopyHolder,
+    CopyKind,
+    CopySender,
+    OutgoingCopies,
+    snapshot_section,
+)
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId, is_milestone
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
