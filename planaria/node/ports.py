@@ -204,8 +204,8 @@ class Arithmetic(Protocol):
         when it isn't here."""
 
     def checkpoint_state(self, stage: int) -> StageState:
-        """Only the stage's weights in the run's initial checkpoint. Raises ComplaintError when they
-        aren't here."""
+        """Only the stage's weights in the run's initial checkpoint, which must be here. They are
+        read when they are needed."""
 
     @property
     def lacking(self) -> int:

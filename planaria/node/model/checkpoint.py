@@ -26,7 +26,7 @@ from planaria.node.model.config import (
     read_json,
 )
 from planaria.node.model.layout import model_weights
-from planaria.node.model.shape import ModelConfig, matrices, named_shapes
+from planaria.node.model.shape import ModelConfig, named_shapes, packed_as
 
 if TYPE_CHECKING:  # only nodes load it: a registry has no numpy
     import numpy as np
@@ -163,25 +163,38 @@ class Checkpoint:
         UnsupportedModelError for values that aren't finite."""
         names = list(named_shapes(config, stage))
         if config.base_of(stage) is not None:
-            return digest_of(self.base_words(config, stage, name)[0] for name in names)
+            return digest_of(self.words(config, stage, name) for name in names)
         pieces = ((name, piece) for name in names for piece in self.pieces(name))
         return digest_of(check_finite(piece, self.folder, name) for name, piece in pieces)
+
+    def words(self, config: ModelConfig, stage: int, name: str) -> NDArray[np.float32]:
+        """The words of a tensor in its stage's frozen base (quantized.py), flat; its values where
+        it isn't packed. Raises OSError, UnsupportedModelError."""
+        base = packed_as(config, stage, name)
+        if base is None:
+            return check_finite(self.read(name), self.folder, name)
+        import torch
+
+        from planaria.node.model.quantized import pack
+
+        pieces = (check_finite(piece, self.folder, name) for piece in self.pieces(name))
+        shape = named_shapes(config, stage)[name]
+        return pack(map(torch.from_numpy, pieces), shape, base).words.numpy()
 
     def base_words(
         self, config: ModelConfig, stage: int, name: str
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The words of a tensor in its stage's frozen base (quantized.py), and the values that
-        these stand for, flat. Raises OSError, UnsupportedModelError."""
-        values, base = check_finite(self.read(name), self.folder, name), config.base_of(stage)
-        shape = matrices(config, stage).get(name.removesuffix(".weight"))
-        if base is None or shape is None:
-            return values, values
+        """The words of a tensor, and the values that these stand for, flat. Raises as `words`."""
+        words, base = self.words(config, stage, name), packed_as(config, stage, name)
+        if base is None:
+            return words, words
         import torch
 
-        from planaria.node.model.quantized import pack_and_unpack
+        from planaria.node.model.quantized import Packed, unpack
 
-        words, kept = pack_and_unpack(torch.from_numpy(values).view(shape), base)
-        return words.numpy(), kept.flatten().numpy()
+        shape = torch.Size(named_shapes(config, stage)[name])
+        packed = Packed.of(torch.from_numpy(words), shape, base)
+        return words, unpack(packed, shape, base, torch.float32).flatten().numpy()
 
     def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
         """The values of a checkpoint's tensor, float32, in pieces. Raises OSError."""

@@ -15,6 +15,7 @@ from planaria.node.model.modules import Stage
 from planaria.node.model.quantized import (
     AT_ONCE,
     QuantizedLinear,
+    Words,
     put_words,
     size_of,
     slots,
@@ -114,10 +115,10 @@ class Frozen:
                 small = parameter.bfloat16() if parameter.dim() > 1 else parameter.clone()
                 parameter.data = small.detach()
 
-    def words(self) -> Tensor:
-        """A copy of the frozen base on the CPU, float32 [size]: parameters by their values, packed
-        matrices by their bits. A device may have no room for it."""
-        return torch.cat([words_of(slot).cpu() for slot in self._slots])
+    def words(self) -> Words:
+        """The frozen base: parameters by their values, packed matrices by their bits."""
+        slots = self._slots
+        return Words(list(map(size_of, slots)), lambda number: words_of(slots[number]).cpu())
 
 
 def _fits_bf16(part: Tensor) -> bool:

@@ -12,9 +12,10 @@ rounds exactly. A packed matrix packs to itself. A layer unpacks its matrix for 
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -54,6 +55,12 @@ class Packed(NamedTuple):
     def words(self) -> Tensor:
         """A matrix's bits as float32 [n / 4 + m], in which form they are hashed and sent."""
         return torch.cat([self.codes.view(torch.float32), self.scales])
+
+    @classmethod
+    def of(cls, words: Tensor, shape: tuple[int, ...], base: Base) -> Packed:
+        """A matrix [out, in] as a view of its words."""
+        codes, _ = packed_sizes(shape, base)
+        return cls(words[: codes // 4].view(torch.uint8), words[codes // 4 :])
 
 
 def packed_sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, int]:
@@ -159,12 +166,6 @@ def _bitsandbytes() -> Any:
     return functional
 
 
-def pack_and_unpack(weight: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-    """The words of float32 [out, in], packed, and the values that they stand for, float32."""
-    packed = pack([weight], weight.shape, base)
-    return packed.words, unpack(packed, weight.shape, base, torch.float32)
-
-
 class QuantizedLinear(nn.Module):
     """A frozen linear module with a packed matrix, on the device of `linear`."""
 
@@ -254,9 +255,15 @@ def slots(module: nn.Module) -> Iterator[Slot]:
 
 def size_of(slot: Slot) -> int:
     """Number of words of a parameter or packed matrix."""
-    if isinstance(slot, QuantizedLinear):
-        return slot.codes.numel() // 4 + slot.scales.numel()
-    return slot.numel()
+    return words_in(slot.shape, slot.base if isinstance(slot, QuantizedLinear) else None)
+
+
+def words_in(shape: tuple[int, ...], base: Base | None) -> int:
+    """Number of words of a parameter, or of a matrix packed as `base`."""
+    if base is None:
+        return math.prod(shape)
+    codes, scales = packed_sizes(shape, base)
+    return codes // 4 + scales
 
 
 def words_of(slot: Slot) -> Tensor:
@@ -269,9 +276,7 @@ def words_of(slot: Slot) -> Tensor:
 def put_words(slot: Slot, words: Tensor) -> None:
     """Make a slot a view of `words_of` such a slot."""
     if isinstance(slot, QuantizedLinear):
-        count = len(slot.scales)
-        codes = words[: len(words) - count].view(torch.uint8)
-        slot.put(Packed(codes, words[len(words) - count :]))
+        slot.put(Packed.of(words, slot.shape, slot.base))
     else:
         slot.data = words.view(slot.shape)
 
@@ -285,3 +290,24 @@ def put_values(slot: Slot, pieces: Iterable[Tensor]) -> None:
         for piece in pieces:
             slot.data.view(-1)[first : first + piece.numel()] = piece.flatten()
             first += piece.numel()
+
+
+class Words:
+    """The words of several slots in a row. `read` returns a slot's, float32 [n] on the CPU, when
+    they are needed. Those of the last two slots stay in memory."""
+
+    def __init__(self, sizes: Sequence[int], read: Callable[[int], Tensor]) -> None:
+        self._sizes, self._read = sizes, lru_cache(maxsize=2)(read)
+        self.size = sum(sizes)
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """The words [start, stop), float32, as a copy."""
+        words = torch.empty(stop - start)
+        first = -start
+        for number, size in enumerate(self._sizes):
+            end = first + size
+            if first < len(words) and end > 0:
+                part = words[max(first, 0) : end]
+                part.copy_(self._read(number)[max(-first, 0) :][: len(part)])
+            first = end
+        return words

@@ -445,6 +445,12 @@ def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def packed_as(config: ModelConfig, stage: int, name: str) -> Base | None:
+    """Form of a tensor in its stage's frozen base; None: float32."""
+    is_matrix = name.removesuffix(".weight") in matrices(config, stage)
+    return config.base_of(stage) if is_matrix else None
+
+
 def matrix_names(config: ModelConfig) -> list[str]:
     """Names of the modules that adapters can be trained for, as in `Lora.targets`."""
     return list(dict.fromkeys(map(_last_name, matrices(config, 1))))

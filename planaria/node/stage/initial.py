@@ -4,6 +4,7 @@ that the run begins from."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint, digest_of
 from planaria.node.model.lora import add_adapters, initial_adapters
 from planaria.node.model.modules import Stage, build_stage, empty_stage
-from planaria.node.model.quantized import put_values, slots, words_of
-from planaria.node.model.shape import ModelConfig, named_shapes
+from planaria.node.model.quantized import Words, put_values, slots, words_in, words_of
+from planaria.node.model.shape import ModelConfig, named_shapes, packed_as
 from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
@@ -68,6 +69,21 @@ class InitialStages(NamedTuple):
                 f"stage {stage} is {actual}, not {expected}"
             )
         return module
+
+    def words(self, stage: int) -> Words:
+        """The words of a stage in the run's checkpoint, whose digest isn't checked. Raises
+        NotHereError."""
+        if self.checkpoint is None:
+            raise NotHereError(f"{self.run.model.origin} is not on this machine")
+        checkpoint, config = replace(self.checkpoint), self.config
+        shapes = named_shapes(config, stage)
+        names = list(shapes)
+
+        def read(number: int) -> Tensor:
+            return torch.from_numpy(checkpoint.words(config, stage, names[number]))
+
+        sizes = [words_in(shapes[name], packed_as(config, stage, name)) for name in names]
+        return Words(sizes, read)
 
     def stage_or_zeros(self, stage: int, begun: bool = False) -> tuple[Stage, bool]:
         """The stage, and whether all but its adapters are zeros: this machine lacks the weights, or

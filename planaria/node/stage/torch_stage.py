@@ -127,14 +127,15 @@ class TorchStage:
 
     def checkpoint_state(self, stage: int) -> StageState:
         if self._base is None or stage != self.stage or self.weightless:
-            weights = self._initial_weights(stage)
+            words = self._beginning.words(stage)
         else:
-            weights = self._base.words()
-        return StageState(_initial_id(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
+            words = self._base.words()
+        tensors = {"weights": torch.empty(words.size, device="meta")}
+        id = _initial_id(stage, 0)
+        return StageState(id, tensors, 0.0, 0, pb.Commit(), 0, read=words.between)
 
     def _initial_weights(self, stage: int) -> Tensor:
-        """Flat initial weights, or words of the base, float32 [n] on the CPU. Raises
-        ComplaintError."""
+        """Flat initial weights, float32 [n] on the CPU. Raises ComplaintError."""
         try:
             module = self._beginning.base(stage)
         except NotHereError as error:

@@ -142,13 +142,11 @@ class Rebuilding:
         if sync.method == WEIGHTS:
             arrived = self._arrived_weights(sync)
             return [Delivery(arrived, arrived.bytes)]
-        if sync.method == PRETRAINED and self.arithmetic.origin:  # also available here
-            read_checkpoint = partial(self.arithmetic.checkpoint_state, self.stage)
-            return [Delivery(await self.exchanges.compute(read_checkpoint), bytes=0)]
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
         at_start = sync.method in FROM_FILES and sync.step == 0
-        initialise = at_start or sync.method in (ANEW, ORIGIN, SEEDED)
+        here = self.arithmetic.origin and sync.method == PRETRAINED
+        initialise = at_start or here or sync.method in (ANEW, ORIGIN, SEEDED)
         if from_checkpoint or not (initialise or sync.method in FROM_FILES):
             return await self._fetch_from_peers(ballot, sync)
         if initialise:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
@@ -11,21 +10,18 @@ from planaria.node.state.stage_state import StageState
 from planaria.node.state.transfer import WEIGHTS, StateServer
 from planaria.node.state.weight_pins import PIN
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.facts import ORIGIN
 
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
-
-log = logging.getLogger(__name__)
 
 REQUESTED_AGAIN: Final = 30.0
 """Seconds within which a node that fetches a stage requests its next part."""
 
 
 class StateService:
-    """Serves the states of one seat. A stage of the checkpoint stays in memory until the first
-    commit, or until no node has requested one for a while."""
+    """Serves the states of one seat. Of a stage of the checkpoint a few tensors are in memory,
+    until no node has requested any for a while."""
 
     def __init__(self, seat: Agent) -> None:
         self._seat = seat
@@ -42,12 +38,7 @@ class StateService:
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """Handles a StateRequest or a ShardRequest."""
-        request = getattr(message, message.WhichOneof("body"))
-        unread = request.kind == ORIGIN and self._of_checkpoint(request.stage) is None
-        if unread and self._has_checkpoint(request.stage):
-            self._seat.exchanges.start(self._read_and_serve(peer, message, request.stage))
-        else:
-            self._server.on_message(peer, message)
+        self._server.on_message(peer, message)
 
     def tick(self, now: float) -> None:
         if now - self._requested > REQUESTED_AGAIN:
@@ -56,8 +47,6 @@ class StateService:
     def before_commit(self, fetched: Collection[int], state: StageState) -> Callable[[], None]:
         """Pins `state`, which a commit is about to change, if joiners fetch its step: `fetched`.
         Run the returned function in the compute thread before the change."""
-        if self._seat.run.training.lora is None:
-            self._checkpoint.clear()
         return self._pins.keep(fetched, state)
 
     def listed(self) -> list[pb.Holding]:
@@ -70,24 +59,17 @@ class StateService:
         return holdings
 
     def _of_checkpoint(self, stage: int) -> StageState | None:
-        self._requested = self._seat.exchanges.now
-        return self._checkpoint.get(stage)
-
-    def _has_checkpoint(self, stage: int) -> bool:
-        """Whether the stage's checkpoint is here: any with the folder, its own with adapters."""
+        """The stage's weights in the checkpoint, if they are here: any stage's with the folder, its
+        own with adapters."""
         seat = self._seat
         adapters = seat.run.training.lora is not None
         own = adapters and stage == seat.stage and not seat.member.weightless
-        return own or (seat.member.origin and stage <= seat.config.stages)
-
-    async def _read_and_serve(self, peer: str, message: pb.Message, stage: int) -> None:
-        seat = self._seat
-        try:
-            read = seat.exchanges.compute(lambda: seat.arithmetic.checkpoint_state(stage))
-            self._checkpoint[stage] = await read
-        except ComplaintError as error:
-            log.warning("%s", error)
-        self._server.on_message(peer, message)
+        if not (own or (seat.member.origin and stage <= seat.config.stages)):
+            return None
+        self._requested = seat.exchanges.now
+        if stage not in self._checkpoint:
+            self._checkpoint[stage] = seat.arithmetic.checkpoint_state(stage)
+        return self._checkpoint[stage]
 
     def _find(self, kind: str, stage: int, step: int) -> StageState | None:
         """The state that another node requests; None: it isn't here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -88,6 +88,9 @@ class StageState:
     optimizer_step: int
     relearning: int = 0  # updates of the stage's lesson not in it yet
     digest: bytes = b""  # of weights and moments; empty: not taken
+    read: Callable[[int, int], Tensor] | None = field(default=None, compare=False)
+    """Returns values [start, stop) of weights that aren't in memory; `tensors` has their number.
+    Call it in the compute thread. Raises OSError, UnsupportedModelError."""
 
     @property
     def bytes(self) -> int:

@@ -237,26 +237,34 @@ class StateServer:
         request = message.shard_request
         shard = StateShard(request.offset, request.size)
         try:
-            tensors = _tensors_offered(self._pinned(request), request.optimizer)
-            values = _shard_views([tensor for _, tensor in tensors], shard)
-        except ValueError as error:
+            descriptors, payload = await self._encode_shard(request, shard)
+        except (ValueError, OSError) as error:
             refusal = pb.ShardRefusal(
                 transfer=request.transfer, offset=request.offset, reason=str(error)
             )
             self._send(peer, pb.Message(ballot=message.ballot, shard_refusal=refusal))
             return
-
-        def encode_shard() -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-            # Copies: the next commit must not change queued data.
-            return self._tensors.encode([part.clone() for part in values], "none")
-
-        hangs = self._hangs()
-        descriptors, payload = (
-            encode_shard() if hangs else await self._exchanges.compute(encode_shard)
-        )
         fields = {"transfer": request.transfer, "offset": shard.offset, "size": shard.size}
         ballot = message.ballot.view, message.ballot.attempt
         self._send(peer, Frame("state", ballot, fields, descriptors, payload))
+
+    async def _encode_shard(
+        self, request: pb.ShardRequest, shard: StateShard
+    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+        """Raises ValueError for an invalid shard, or if the state isn't served; OSError if it can't
+        be read."""
+        state = self._pinned(request)
+        tensors = [tensor for _, tensor in _tensors_offered(state, request.optimizer)]
+        views, read = _shard_views(tensors, shard), state.read
+
+        def encode() -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+            if read is None:  # copies: the next commit must not change queued data
+                values = [view.clone() for view in views]
+            else:
+                values = [read(shard.offset // VALUE, (shard.offset + shard.size) // VALUE)]
+            return self._tensors.encode(values, "none")
+
+        return encode() if self._hangs() else await self._exchanges.compute(encode)
 
 
 def _tensors_offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.shape import FINE_TUNING, ModelConfig, model_config
+from planaria.node.model.shape import FINE_TUNING, ModelConfig, model_config, named_shapes
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
 from planaria.node.stage.initial import InitialStages, NotHereError
 from planaria.node.stage.torch_stage import TorchStage
@@ -126,6 +127,27 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     assert taker.digest() == reference.digest()
     with pytest.raises(ComplaintError, match="is not on this machine"):
         taker.initial_state(2, 0)
+
+
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
+    tmp_path, monkeypatch, base
+) -> None:
+    exported(tmp_path, GROUPED)
+    fields = {"model": {"from": str(tmp_path), "stages": 3, "context": 24}}
+    run = with_model(from_fields(fields | {"training": {"lora": {"rank": 4, "base": base}}}))
+    cpu = torch.device("cpu")
+    giver = TorchStage("a", 0, InitialStages(run, run.config, Checkpoint.open(tmp_path)), cpu)
+    taker = TorchStage("b", 2, InitialStages(run, run.config), cpu)
+    state, read = giver.checkpoint_state(2), []
+    words = Checkpoint.words
+    monkeypatch.setattr(Checkpoint, "words", lambda *given: read.append(given[-1]) or words(*given))
+    assert state.read is not None
+    cuts = [*range(0, taker.lacking, 37), taker.lacking]
+    weights = torch.cat([state.read(start, stop) for start, stop in pairwise(cuts)])
+    assert read == [*named_shapes(run.config, 2)]
+    taker.take_frozen_weights(weights, "a")
+    assert not taker.weightless
 
 
 def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:

@@ -18,9 +18,10 @@ from planaria.node.model.modules import build_stage, empty_stage
 from planaria.node.model.quantized import (
     NF4,
     SMALLEST,
+    Packed,
     QuantizedLinear,
+    Words,
     pack,
-    pack_and_unpack,
     put_values,
     size_of,
     slots,
@@ -71,14 +72,20 @@ def test_the_library_unpacks_what_plain_torch_does(shape, kind, monkeypatch) -> 
     assert torch.equal(by_library, unpack(packed, size, "nf4", kind))
 
 
+def packed_and_unpacked(weight: torch.Tensor, base: Base) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = pack([weight], weight.shape, base)
+    viewed = Packed.of(packed.words, weight.shape, base)
+    return packed.words, unpack(viewed, weight.shape, base, torch.float32)
+
+
 @BASES
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_matrix_is_close_and_packs_to_itself(base, shape) -> None:
     weight = matrix(shape)
-    words, values = pack_and_unpack(weight, base)
+    words, values = packed_and_unpacked(weight, base)
     error = {"bf16": 2**-8, "int8": 0.5 / 127, "nf4": 0.16}[base] * weight.abs().max()
     assert (values - weight).abs().max() <= error
-    again, same = pack_and_unpack(values, base)
+    again, same = packed_and_unpacked(values, base)
     assert torch.equal(values, same)
     assert torch.equal(words.view(torch.int32), again.view(torch.int32))
 
@@ -148,8 +155,8 @@ def test_a_base_travels_by_its_words_and_takes_the_bytes_that_are_said(base) -> 
     for slot in frozen:
         put_values(slot, [torch.zeros(slot.shape)])
     mine, theirs = Frozen(giver, False), Frozen(taker, False)
-    assert mine.size == sum(map(size_of, frozen)) == len(mine.words())
-    theirs.put(mine.words())
+    assert mine.size == sum(map(size_of, frozen)) == mine.words().size
+    theirs.put(mine.words().between(0, mine.size))
     x = torch.randn(2, 9, GROUPED.dim)
     assert torch.equal(giver(x), taker(x))
     for slot, other in zip(slots(giver), slots(taker), strict=True):
@@ -179,3 +186,21 @@ def test_no_code_is_loaded_from_a_hub() -> None:
         "assert sys.modules['kernels'] is kernels"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("shard", [1, 3, 4, 50])
+def test_words_are_read_a_slot_at_a_time_however_they_are_cut(shard: int) -> None:
+    parts = [torch.arange(count) + 100.0 * count for count in (5, 1, 7, 2)]
+    read: list[int] = []
+
+    def part(number: int) -> torch.Tensor:
+        read.append(number)
+        return parts[number]
+
+    words = Words([len(part) for part in parts], part)
+    pieces = [
+        words.between(start, min(start + shard, words.size))
+        for start in range(0, words.size, shard)
+    ]
+    assert torch.equal(torch.cat(pieces), torch.cat(parts))
+    assert read == [0, 1, 2, 3]

@@ -272,7 +272,7 @@ def test_frozen_weights_and_other_adapters_come_from_elsewhere(corpus: Corpus) -
         return {
             "before": stage.evaluate(shown, False).cpu(),
             "with others": stage.evaluate(shown, False, other).cpu(),
-            "frozen": stage._base.words().cpu(),
+            "frozen": stage._base.words().between(0, stage._base.size),
         }
 
     same(answered, sums=True)

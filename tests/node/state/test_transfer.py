@@ -164,6 +164,38 @@ def test_of_many_sources_a_few_are_asked_and_others_in_the_place_of_those_that_f
     assert {source for source, _ in network.asked} == {"s00", "s01"}
 
 
+def unread(whole: StageState, read: Callable[[int, int], torch.Tensor]) -> StageState:
+    """Weights of which only their number is in memory."""
+    weights = whole.tensors["weights"].to("meta")
+    return replace(whole, tensors={"weights": weights}, read=read)
+
+
+def test_weights_that_are_not_in_memory_are_read_a_shard_at_a_time() -> None:
+    network, whole, read = Network(), state(), []
+
+    def part(start: int, stop: int) -> torch.Tensor:
+        read.append((start, stop))
+        return whole.tensors["weights"][start:stop]
+
+    network.states["a"] = unread(whole, part)
+    delivery = network.fetch(["a"], optimizer=False)
+    assert torch.equal(delivery.state.tensors["weights"], whole.tensors["weights"])
+    shards = cut_into_shards([4 * LENGTH], SHARD_SIZE)
+    assert sorted(read) == [(s.offset // 4, (s.offset + s.size) // 4) for s in shards]
+
+
+def test_weights_that_cannot_be_read_are_refused_and_others_serve() -> None:
+    def part(start: int, stop: int) -> torch.Tensor:
+        raise OSError("model.safetensors ends before its tensors do")
+
+    network = Network()
+    network.states["a"] = unread(state(), part)
+    with pytest.raises(ComplaintError, match="safetensors ends before"):
+        network.fetch(["a"], optimizer=False)
+    assert_equal(network.fetch(["a", "b"], optimizer=False), state(), optimizer=False)
+    assert not network.accused
+
+
 def test_special_values_keep_their_bits() -> None:
     network = Network()
     bits = torch.tensor([0x7FC00001, 0x7F800000, -(2**31), 1], dtype=torch.int32)
