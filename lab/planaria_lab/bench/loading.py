@@ -5,7 +5,8 @@ The stage has four layers of TinyLlama-1.1B with random weights and adapters of 
 from folders in bf16, in float32 and in bitsandbytes' nf4, and from another process by a link.
 What is measured is the highest resident memory of a process (VmHWM, which is reset) while it makes
 the stage, above what it had before. It has loaded a small model in the same way by then, so the
-libraries are there.
+libraries are there. The process that gives the stage has the bf16 folder and serves stage 0; its
+rise is measured as well.
 
 Goal: 1.2 times the base, its largest tensor as it is stored, and the adapters with their gradient
 and moments.
@@ -95,12 +96,12 @@ def begin() -> int:
     return status("VmRSS")
 
 
-def made(text: str, from_folder: bool) -> TorchStage:
-    """Stage 1 as a node makes it, without weights unless from a folder."""
+def made(text: str, from_folder: bool, stage: int = 1) -> TorchStage:
+    """A stage as a node makes it, without weights unless from a folder."""
     run = loads(text)
     checkpoint = Checkpoint.open(Path(run.model.origin or "")) if from_folder else None
     beginning = InitialStages(run, run.config, checkpoint)
-    return TorchStage("node", 1, beginning, torch.device("cpu"))
+    return TorchStage("node", stage, beginning, torch.device("cpu"))
 
 
 def from_folder(small: str, large: str) -> int:
@@ -113,7 +114,7 @@ def from_folder(small: str, large: str) -> int:
 
 
 def give(small: str, large: str, pipe: Connection) -> None:
-    uvloop.run(_give([made(text, True) for text in (small, large)], pipe))
+    uvloop.run(_give([made(text, True, stage=0) for text in (small, large)], pipe))
 
 
 async def _give(stages: list[TorchStage], pipe: Connection) -> None:
@@ -121,9 +122,12 @@ async def _give(stages: list[TorchStage], pipe: Connection) -> None:
     pipe.send(await node.links.start(f"{HOST}:0"))
     node.links.set_peers(1, [Peer(JOINER, "", KEY.public)], [JOINER])
     for stage in stages:
+        before = begin()
         node.state = stage.checkpoint_state(1)
         pipe.send("ready")
         await asyncio.to_thread(pipe.recv)
+        rise = status("VmHWM") - before
+    pipe.send(rise)
     await node.stop()
 
 
@@ -167,14 +171,14 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
         process.join()
 
 
-def from_peer(small: str, large: str) -> int:
+def from_peer(small: str, large: str) -> tuple[int, int]:
+    """The rises of the process that makes the stage, and of the one that gives it."""
     here, other_end = FORK.Pipe()
     process = FORK.Process(target=give, args=(small, large, other_end))
     process.start()
     other_end.close()
     try:
-        rise: int = apart(take, small, large, here.recv(), here)
-        return rise
+        return apart(take, small, large, here.recv(), here), here.recv()
     finally:
         process.join()
 
@@ -190,22 +194,23 @@ def stored(place: Place) -> int:
     return codes.size * KINDS[codes.kind].itemsize
 
 
-def compare(run: RunFile, origin: str, rise: int) -> None:
-    """Print and keep a row."""
+def compare(run: RunFile, origin: str, rise: int, giver: int | None = None) -> None:
+    """Print and keep a row. `giver`: the rise of the process that gives the stage."""
     config, base = run.config, run.training.lora and run.training.lora.base
     packed, largest = sizes(config, Checkpoint.open(Path(run.model.origin or "")))
     state = config.state_bytes(1) + VALUE * config.trained_in(1)
     goal = GOAL * packed + largest + state
     figures = {"packed": packed, "largest": largest, "adapters": state, "rise": rise}
-    keep("loading", base=base, origin=origin, **figures, goal=round(goal))
+    keep("loading", base=base, origin=origin, **figures, goal=round(goal), giver=giver)
     cells = " | ".join(f"{value / MIB:,.0f}" for value in (*figures.values(), goal))
-    print(f"| {base} | {origin} | {cells} | {rise / goal:.2f} |", flush=True)
+    given = "" if giver is None else f"{giver / MIB:,.0f}"
+    print(f"| {base} | {origin} | {cells} | {rise / goal:.2f} | {given} |", flush=True)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| base | from | base, MiB | largest | adapters | rise | goal | rise / goal |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| base | from | base, MiB | largest | adapters | rise | goal | rise / goal | giver |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as directory:
         for kind in FOLDERS:
             folders = [Path(directory, kind, size) for size in ("small", "large")]
@@ -215,7 +220,7 @@ def main() -> None:
                 small, large = (apart(taken_in, folder, base) for folder in folders)
                 compare(loads(large), kind, apart(from_folder, small, large))
                 if kind == "bf16":
-                    compare(loads(large), "peer", from_peer(small, large))
+                    compare(loads(large), "peer", *from_peer(small, large))
 
 
 def taken_in(folder: Path, base: str) -> str:
