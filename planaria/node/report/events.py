@@ -465,9 +465,7 @@ class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
 
     stages: tuple[Count, ...]
     reason: str
-
-    def sentence(self, node: str | None) -> str:
-        return f"waiting for a node to join stage {', '.join(map(str, self.stages))}"
+    says = "no step begins: {reason}"
 
 
 class Paused(Event, kind="paused", severity=Severity.ERROR):

@@ -139,7 +139,10 @@ def coloured(description: Description) -> list[str]:
             event("resuming", step=30, exact=False, reason="no step was saved by every stage"),
             "fallback: resuming at step 30: no step was saved by every stage",
         ),
-        (event("waiting", stages=[2, 3], reason="x"), "waiting for a node to join stage 2, 3"),
+        (
+            event("waiting", stages=[2, 3], reason="a node is awaited"),
+            "no step begins: a node is awaited",
+        ),
         (
             event("save failed", OLD, reason="No space left on device"),
             f"save failed at {OLD}: No space left on device",
