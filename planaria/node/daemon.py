@@ -45,6 +45,8 @@ log = logging.getLogger("planaria")
 
 FILES_CHECKED = 1.0
 """Seconds between two checks whether disks accept writes."""
+LOADED = 10e6
+"""Values of a stage that a slow machine reads and packs in a second."""
 WALL_REPORTED = 2.0
 """Seconds between two reports of wall time and costs."""
 
@@ -55,7 +57,8 @@ class DaemonMachine:
     def __init__(self, node: DaemonNode) -> None:
         self._node, self._place, self._run = node, node.place, node.run
         floor = COMPILING if node.run.training.compile else FLOOR
-        watch = HangWatch(node.run.swarm.progress, floor)
+        loading = max(node.config.parameters) / LOADED
+        watch = HangWatch(node.run.swarm.progress + loading, floor)
         self.compute = ComputeThread(f"compute-{node.node}", node.loop, watch)
         self.memory, self._room = memory_of(self._place.device), DeviceRoom(self._place.device)
         self._events = EventLog(self._place.out, node.node, BackgroundLineFile)

@@ -148,6 +148,9 @@ class Seats(Generic[A]):
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         """Delivers a peer's message to the seat that it names. Raises SenselessError."""
         sender = seat_id(peer, message.sender)
+        if message.seat in self._building and message.WhichOneof("body") == "query":
+            not_yet = pb.Message(ballot=message.ballot, account=pb.Account(computing=True))
+            SeatNet(self, message.seat).send(sender, not_yet)
         self._handle(_EarlyMessage(now, sender, message.seat, message), now)
 
     def _handle(self, early: _EarlyMessage, now: float) -> None:

@@ -159,8 +159,21 @@ def test_messages_wait_for_a_seat_that_is_being_built_and_frames_do_not() -> Non
     machine.seats.on_message("b", pb.Message(seat="1", sender="2", query=pb.Query()), 0.0)
     machine.seats.on_frame("b", frame(seat="1", sender="2"), 0.0)
     SeatNet(machine.seats, "0").send("a/1", pb.Message(reduce=pb.Reduce()))
+    ((to, not_yet),) = machine.links.sent
+    assert (to, not_yet.sender, not_yet.seat, not_yet.account.computing) == ("b", "1", "2", True)
     machine.build("1")
     assert machine.heard("1") == [("b/2", "query"), ("a/0", "reduce")]
+
+
+def test_a_driver_hears_that_a_seat_of_its_own_node_is_being_built() -> None:
+    machine = Machine("0")
+    for _ in range(2):
+        SeatNet(machine.seats, "0").send("a/1", pb.Message(query=pb.Query()))
+    machine.run()
+    assert machine.heard("0") == [("a/1", "account")] * 2
+    machine.seats.tick(VIEW_TO_COME)
+    machine.run()
+    assert len(machine.heard("0")) == 2, "once for each query"
 
 
 def test_no_more_waits_for_a_seat_that_is_being_built_than_there_is_room_for() -> None:

@@ -131,12 +131,12 @@ def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 
 
-@pytest.mark.parametrize("seed", [2, 12, 18])
+@pytest.mark.parametrize("seed", [2, 18, 20])
 def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
     assert struck(seed, TheirDriverToo).counts["memory"] >= 3
 
 
-BEREAVED = [2, 7, 10]
+BEREAVED = [2, 7, 12]
 """Seeds in which no gradient of the last step is left."""
 
 

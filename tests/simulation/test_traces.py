@@ -16,7 +16,7 @@ from simulation.scenario import Scenario, run
 
 ROOT = Path(__file__).parents[2]
 SEED = 14
-DIGEST = "062ee54a39d921fb9ed4c91e016a658347558419dba47d212b461d1fca2ce54a"
+DIGEST = "5c2e7ba5890bb9a3d5aaaf20de4bb7f6087c4ca17ae5d85fd2d88a0efef52334"
 """Of the registry's views and when they came, in a run with crashes. What nodes compute may differ
 by processor."""
 

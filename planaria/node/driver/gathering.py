@@ -3,6 +3,7 @@ without it, or begins the next step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class Gathering(Phase):
         super().__init__(driver)
         self.answers, self.taken_over = answers, taken_over
         self.asked = self.suspected = answers.began  # when silent members were reported
+        self.preparing: dict[str, float] = {}  # when a member last said that it will answer later
 
     def explain(self) -> str:
         unheard = ", ".join(self.answers.unheard())
@@ -62,7 +64,10 @@ class Gathering(Phase):
     def received(self, peer: str, message: pb.Message, now: float) -> Turn:
         driver, status = self.driver, message.status
         is_current = Ballot.of(message.ballot) == driver.ballot
-        if message.WhichOneof("body") != "status" or not is_current:
+        body = message.WhichOneof("body")
+        if body == "account" and is_current:
+            self.preparing[peer] = now
+        if body != "status" or not is_current:
             return super().received(peer, message, now)
         self.answers.statuses[peer] = status
         if status.following:
@@ -87,6 +92,7 @@ class Gathering(Phase):
             effects += [
                 Suspect(node, hanging[node], HANG) if node in hanging else Suspect(node, why)
                 for node in unheard
+                if node in hanging or now - self.preparing.get(node, -math.inf) >= ANSWER
             ]
         return self.stays([*effects, *answers.ballot.send_all(unheard, query=pb.Query())])
 

@@ -37,6 +37,13 @@ NF4: Final = torch.tensor(
 )
 """Values of the codes, float32 [16]."""
 MIDDLES: Final = (NF4[1:] + NF4[:-1]) / 2
+BINS: Final = 64
+"""Bins per unit, each with at most one of the middles."""
+BINS_OF_MIDDLES: Final = (MIDDLES * BINS + BINS).int()
+LOWEST: Final = (BINS_OF_MIDDLES[:, None] < torch.arange(2 * BINS + 1)).sum(0, dtype=torch.uint8)
+"""The lowest code of each bin, uint8 [129]."""
+MIDDLE_OF: Final = torch.full((2 * BINS + 1,), 2.0).index_put((BINS_OF_MIDDLES,), MIDDLES)
+"""The middle in each bin, float32 [129]; 2: none."""
 PAIRS: Final = torch.stack([NF4.repeat_interleave(16), NF4.repeat(16)], dim=1)
 """Values of the two codes in a byte, float32 [256, 2]."""
 SMALLEST: Final = 1e-38
@@ -89,9 +96,9 @@ def pack(pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Ba
                 blocks = F.pad(values, (0, -len(values) % NF4_BLOCK)).view(-1, NF4_BLOCK)
                 largest = blocks.abs().amax(dim=1).clamp_(min=SMALLEST)
                 shares = (blocks / largest[:, None]).flatten()
-                nibbles = torch.zeros(shares.shape, dtype=torch.uint8)
-                for middle in MIDDLES:  # half the time of torch.bucketize
-                    nibbles += shares > middle
+                bins = (shares * BINS + BINS).int()  # a tenth of the time of torch.bucketize
+                is_upper = shares > MIDDLE_OF.index_select(0, bins)
+                nibbles = LOWEST.index_select(0, bins).add_(is_upper)
                 scales[done // NF4_BLOCK :][: len(blocks)] = largest
                 codes[done // 2 :][: len(nibbles) // 2] = nibbles[0::2] << 4 | nibbles[1::2]
             case "int8":

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import msgpack
 
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
-from planaria.node.ports import Tensors
+from planaria.node.ports import Priority, Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.bounds import HASH
 from planaria.node.transaction.rules import SLOWEST
@@ -264,7 +264,8 @@ class StateServer:
                 values = [read(shard.offset // VALUE, (shard.offset + shard.size) // VALUE)]
             return self._tensors.encode(values, "none")
 
-        return encode() if self._hangs() else await self._exchanges.compute(encode)
+        priority = Priority.CONTROL if read is None else Priority.BACKGROUND
+        return encode() if self._hangs() else await self._exchanges.compute(encode, priority)
 
 
 def _tensors_offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:

@@ -366,8 +366,8 @@ class MemberSide:
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         if self.changing:
             self.unanswered = (peer, ballot)
-            hang = pb.Account(hang=self.hang[:LONGEST_WORDS])  # so that the driver may go on
-            return [ballot.send(peer, account=hang)] if self.hang else []
+            not_yet = pb.Account(computing=True, hang=self.hang[:LONGEST_WORDS])
+            return [ballot.send(peer, account=not_yet)]
         is_ready = self.phase is MemberPhase.READY
         status = pb.Status(
             committed=self.committed,

@@ -1047,6 +1047,18 @@ def test_a_silent_member_is_asked_again_and_then_suspected():
     assert suspected(run.waits(ANSWER)) == ["e"]
 
 
+def test_who_says_that_it_cannot_answer_yet_is_suspected_only_once_it_is_silent():
+    run = asked()
+    for node in "bcd":
+        run.hears(node, status=pb.Status())
+    for _ in range(30):  # its seat is being built from a large model
+        assert suspected(run.waits(QUERY_AGAIN)) in ([], ["e"])
+        run.hears("a", account=pb.Account(computing=True))
+    effects = run.waits(QUERY_AGAIN)
+    assert sent(effects, "query").keys() == {"a", "e"}
+    assert set(suspected(run.waits(ANSWER))) == {"a", "e"}
+
+
 def test_who_is_not_ready_in_time_is_suspected():
     run = begun()
     run.comes_home()

@@ -204,3 +204,13 @@ def test_words_are_read_a_slot_at_a_time_however_they_are_cut(shard: int) -> Non
     ]
     assert torch.equal(torch.cat(pieces), torch.cat(parts))
     assert read == [0, 1, 2, 3]
+
+
+def test_each_value_gets_the_code_of_the_nearest_quantile_of_nf4() -> None:
+    middles = (NF4[1:] + NF4[:-1]) / 2
+    steps = [torch.nextafter(middles, torch.tensor(way)) for way in (-2.0, 2.0)]
+    values = torch.cat([middles, *steps, NF4, torch.linspace(-1, 1, 4096 - 3 * 15 - 16)])
+    values = torch.cat([torch.ones(64, 1), values.view(64, 64)], dim=1)[:, :64]  # scales of 1
+    codes = pack([values], values.shape, "nf4").codes
+    nibbles = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
+    assert torch.equal(nibbles.long(), (values.flatten()[:, None] > middles).sum(1))
