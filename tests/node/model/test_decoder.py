@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from planaria.node.model.decoder import (
 )
 from planaria.node.model.lora import add_adapters, initial_adapters
 from planaria.node.model.modules import build_stage, empty_stage, inference_stage
-from planaria.node.model.quantized import QuantizedLinear, slots
+from planaria.node.model.quantized import QuantizedLinear, slots, words_of
 from planaria.node.model.shape import Base, Lora
 from planaria.node.run_file import RunFile, RunFileError, from_fields
 from planaria.node.stage.initial import InitialStages
@@ -233,3 +234,26 @@ def test_what_a_base_packs_is_what_is_a_linear_module(kind) -> None:
 def test_positions_begin_anew_with_each_document() -> None:
     begins = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 1, 1, 0]])
     assert document_positions(begins).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "training"),
+    [
+        ("gpt2", {}),
+        ("gemma3_text", {"lora": {"rank": 2, "base": "nf4"}}),
+        ("mixtral", {"lora": {"rank": 2, "base": "nf4", "targets": ["q_proj"]}}),
+    ],
+)
+def test_a_stage_is_read_for_others_as_it_is_made_here(
+    tmp_path, kind: str, training: dict[str, Any]
+) -> None:
+    saved(tmp_path, kind)
+    model = {"from": str(tmp_path), "stages": 2, "context": 24}
+    run = with_model_here(from_fields({"model": model, "training": training}))
+    own = load_checked(run, run.config)
+    beginning = InitialStages(run, run.config, Checkpoint.open(tmp_path), own)
+    for stage in range(3):
+        expected = torch.cat([words_of(slot) for slot in slots(beginning.base(stage))])
+        words, cuts = beginning.words(stage), [*range(0, len(expected), 999), len(expected)]
+        given = torch.cat([words.between(*cut) for cut in pairwise(cuts)])
+        assert torch.equal(given.view(torch.int32), expected.view(torch.int32))
