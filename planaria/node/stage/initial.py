@@ -12,6 +12,7 @@ from torch import Tensor
 
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint, digest_of
+from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.lora import add_adapters, initial_adapters
 from planaria.node.model.modules import Stage, build_stage, empty_stage
 from planaria.node.model.quantized import Words, put_values, slots, words_in, words_of
@@ -72,7 +73,7 @@ class InitialStages(NamedTuple):
 
     def words(self, stage: int) -> Words:
         """The words of a stage in the run's checkpoint, whose digest isn't checked. Raises
-        NotHereError."""
+        NotHereError, as reading does."""
         if self.checkpoint is None:
             raise NotHereError(f"{self.run.model.origin} is not on this machine")
         checkpoint, config = replace(self.checkpoint), self.config
@@ -80,7 +81,10 @@ class InitialStages(NamedTuple):
         names = list(shapes)
 
         def read(number: int) -> Tensor:
-            return torch.from_numpy(checkpoint.words(config, stage, names[number]))
+            try:
+                return torch.from_numpy(checkpoint.words(config, stage, names[number]))
+            except (OSError, UnsupportedModelError) as error:
+                raise NotHereError(f"{checkpoint.folder} can't be read: {error}") from error
 
         sizes = [words_in(shapes[name], packed_as(config, stage, name)) for name in names]
         return Words(sizes, read)

@@ -90,7 +90,7 @@ class StageState:
     digest: bytes = b""  # of weights and moments; empty: not taken
     read: Callable[[int, int], Tensor] | None = field(default=None, compare=False)
     """Returns values [start, stop) of weights that aren't in memory; `tensors` has their number.
-    Call it in the compute thread. Raises OSError, UnsupportedModelError."""
+    Call it in the compute thread. Raises ValueError that says why they can't be read."""
 
     @property
     def bytes(self) -> int:

@@ -238,7 +238,7 @@ class StateServer:
         shard = StateShard(request.offset, request.size)
         try:
             descriptors, payload = await self._encode_shard(request, shard)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             refusal = pb.ShardRefusal(
                 transfer=request.transfer, offset=request.offset, reason=str(error)
             )
@@ -251,8 +251,7 @@ class StateServer:
     async def _encode_shard(
         self, request: pb.ShardRequest, shard: StateShard
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Raises ValueError for an invalid shard, or if the state isn't served; OSError if it can't
-        be read."""
+        """Raises ValueError for an invalid shard, or a state that isn't served or can't be read."""
         state = self._pinned(request)
         tensors = [tensor for _, tensor in _tensors_offered(state, request.optimizer)]
         views, read = _shard_views(tensors, shard), state.read

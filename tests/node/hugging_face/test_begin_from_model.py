@@ -148,6 +148,9 @@ def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     assert read == [*named_shapes(run.config, 2)]
     taker.take_frozen_weights(weights, "a")
     assert not taker.weightless
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(NotHereError, match="can't be read"):
+        state.read(0, 8)
 
 
 def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:

@@ -186,7 +186,7 @@ def test_weights_that_are_not_in_memory_are_read_a_shard_at_a_time() -> None:
 
 def test_weights_that_cannot_be_read_are_refused_and_others_serve() -> None:
     def part(start: int, stop: int) -> torch.Tensor:
-        raise OSError("model.safetensors ends before its tensors do")
+        raise ValueError("model.safetensors ends before its tensors do")
 
     network = Network()
     network.states["a"] = unread(state(), part)
