@@ -42,7 +42,9 @@ OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE, CONFIG]
 OWN: Final = {"origin", "blueprint", "content", "preset", "stages", "context", "attn_mask_type"}
 """Keys of [model] that may be set beside `model.from` or `model.config`."""
 TRIAL_SECONDS: Final = 600.0
-"""Seconds in which transformers is loaded and tried, and the weights are read."""
+"""Seconds in which transformers is loaded and tried."""
+READ: Final = 5e6
+"""Bytes of a model that a slow machine reads and packs in a second."""
 PACKED: Final = 0.9
 """Share of a stage's values that a packed base is expected to pack."""
 STAGES: Final = 4
@@ -74,7 +76,11 @@ def with_model(run: RunFile) -> RunFile:
         own_modules, packed = not needs_transformers(folder), lora is not None and lora.base
         if own_modules and not packed and not is_quantized(folder):
             return with_model_here(run)
-        return completed_by("planaria.node.hugging_face.begin_from_model", run, TRIAL_SECONDS)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        if size and not model.content:
+            log.info("reading %s, from which the run begins (%.1f GB)", folder, size / 1e9)
+        seconds = TRIAL_SECONDS + size / READ
+        return completed_by("planaria.node.hugging_face.begin_from_model", run, seconds)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {name}: {error}") from error
 

@@ -434,6 +434,8 @@ def plan_run(
     from planaria.node.local.from_run import begin_from_run  # which reads that run's plan
 
     run = begin_from_run(run, say, track)
+    if run.model.origin is not None and not run.model.content:
+        say(f"reading {run.model.origin}, from which the run begins")
     text, path = text_to_prepare(run), Path(run.data.path)
     if text is not None:
         from planaria.node.data.prepare import prepare

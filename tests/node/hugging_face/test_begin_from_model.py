@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.hugging_face import begin_from_model
 from planaria.node.hugging_face.begin_from_model import find_tokenizer, with_model
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
@@ -151,6 +152,21 @@ def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(NotHereError, match="can't be read"):
         state.read(0, 8)
+
+
+def test_a_large_model_has_time_to_be_read_and_that_is_said(tmp_path, monkeypatch, caplog) -> None:
+    exported(tmp_path, GROUPED)
+    with (tmp_path / "further.safetensors").open("wb") as file:
+        file.truncate(43 * 10**9)  # of no blocks
+    limits: list[float] = []
+    monkeypatch.setattr(
+        begin_from_model, "completed_by", lambda module, run, seconds: limits.append(seconds) or run
+    )
+    lora = {"training": {"lora": {"base": "nf4"}}}
+    with caplog.at_level("INFO"):
+        with_model(from_fields({"model": {"from": str(tmp_path)}} | lora))
+    assert limits[0] > 3600
+    assert f"reading {tmp_path}, from which the run begins (43.0 GB)" in caplog.text
 
 
 def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:
