@@ -48,8 +48,9 @@ PAIRS: Final = torch.stack([NF4.repeat_interleave(16), NF4.repeat(16)], dim=1)
 """Values of the two codes in a byte, float32 [256, 2]."""
 SMALLEST: Final = 1e-38
 """Scale of values that are all 0, as in bitsandbytes."""
-AT_ONCE: Final = 1 << 16
-"""Number of values that are packed, or compared, at a time."""
+AT_ONCE: Final = 1 << 14
+"""Number of values that are packed, or compared, at a time: too few for torch to divide among
+threads. On busy cores these would wait for each other 16 ms in each operation."""
 BY_LIBRARY: tuple[str, ...] = ("cpu", "cuda", "xpu")
 """Devices whose matrices bitsandbytes unpacks. On others it would load code from a hub."""
 
