@@ -98,7 +98,7 @@ class LivingModel(LivingRun):
         try:
             state = (await self._exchanges.outcome(fetch)).state
         except ComplaintError as error:
-            raise ExportError(f"stage {stage} was lost meanwhile: {error}. Try again") from error
+            raise ExportError(f"stage {stage} can't be read: {error}. Try again") from error
         if state.last.step == self.step:
             made = Ballot.of(state.last.ballot)
             if self._made not in (NEVER, made):

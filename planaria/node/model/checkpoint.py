@@ -170,16 +170,32 @@ class Checkpoint:
     def words(self, config: ModelConfig, stage: int, name: str) -> NDArray[np.float32]:
         """The words of a tensor in its stage's frozen base (quantized.py), flat; its values where
         it isn't packed. Raises OSError, UnsupportedModelError."""
+        import numpy as np
+
+        from planaria.node.model.quantized import words_in
+
+        shape = named_shapes(config, stage)[name]
+        words = np.zeros(words_in(shape, packed_as(config, stage, name)), np.float32)
+        for _ in self.reading(config, stage, name, words):
+            pass
+        return words
+
+    def reading(
+        self, config: ModelConfig, stage: int, name: str, words: NDArray[np.float32]
+    ) -> Iterator[int]:
+        """Read a tensor's `words`, which are zeros, step by step. Yields after each how many of the
+        first are final. Raises as `words`."""
         base = packed_as(config, stage, name)
+        pieces = (check_finite(piece, self.folder, name) for piece in self.pieces(name))
         if base is None:
-            return check_finite(self.read(name), self.folder, name)
+            yield from filling(pieces, words)
+            return
         import torch
 
-        from planaria.node.model.quantized import pack
+        from planaria.node.model.quantized import packing
 
-        pieces = (check_finite(piece, self.folder, name) for piece in self.pieces(name))
         shape = named_shapes(config, stage)[name]
-        return pack(map(torch.from_numpy, pieces), shape, base).words.numpy()
+        yield from packing(map(torch.from_numpy, pieces), shape, base, torch.from_numpy(words))
 
     def base_words(
         self, config: ModelConfig, stage: int, name: str
@@ -221,11 +237,18 @@ def values_of(place: Place) -> NDArray[np.float32]:
     import numpy as np
 
     values = np.empty(place.size, np.float32)
-    offset = 0
-    for piece in place.pieces():
-        values[offset : offset + len(piece)] = piece
-        offset += len(piece)
+    for _ in filling(place.pieces(), values):
+        pass
     return values
+
+
+def filling(pieces: Iterable[NDArray[np.float32]], values: NDArray[np.float32]) -> Iterator[int]:
+    """Put a tensor's pieces into `values`, and yield after each how many are there."""
+    done = 0
+    for piece in pieces:
+        values[done : done + len(piece)] = piece
+        done += len(piece)
+        yield done
 
 
 def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> ModelConfig:

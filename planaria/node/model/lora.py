@@ -4,6 +4,7 @@ modules, by name, and are all of it that is trained."""
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from copy import deepcopy
 
 import torch
@@ -118,7 +119,11 @@ class Frozen:
     def words(self) -> Words:
         """The frozen base: parameters by their values, packed matrices by their bits."""
         slots = self._slots
-        return Words(list(map(size_of, slots)), lambda number: words_of(slots[number]).cpu())
+
+        def read(number: int, words: Tensor) -> Iterator[int]:
+            yield len(words.copy_(words_of(slots[number])))
+
+        return Words(list(map(size_of, slots)), read)
 
 
 def _fits_bf16(part: Tensor) -> bool:

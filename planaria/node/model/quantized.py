@@ -15,7 +15,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -87,9 +87,20 @@ def packed_sizes(shape: torch.Size | tuple[int, ...], base: Base) -> tuple[int, 
 
 def pack(pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Base) -> Packed:
     """Pack a matrix [out, in] on the CPU; of its pieces, float32, few are kept at a time."""
-    of_codes, of_scales = packed_sizes(shape, base)
-    codes, scales, done = torch.zeros(of_codes, dtype=torch.uint8), torch.zeros(of_scales), 0
+    words = torch.zeros(words_in(shape, base))
+    for _ in packing(pieces, shape, base, words):
+        pass
+    return Packed.of(words, shape, base)
+
+
+def packing(
+    pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Base, words: Tensor
+) -> Iterator[int]:
+    """Pack a matrix as `pack` does into its `words`, which are zeros, step by step. Yields after
+    each how many of the first words are final."""
+    (codes, scales), done = Packed.of(words, shape, base), 0
     unit = {"nf4": NF4_BLOCK, "int8": shape[1], "bf16": 1}[base]
+    values_in_word = {"nf4": 8, "int8": 4, "bf16": 2}[base]
     for values in _in_units(pieces, unit):
         end = done + len(values)
         match base:
@@ -111,7 +122,8 @@ def pack(pieces: Iterable[Tensor], shape: torch.Size | tuple[int, ...], base: Ba
             case "bf16":
                 codes[2 * done : 2 * end].view(torch.bfloat16).copy_(values)
         done = end
-    return Packed(codes, scales)
+        yield done // values_in_word
+    yield len(words)
 
 
 def _in_units(pieces: Iterable[Tensor], unit: int) -> Iterator[Tensor]:
@@ -300,12 +312,27 @@ def put_values(slot: Slot, pieces: Iterable[Tensor]) -> None:
             first += piece.numel()
 
 
-class Words:
-    """The words of several slots in a row. `read` returns a slot's, float32 [n] on the CPU, when
-    they are needed. Those of the last two slots stay in memory."""
+class _PartlyRead:
+    """The words of a slot, float32 [n], of which the first are final."""
 
-    def __init__(self, sizes: Sequence[int], read: Callable[[int], Tensor]) -> None:
-        self._sizes, self._read = sizes, lru_cache(maxsize=2)(read)
+    def __init__(self, size: int, read: Callable[[Tensor], Iterator[int]]) -> None:
+        self._words = torch.zeros(size)
+        self._final, self._reading = 0, read(self._words)
+
+    def first(self, count: int) -> Tensor:
+        while self._final < count:
+            self._final = next(self._reading)
+        return self._words[:count]
+
+
+class Words:
+    """The words of several slots in a row. `read(slot, words)` puts a slot's into `words`, float32
+    [n] of zeros on the CPU, step by step as they are needed, and yields after each how many of the
+    first are final. Those of the last two slots stay in memory."""
+
+    def __init__(self, sizes: Sequence[int], read: Callable[[int, Tensor], Iterator[int]]) -> None:
+        self._sizes, self._read = sizes, read
+        self._newest: dict[int, _PartlyRead] = {}
         self.size = sum(sizes)
 
     def between(self, start: int, stop: int) -> Tensor:
@@ -315,7 +342,16 @@ class Words:
         for number, size in enumerate(self._sizes):
             end = first + size
             if first < len(words) and end > 0:
-                part = words[max(first, 0) : end]
-                part.copy_(self._read(number)[max(-first, 0) :][: len(part)])
+                part, skipped = words[max(first, 0) : end], max(-first, 0)
+                part.copy_(self._first(number, skipped + len(part))[skipped:])
             first = end
+        return words
+
+    def _first(self, number: int, count: int) -> Tensor:
+        """The first words of a slot. An error of its reading is raised; the next call begins it
+        anew."""
+        slot = self._newest.pop(number, None)
+        slot = slot or _PartlyRead(self._sizes[number], partial(self._read, number))
+        words = slot.first(count)
+        self._newest = dict([*self._newest.items(), (number, slot)][-2:])
         return words

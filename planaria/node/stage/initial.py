@@ -4,6 +4,7 @@ that the run begins from."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -80,9 +81,9 @@ class InitialStages(NamedTuple):
         shapes = named_shapes(config, stage)
         names = list(shapes)
 
-        def read(number: int) -> Tensor:
+        def read(number: int, words: Tensor) -> Iterator[int]:
             try:
-                return torch.from_numpy(checkpoint.words(config, stage, names[number]))
+                yield from checkpoint.reading(config, stage, names[number], words.numpy())
             except (OSError, UnsupportedModelError) as error:
                 raise NotHereError(f"{checkpoint.folder} can't be read: {error}") from error
 

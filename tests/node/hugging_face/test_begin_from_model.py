@@ -141,8 +141,10 @@ def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     giver = TorchStage("a", 0, InitialStages(run, run.config, Checkpoint.open(tmp_path)), cpu)
     taker = TorchStage("b", 2, InitialStages(run, run.config), cpu)
     state, read = giver.checkpoint_state(2), []
-    words = Checkpoint.words
-    monkeypatch.setattr(Checkpoint, "words", lambda *given: read.append(given[-1]) or words(*given))
+    reading = Checkpoint.reading
+    monkeypatch.setattr(
+        Checkpoint, "reading", lambda *given: read.append(given[3]) or reading(*given)
+    )
     assert state.read is not None
     cuts = [*range(0, taker.lacking, 37), taker.lacking]
     weights = torch.cat([state.read(start, stop) for start, stop in pairwise(cuts)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import get_args
@@ -22,10 +23,12 @@ from planaria.node.model.quantized import (
     QuantizedLinear,
     Words,
     pack,
+    packing,
     put_values,
     size_of,
     slots,
     unpack,
+    words_in,
     words_of,
 )
 from planaria.node.model.shape import BYTES_OF_BASE, PROJECTIONS, Base, Lora
@@ -191,11 +194,13 @@ def test_no_code_is_loaded_from_a_hub() -> None:
 @pytest.mark.parametrize("shard", [1, 3, 4, 50])
 def test_words_are_read_a_slot_at_a_time_however_they_are_cut(shard: int) -> None:
     parts = [torch.arange(count) + 100.0 * count for count in (5, 1, 7, 2)]
-    read: list[int] = []
+    read: list[tuple[int, int]] = []
 
-    def part(number: int) -> torch.Tensor:
-        read.append(number)
-        return parts[number]
+    def part(number: int, words: torch.Tensor) -> Iterator[int]:
+        for count, value in enumerate(parts[number]):
+            read.append((number, count))
+            words[count] = value
+            yield count + 1
 
     words = Words([len(part) for part in parts], part)
     pieces = [
@@ -203,7 +208,37 @@ def test_words_are_read_a_slot_at_a_time_however_they_are_cut(shard: int) -> Non
         for start in range(0, words.size, shard)
     ]
     assert torch.equal(torch.cat(pieces), torch.cat(parts))
-    assert read == [0, 1, 2, 3]
+    assert read == [(number, count) for number in range(4) for count in range(len(parts[number]))]
+
+
+def test_words_are_read_no_further_than_asked_and_anew_after_an_error() -> None:
+    errors = [OSError("the disk is away")]
+
+    def halves(number: int, words: torch.Tensor) -> Iterator[int]:
+        words[:2] = 1
+        yield 2
+        if errors:
+            raise errors.pop()
+        words[2:] = 2
+        yield 4
+
+    words = Words([4], halves)
+    assert words.between(0, 2).tolist() == [1, 1] and errors
+    with pytest.raises(OSError, match="the disk is away"):
+        words.between(1, 3)
+    assert words.between(1, 3).tolist() == [1, 2]
+
+
+@BASES
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 3001)])
+def test_the_words_that_packing_calls_final_are(base, shape) -> None:
+    weight, words = matrix(shape), torch.zeros(words_in(shape, base))
+    expected, final = pack([weight], shape, base).words, 0
+    for count in packing(weight.split(3), shape, base, words):
+        assert torch.equal(words[:count].view(torch.int32), expected[:count].view(torch.int32))
+        assert count >= final
+        final = count
+    assert final == len(words)
 
 
 def test_each_value_gets_the_code_of_the_nearest_quantile_of_nf4() -> None:
