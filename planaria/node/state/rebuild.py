@@ -35,6 +35,7 @@ HELD: Final = {
 """Methods that fetch a holding of another stage's state from a node, and the kind of holding."""
 FROM_FILES: Final = ("save", "checkpoint")
 REPORT_PERIOD: Final = 0.2  # seconds
+LOGGED_AFTER: Final = 5.0  # seconds of a transfer, then after twice as many each time
 BOUNDARY_PATIENCE: Final = 15.0  # seconds to wait for boundary tensors
 
 
@@ -215,25 +216,28 @@ class Rebuilding:
     def _progress_report(self, sync: pb.Sync, before: int) -> Callable[[int], None]:
         """A function that takes the bytes received so far, beside those received `before`, and
         reports them now and then."""
-        started, reported_at = self.exchanges.now, -math.inf
+        started, reported_at, logged_after = self.exchanges.now, -math.inf, LOGGED_AFTER
         sources = tuple(Origin(node=source.node, stage=source.stage) for source in sync.sources)
 
         def report(size: int) -> None:
-            nonlocal reported_at
+            nonlocal reported_at, logged_after
             now = self.exchanges.now
             self.fetched = before + size
-            if now - reported_at >= REPORT_PERIOD:
-                reported_at = now
-                self.tell(
-                    Fetching(
-                        stage=self.stage,
-                        method=sync.method,
-                        sources=sources,
-                        bytes=size,
-                        seconds=now - started,
-                    )
-                )
-                self.account()
+            if now - reported_at < REPORT_PERIOD:
+                return
+            reported_at = now
+            progress = Fetching(
+                stage=self.stage,
+                method=sync.method,
+                sources=sources,
+                bytes=size,
+                seconds=now - started,
+            )
+            self.tell(progress)
+            if progress.seconds >= logged_after:
+                logged_after = 2 * progress.seconds
+                log.info("%s", progress.sentence(self.member.node))
+            self.account()
 
         return report
 

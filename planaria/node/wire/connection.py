@@ -400,7 +400,7 @@ class Connection:
         """Announce a change in the number of streams that this side wants."""
         if self._own_streams != self._link.streams and not self.over.is_set():
             self._own_streams = self._link.streams
-            log.info("streams for frames to %s: %d", self.peer, self._own_streams)
+            log.debug("streams for frames to %s: %d", self.peer, self._own_streams)
             self._other_streams.set()
             self.beat()
 

@@ -362,6 +362,17 @@ def test_progress_is_told_now_and_then() -> None:
     assert world.accounts == progress
 
 
+def test_a_long_transfer_is_logged_after_ever_more_seconds(caplog) -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE)
+    world.pauses = [3.0] * 9
+    with caplog.at_level("INFO", "planaria"):
+        world.rebuilds(sync("replica", ("a", STAGE)))
+    seconds = [float(line.split(" in ")[1].split(" s,")[0]) for line in caplog.messages]
+    assert seconds == [6.0, 12.0, 24.0]
+    assert caplog.messages[0] == "stage 2 fetches from a: 1 byte in 6.0 s, 0 bytes/s"
+
+
 def test_a_twin_is_fetched_as_the_next_stages_state() -> None:
     world = World()
     world.given[3] = state(3)
