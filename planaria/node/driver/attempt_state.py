@@ -19,7 +19,14 @@ from planaria.node.driver.takeover import Takeover
 from planaria.node.transaction.commits import collapsed
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.plan_encoding import in_order
-from planaria.node.transaction.routing import Pair, nodes_by_stage, paces, plan, share_out
+from planaria.node.transaction.routing import (
+    Pair,
+    nodes_by_stage,
+    paces,
+    plan,
+    route,
+    share_out,
+)
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.commit_chain import hash_of_records, head
@@ -112,6 +119,7 @@ class AttemptState:
     scored: dict[int, pb.Home] = field(default_factory=dict)  # microbatches with a known loss
     homes: dict[int, pb.Home] = field(default_factory=dict)  # those of `scored` that are back
     inquest: StragglerDetector = field(default_factory=StragglerDetector)
+    passes: dict[str, int] = field(default_factory=dict)  # known to be done, by member
     held_up: dict[str, str] = field(default_factory=dict)  # by node, why it is held up
     regather: str = ""  # why to gather when it is over
     takeover: Takeover | None = None
@@ -170,6 +178,23 @@ class AttemptState:
         if first is not home and first.SerializeToString() != home.SerializeToString():
             raise ValueError(f"two results of microbatch {identity} in one attempt")
         return True
+
+    def account(self, peer: str, account: pb.Account, now: float) -> None:
+        """Take in a member's account. It is progress if the member has done more passes."""
+        self.inquest.heard(peer, account, now)
+        before = self.passes.get(peer, 0)
+        if len(account.done) > before and (done := self._passes_done(peer, account)) > before:
+            self.passes[peer], self.progressed = done, now
+
+    def _passes_done(self, node: str, account: pb.Account) -> int:
+        """How many passes at the node are done, by its account."""
+        plan = self.begin.plan
+        done = {(item.microbatch, item.position, item.backward) for item in account.done}
+        return sum(
+            node in route(self.begin, plan[microbatch]).nodes[position : position + 1]
+            for microbatch, position, _ in done
+            if microbatch < len(plan)
+        )
 
     def is_home(self) -> bool:
         return len(self.homes) == len(self.begin.plan)

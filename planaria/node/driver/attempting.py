@@ -406,7 +406,7 @@ class Attempting(Phase):
     def _accounted(self, peer: str, account: pb.Account, now: float) -> Turn:
         driver, inquest = self.driver, self.state.inquest
         driver.account(peer, account, now)
-        inquest.heard(peer, account, now)
+        self.state.account(peer, account, now)
         turn = self.stays()
         if account.given_up and self.state.may_replan(driver.rules):
             turn = self._relieve(peer, account.given_up, now)
@@ -527,7 +527,7 @@ class Attempting(Phase):
             return self.stays(self._inquire(now))
         driver.faults.failures.count += 1
         problem = "held up" if state.held_up else "no progress"
-        waited = f"{problem} for {seconds:.0f} s: {state.explain()}"
+        waited = f"{problem} for {seconds:.0f} s (swarm.progress): {state.explain()}"
         late = sorted(set(state.awaited) - state.held_up.keys())
         effects: list[Effect] = [Suspect(node, waited) for node in late if node != driver.node]
         for node in late if voting else ():

@@ -1069,6 +1069,24 @@ def test_who_is_not_ready_in_time_is_suspected():
     assert "waiting for c" in events(effects, Aborted)[0].reason
 
 
+def test_passes_that_members_have_done_are_progress_each_once_and_each_of_its_own():
+    run = begun()
+    last = len(routes(run.attempt.begin)[0].nodes) - 1
+    passes = [pb.Pass(microbatch=0, position=n, backward=b) for b in (False, True) for n in (1, 2)]
+    own = [item for item in passes if item.position == 1]  # b's
+    head = pb.Pass(microbatch=0, position=last)
+    accounts = ([], False), (own[:1], True), (own, True), ([*own, head], False), (passes, False)
+    for done, is_progress in accounts:
+        before = run.attempt.progressed
+        run.waits(RULES.progress - 1)
+        run.hears("b", account=pb.Account(computing=True, done=done))
+        assert (run.attempt.progressed > before) == is_progress
+        run.attempt.progressed = run.now
+    run.hears("b", account=pb.Account(done=[*passes, pb.Pass(microbatch=9, position=1)]))
+    (aborted,) = events(run.waits(RULES.progress), Aborted)
+    assert "no progress for" in aborted.reason and "(swarm.progress)" in aborted.reason
+
+
 def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     run = begun()
     pauses = []
