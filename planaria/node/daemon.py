@@ -58,7 +58,8 @@ class DaemonMachine:
         self._node, self._place, self._run = node, node.place, node.run
         floor = COMPILING if node.run.training.compile else FLOOR
         loading = max(node.config.parameters) / LOADED
-        watch = HangWatch(node.run.swarm.progress + loading, floor)
+        spins = self._place.device.type != "cpu"
+        watch = HangWatch(node.run.swarm.progress + loading, floor, spins)
         self.compute = ComputeThread(f"compute-{node.node}", node.loop, watch)
         self.memory, self._room = memory_of(self._place.device), DeviceRoom(self._place.device)
         self._events = EventLog(self._place.out, node.node, BackgroundLineFile)

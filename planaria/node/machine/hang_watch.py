@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import defaultdict, deque
 from typing import Final, NamedTuple
 
 TIMES: Final = 5.0
-"""Multiple of the median of its kind after which a task hangs."""
+"""Multiple of the longest of its kind after which a task hangs. A kind may have short and long
+tasks: those of two seats, or of embedding and head."""
 FLOOR: Final = 5.0
 """Lower limit of that time in seconds."""
 COMPILING: Final = 120.0
 """The same limit where a task may have to compile for a new shape."""
 KNOWN: Final = 3
-"""Number of tasks of a kind before its median is used."""
+"""Number of tasks of a kind before their longest is used."""
 REMEMBERED: Final = 9
+"""Number of tasks of a kind that count, the last ones."""
 STILL: Final = 2.0
 """Seconds in which a hanging thread takes no processor time."""
 HELD_UP: Final = 1.0
@@ -26,7 +28,7 @@ class Hang(NamedTuple):
 
     task: str
     seconds: float  # so far
-    usual: float  # median of its kind; 0: unknown
+    usual: float  # the longest of its kind lately; 0: unknown
 
     def __str__(self) -> str:
         usual = f", which takes {self.usual:.2g} s" if self.usual else ""
@@ -41,8 +43,8 @@ class TaskProcessorTime:
         self._grew = now
 
     def computes(self, seconds: float, now: float, limit: float) -> bool:
-        """Whether the thread computes, though it gets too little processor time: it has taken some
-        since a recent look, and less than `limit` in all. A thread that spins takes more."""
+        """Whether the thread computes, though perhaps slowly: it has taken processor time since a
+        recent look, and less than `limit` seconds in all."""
         if seconds > self._last:
             self._last, self._grew = seconds, now
         return now - self._grew < STILL and seconds - self._first < limit
@@ -50,12 +52,13 @@ class TaskProcessorTime:
 
 class HangWatch:
     """Times the compute thread's tasks, and reports hangs. `first`: seconds for a task of an
-    unknown kind. `now`: of any one clock."""
+    unknown kind. `spins`: the thread takes processor time while it waits for its device, so a task
+    that takes too much of it hangs. `now`: of any one clock."""
 
-    def __init__(self, first: float, floor: float = FLOOR) -> None:
-        self._first, self._floor = first, floor
+    def __init__(self, first: float, floor: float = FLOOR, spins: bool = True) -> None:
+        self._first, self._floor, self._spins = first, floor, spins
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._at: tuple[str, float, float] | None = None  # task, since when, its median
+        self._at: tuple[str, float, float] | None = None  # task, since when, its usual time
         self.waits = False  # the current task waits for a disk
         self.slow: Hang | None = None  # what takes too long though its thread computes
         self._thread: tuple[float, TaskProcessorTime] | None = None  # by when its task began
@@ -66,7 +69,7 @@ class HangWatch:
 
     def began(self, task: str, now: float) -> None:
         done = self._seconds[task]
-        usual = statistics.median(done) if len(done) >= KNOWN else 0.0
+        usual = max(done) if len(done) >= KNOWN else 0.0
         self._at = task, now, usual
 
     def ended(self, now: float) -> None:
@@ -100,7 +103,8 @@ class HangWatch:
         if thread is not None:
             if self._thread is None or self._thread[0] != since:
                 self._thread = since, TaskProcessorTime(thread, now)
-            is_slow = self._thread[1].computes(thread, now, limit)
+            most = limit if self._spins else math.inf
+            is_slow = self._thread[1].computes(thread, now, most)
         if seconds < limit:
             return None
         hang = Hang(task, seconds, usual)

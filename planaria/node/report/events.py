@@ -128,7 +128,7 @@ class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
 
     task: str
     seconds: Figure  # so far
-    usual: MaybeFigure = None  # median of such tasks, in seconds
+    usual: MaybeFigure = None  # the longest such task lately, in seconds
 
     def sentence(self, node: str | None) -> str:
         usual = f", which usually takes {self.usual:.2g} s" if self.usual else ""
@@ -147,7 +147,7 @@ class ComputeSlow(Event, kind="slow", severity=Severity.NOTICE):
 
     task: str
     seconds: Figure  # so far
-    usual: MaybeFigure = None  # median of such tasks, in seconds
+    usual: MaybeFigure = None  # the longest such task lately, in seconds
     load: Figure  # processes that run or wait for a processor, on average of a minute
     cores: Count
 

@@ -57,6 +57,18 @@ def test_a_task_that_takes_much_longer_than_such_tasks_hangs() -> None:
     assert watched.passes(0.4) is not None
 
 
+def test_short_tasks_do_not_make_a_long_one_of_their_kind_hang() -> None:
+    """Embedding and head, or two seats, take turns."""
+    watched = Watched()
+    watched.does("forward", 30.0)
+    for _ in range(9):
+        watched.does("forward", 0.1, 4)
+        watched.does("forward", 30.0)
+    watched.watch.began("forward", watched.now)
+    assert watched.passes(TIMES * 30.0 - 0.2) is None
+    assert watched.passes(0.4) is not None
+
+
 def test_who_never_did_such_a_task_has_more_time() -> None:
     watched = Watched(first=60.0)
     watched.does("backward", 0.1, KNOWN)
@@ -85,12 +97,16 @@ def test_a_thread_that_takes_processor_time_is_slow_and_hangs_once_it_takes_none
     assert watch.find_hang(20.5, thread) is None
 
 
-def test_a_thread_that_spins_hangs() -> None:
-    watch = HangWatch(first=FLOOR)
+@pytest.mark.parametrize("spins", [True, False])
+def test_a_thread_that_takes_ever_more_processor_time_hangs_if_its_device_makes_it_spin(
+    spins: bool,
+) -> None:
+    watch = HangWatch(first=FLOOR, spins=spins)
     watch.began("forward", 0.0)
     looks = [watch.find_hang(tick * LOOK, tick * LOOK) for tick in range(1, 110)]
     assert looks[90] is None
-    assert looks[-1] is not None
+    assert (looks[-1] is not None) == spins
+    assert (watch.slow is None) == spins
 
 
 def test_nothing_hangs_where_nothing_is_done() -> None:
