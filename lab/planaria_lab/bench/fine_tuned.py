@@ -1,15 +1,16 @@
-"""1.1 billion parameters with a base of four bits, from a checkpoint to a merged model, on this
-machine: `OUT=lab/results/fine-tuned python -m planaria_lab.bench.fine_tuned`.
+"""Billions of parameters with a base of four bits, from a checkpoint to a merged model, on this
+machine: `OUT=lab/results/fine-tuned python -m planaria_lab.bench.fine_tuned [MODEL]`.
 
-The shapes of TinyLlama-1.1B with random weights in bf16 are trained with adapters by a registry and
-four processes of one thread. After two steps the only node of stage 2 gets SIGKILL and another one
-takes its place; after four the model is exported from the saves, its adapters merged. Printed and
-kept are seconds, bytes and the most memory of each node (VmHWM).
+The shapes of TinyLlama-1.1B, or of Llama-3-8B, with random weights in bf16 are trained with
+adapters by a registry and four processes of one thread. After two steps the only node of stage 2
+gets SIGKILL and another one takes its place; after four the model is exported from the saves, its
+adapters merged. Printed and kept are seconds, bytes and the most memory of each node (VmHWM).
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ from planaria_lab.bench.large import MB, Swarm, folder_size
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Watched, swarm
 
-MODEL: Final = "TinyLlama-1.1B"
+BATCHES: Final = {"TinyLlama-1.1B": 4, "Llama-3-8B": 1}
+"""Samples of 128 tokens a step, by model."""
 STAGES, LOST, AFTER = 3, 2, 2
 RUN: Final = f"""
 name = "fine-tuned"
@@ -35,7 +37,6 @@ steps = 4
 stages = {STAGES}
 context = 128
 [training]
-batch = 4
 microbatch = 1
 validation_microbatches = 0
 [training.lora]
@@ -43,19 +44,18 @@ rank = 16
 base = "nf4"
 [saves]
 every = 1
-[swarm]
-progress = 600
 """
 
 
 def main() -> None:
+    (name,) = sys.argv[1:] or ["TinyLlama-1.1B"]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         prepare(Recipe([str(SHIPPED)], vocabulary=2048), out / "data")
-        model = written(MODELS[MODEL], out / "data", out / "model")
+        model = written(MODELS[name], out / "data", out / "model")
         changes = {"data__path": str(out / "data"), "model__from": str(model)}
         started = time.monotonic()
-        run = resolve(override(loads(RUN), **changes))
+        run = resolve(override(loads(RUN), training__batch=BATCHES[name], **changes))
         taken_in = time.monotonic() - started
         trained = Swarm(run, out / "saves")
         nodes = trained.nodes(dict.fromkeys(range(STAGES + 1), 1))
@@ -73,7 +73,7 @@ def main() -> None:
         options = "--merged", "--model", str(model), "--dtype", "bf16"
         exported = trained.exported(out / "run/run.toml", out / "merged", *options)
         audited = audit(out / "run/logs")
-        print(f"{MODEL}, {folder_size(model) / MB:,.0f} MB: taken in after {taken_in:.0f} s")
+        print(f"{name}, {folder_size(model) / MB:,.0f} MB: taken in after {taken_in:.0f} s")
         print(f"{seconds:.1f} s a step; {stall:.1f} s from the SIGKILL to the next commit")
         for event in events:
             print(f"stage {event['stage']} by {event['method']}: {event['bytes'] / MB:,.0f} MB")
@@ -83,7 +83,13 @@ def main() -> None:
             print(f"{slot}: {most / MB:,.0f} MB at most")
         keep(
             "fine_tuned",
-            **{"model": MODEL, "stages": STAGES, "taken_in": taken_in, "step": seconds},
+            **{
+                "model": name,
+                "batch": BATCHES[name],
+                "stages": STAGES,
+                "taken_in": taken_in,
+                "step": seconds,
+            },
             **{"stall": stall, "rebuilt": events, "export": exported, "memory": trained.most},
             **{"checkpoint": folder_size(model), "merged": folder_size(out / "merged")},
             **{"steps": audited.steps, "exact": audited.exact},

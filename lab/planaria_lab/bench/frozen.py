@@ -1,7 +1,7 @@
 """Memory of nodes that train adapters beside frozen weights, against the plan's.
 
 `python -m planaria_lab.bench.frozen`. The shapes of SmolLM2-135M and TinyLlama-1.1B with random
-weights in bf16, which transformers writes, each with a base in bf16 and in nf4, trained for some
+weights in bf16, each with a base in bf16 and in nf4, trained for some
 steps by a registry and three processes. What is compared is the most memory that each node has
 taken (VmHWM), without the libraries': that is what a node of the same stage of a model of next to
 no size takes, less what the plan says of it. Nodes have MALLOC_MMAP_THRESHOLD_, without which
@@ -11,6 +11,7 @@ glibc's heap may keep half as much again, in pieces that it doesn't use. With --
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from planaria.node.data.recipe import Recipe
 from planaria.node.data.tokenizer import TOKENIZER
 from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.machine.processes import run_planaria
+from planaria.node.model.checkpoint import INDEX
 from planaria.node.run_file import RunFile, loads, override
 from planaria_lab.bench.large import MB, high_water
 from planaria_lab.bench.rows import keep
@@ -69,22 +71,38 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 4,
         "vocab_size": 32_000,
     },
+    "Llama-3-8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
 }
 BASES: Final = ("nf4", "bf16")
 
 
 def written(figures: dict[str, Any], data: Path, folder: Path) -> Path:
-    """A model with random weights, and the data's tokenizer."""
+    """A model with random weights in bf16, written tensor by tensor, and the data's tokenizer."""
     import torch
+    from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = LlamaForCausalLM(LlamaConfig(**figures))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
+    config = LlamaConfig(**figures)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    files = {}
+    for name, parameter in model.named_parameters():
+        values = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        if values.dim() > 1:
+            values.normal_(std=config.initializer_range)
+        files[name] = f"{name}.safetensors"
+        save_file({name: values}, folder / files[name])
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
     shutil.copy(data / TOKENIZER, folder)
     return folder
 
