@@ -12,10 +12,19 @@ TYPE_CHECKING = False  # typing's, which would have to be loaded
 if TYPE_CHECKING:
     from planaria.node.local.from_python import Result, RunFileError, SwarmError, load, up
 
+    __version__: str
+
 __all__ = ["Result", "RunFileError", "SwarmError", "load", "up"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("planaria")
+        except PackageNotFoundError:
+            return "unknown"  # of a checkout that isn't installed
     if name not in __all__:
         raise AttributeError(f"planaria has no {name!r}; it has {', '.join(__all__)}")
     from planaria.node.local import from_python

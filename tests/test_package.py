@@ -9,13 +9,14 @@ import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
+import planaria
 from planaria.node.cli import app
 from planaria.node.machine.extras import EXTRAS, remedy
 
@@ -49,6 +50,16 @@ def test_the_folders_of_the_repository_are_the_packages():
         link = ROOT / folder
         assert link.is_symlink(), f"{link} is a copy: git's core.symlinks is off"
         assert link.resolve() == ROOT / "planaria" / folder
+
+
+def test_a_checkout_that_is_not_installed_has_no_version_and_works(monkeypatch) -> None:
+    assert planaria.__version__ == version("planaria")
+
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    assert planaria.__version__ == "unknown"
 
 
 def test_neither_the_package_nor_its_tests_import_the_lab():

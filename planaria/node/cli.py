@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from planaria import __version__
 from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
 from planaria.node.commands.terminal import fail, print_error, reporting_errors, warn
@@ -99,7 +100,7 @@ for name, command in BY_USE.items():
 
 def _print_version(requested: bool) -> None:
     if requested:
-        print(f"planaria {version('planaria')}")
+        print(f"planaria {__version__}")
         raise typer.Exit
 
 

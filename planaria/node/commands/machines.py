@@ -13,13 +13,13 @@ import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.markup import escape
 
+import planaria
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.address_probe import Reachability
 from planaria.node.commands.registry import check_registries, credentials_for, run_on_loop
@@ -274,7 +274,7 @@ def doctor_command(options: DoctorOptions) -> None:
     examined = Examined(options, addresses, credentials_for(options.join, options.security))
     with errors.status("checking, for at most 15 seconds"):
         all_findings = findings(
-            run_on_loop(gather_facts(examined, version("planaria"), time.monotonic() - BEGAN))
+            run_on_loop(gather_facts(examined, planaria.__version__, time.monotonic() - BEGAN))
         )
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for about, verdict, text in finding_lines(all_findings):

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +21,7 @@ from typing import TypeAlias
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import planaria
 from planaria.bootstrap.files import replace_file
 from planaria.node.data.chat import Template
 from planaria.node.data.corpus import (
@@ -121,7 +121,7 @@ def _source_key(recipe: Recipe, template: Template | None, files: Sequence[str])
     how = {name: value for name, value in asdict(recipe).items() if name not in places}
     tokenizer = recipe.tokenizer and [*token_coding_of(recipe.tokenizer, recipe)]
     checksum = recipe.tokenizer and file_checksum(recipe.tokenizer)
-    fields = [version("planaria"), how, template, tokenizer, checksum, files, stamps]
+    fields = [planaria.__version__, how, template, tokenizer, checksum, files, stamps]
     return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 
