@@ -35,8 +35,8 @@ from planaria.bootstrap.store import Store, StoreError
 from planaria.bootstrap.views import is_genuine, sign, unpacked, view_in
 from planaria.node.data.chat import ChatTemplate, Conversation, Template
 from planaria.node.data.corpus import CorpusError, Index, read_index
-from planaria.node.local.resume import SwarmError
-from planaria.node.local.swarm import PLAN, read_plan
+from planaria.node.launch.errors import SwarmError
+from planaria.node.local.plan import PLAN, read_plan
 from planaria.node.model.checkpoint import ONE_FILE, Checkpoint
 from planaria.node.model.config import CONFIG, UnsupportedModelError, read_config, to_config
 from planaria.node.model.shape import ModelConfig

@@ -17,7 +17,7 @@ import uvloop
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import Corpus
-from planaria.node.local.swarm import ADDRESS
+from planaria.node.local.plan import ADDRESS
 from planaria.node.run_file import RunFile, dumps, override
 from tests.forked import Forked, begin_fork_server
 from tests.swarm.lines import Lines

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
 from planaria.bootstrap.credentials import PLAIN, Certified, Credentials
 from planaria.bootstrap.identity import Identity
-from planaria.node.local.swarm import ProcessHome
+from planaria.node.local.plan import ProcessHome
 from planaria.node.machine.processes import enter_network
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer

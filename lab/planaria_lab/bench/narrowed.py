@@ -18,7 +18,8 @@ from typing import Any, Final
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
-from planaria.node.local.swarm import SwarmPlan, parse_kill
+from planaria.node.local.loss_schedule import parse_kill
+from planaria.node.local.plan import SwarmPlan
 from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import SnapshotPaced, StageRebuilt, entries
 from planaria.node.report.ledger import audit

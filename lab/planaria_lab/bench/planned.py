@@ -25,7 +25,7 @@ from random import Random
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED, resolve
-from planaria.node.local.swarm import SwarmPlan
+from planaria.node.local.plan import SwarmPlan
 from planaria.node.model.shape import model_config
 from planaria.node.report.event_log import LineReader
 from planaria.node.run_file import loads, override

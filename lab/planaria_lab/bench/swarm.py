@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.node.launch.own_folders import folder_options
-from planaria.node.local.swarm import ProcessHome
+from planaria.node.local.plan import ProcessHome
 from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.wire.seat_names import node_of

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from planaria.node.local.swarm import read_events
+from planaria.node.local.results import read_events
 from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import (
     Aborted,

@@ -28,8 +28,8 @@ from planaria.bootstrap.registry_pb2 import NewView, View, WatchRequest
 from planaria.bootstrap.service import SERVICE
 from planaria.bootstrap.views import unpacked, view_in
 from planaria.node.launch.own_folders import folder_options
+from planaria.node.local.plan import ADDRESS
 from planaria.node.local.resume import JOURNAL, RUN_FILE
-from planaria.node.local.swarm import ADDRESS
 from planaria.node.machine.processes import PLANARIA, Processes, describe_status
 from planaria.node.report.event_log import EventLog, LineReader
 from planaria.node.report.events import (

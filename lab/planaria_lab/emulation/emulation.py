@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from planaria.bootstrap.errors import UserError
-from planaria.node.local.swarm import ProcessHome
+from planaria.node.local.plan import ProcessHome
 from planaria.node.machine.processes import enter_network
 from planaria_lab.emulation.links import Network
 from planaria_lab.emulation.relay import NETWORK, RelayedTraffic, address

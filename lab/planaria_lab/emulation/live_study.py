@@ -36,7 +36,8 @@ from planaria.node.commands.terminal import console
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import resolve, text_to_prepare
-from planaria.node.local.swarm import SwarmPlan, parse_kill
+from planaria.node.local.loss_schedule import parse_kill
+from planaria.node.local.plan import SwarmPlan
 from planaria.node.run_file import RunFile, override
 from planaria_lab.emulation.emulation import Emulation, emulate
 from planaria_lab.emulation.links import Link, Network

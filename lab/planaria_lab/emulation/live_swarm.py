@@ -18,7 +18,9 @@ import numpy as np
 from rich.console import Console
 
 from planaria.bootstrap.errors import UserError
-from planaria.node.local.swarm import Kill, SwarmPlan, up
+from planaria.node.local.loss_schedule import Kill
+from planaria.node.local.plan import SwarmPlan
+from planaria.node.local.swarm import up
 from planaria.node.report.event_log import LineReader
 from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, entries
 from planaria.node.run_file import RunFile

@@ -21,16 +21,9 @@ from rich.console import Console
 
 from planaria.bootstrap.errors import UserError
 from planaria.node.launch.own_folders import folder_options
+from planaria.node.local.plan import ADDRESS, SwarmPlan, create_folder, resume_from, write_plan
+from planaria.node.local.results import Ending, wrap_up
 from planaria.node.local.resume import RUN_FILE
-from planaria.node.local.swarm import (
-    ADDRESS,
-    Ending,
-    SwarmPlan,
-    create_folder,
-    resume_from,
-    wrap_up,
-    write_plan,
-)
 from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Started, SwarmEnding

@@ -24,7 +24,8 @@ from typing import Final
 import torch
 from pydantic import TypeAdapter
 
-from planaria.node.local.swarm import Kill, SwarmPlan, parse_kill
+from planaria.node.local.loss_schedule import Kill, parse_kill
+from planaria.node.local.plan import SwarmPlan
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import PRESETS, ModelConfig, model_config
 from planaria.node.report.event_log import LineReader

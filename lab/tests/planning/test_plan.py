@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from planaria.node import cli
 from planaria.node.launch.resolve import registry_rules
-from planaria.node.local.loss_schedule import TraceRow
-from planaria.node.local.swarm import parse_kill
+from planaria.node.local.loss_schedule import TraceRow, parse_kill
 from planaria.node.run_file import dumps, load, loads
 from planaria.recovery.policy import POLICIES
 from planaria_lab.planning.machines import Hardware, alike, parse_kinds, probed

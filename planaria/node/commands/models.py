@@ -74,7 +74,7 @@ def export_command(
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.push import check_push, upload
     from planaria.node.launch.resolve import resolve
-    from planaria.node.local.swarm import PLAN, read_plan
+    from planaria.node.local.plan import PLAN, read_plan
     from planaria.node.report.summary import read_summary
     from planaria.node.run_file import load
     from planaria.node.state.saves import find_saves

@@ -16,9 +16,12 @@ from planaria.node.local.options import UpOptions
 def up_command(options: UpOptions) -> None:
     """Train with a whole swarm on this machine."""
     from planaria.node.data.progress import untracked
+    from planaria.node.launch.errors import SwarmError
     from planaria.node.launch.resolve import text_to_prepare
-    from planaria.node.local.resume import SwarmError, continued_run, with_settings_of
-    from planaria.node.local.swarm import choose_losses, parse_kill, plan_run, read_plan, up
+    from planaria.node.local.loss_schedule import choose_losses, parse_kill
+    from planaria.node.local.plan import plan_run, read_plan
+    from planaria.node.local.resume import continued_run, with_settings_of
+    from planaria.node.local.swarm import up
     from planaria.node.run_file import PRIVATE, RunFile, load
 
     check_tracker(options.swarm.track)

@@ -9,3 +9,7 @@ class NodeError(UserError):
 
 class NodeCrashed(Exception):  # noqa: N818  what it did
     """Error of a node that has joined; another process may not have it."""
+
+
+class SwarmError(UserError):
+    """Error of a local swarm; the message says why it can't start or continue, and what to do."""

@@ -26,9 +26,11 @@ from rich.console import Console
 
 from planaria.bootstrap.errors import UserError
 from planaria.node.data.progress import untracked
+from planaria.node.launch.errors import SwarmError
+from planaria.node.local.loss_schedule import parse_kill
 from planaria.node.local.options import SwarmOptions
-from planaria.node.local.resume import SwarmError
-from planaria.node.local.swarm import Ending, parse_kill, plan_run, read_plan
+from planaria.node.local.plan import plan_run, read_plan
+from planaria.node.local.results import Ending
 from planaria.node.local.swarm import up as up_here
 from planaria.node.machine.imports import leave_out_current_folder, python_command
 from planaria.node.machine.processes import describe_status, die_with_parent

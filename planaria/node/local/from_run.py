@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from planaria.node.data.progress import Track
-from planaria.node.local.resume import SwarmError
-from planaria.node.local.swarm import PLAN, read_plan
+from planaria.node.launch.errors import SwarmError
+from planaria.node.local.plan import PLAN, read_plan
 from planaria.node.run_file import RunFile, override
 
 

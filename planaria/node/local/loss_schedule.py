@@ -12,8 +12,12 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
+
+from planaria.node.launch.errors import SwarmError
+from planaria.node.run_file import RunFile
 
 HOUR: Final = 3600.0
 
@@ -189,3 +193,62 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
     if not any(row.added for row in trace):
         raise TraceError(f"{path} adds no node: choose another trace")
     return tuple(trace)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for every node of a stage, or for one replica of it, during `step`."""
+
+    stage: int
+    replica: int | None
+    step: int
+
+    def slots(self, replicas: int) -> list[str]:
+        replica_numbers = range(replicas) if self.replica is None else [self.replica]
+        return [f"{self.stage}.{replica}" for replica in replica_numbers]
+
+
+def parse_kill(text: str, run: RunFile) -> Kill:
+    """Parse --kill, STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
+    place, _, step = text.partition("@")
+    stage, dot, replica = place.partition(".")
+    figures = [stage, step, *([replica] if dot else [])]
+    if not all(figure.isascii() and figure.isdigit() for figure in figures):
+        raise SwarmError(
+            f"--kill {text}: write STAGE@STEP or STAGE.REPLICA@STEP, as in --kill 2@15 or "
+            "--kill 3.1@25"
+        )
+    kill = Kill(int(stage), int(replica) if dot else None, int(step))
+    stages, replicas = run.model.body_stages, run.swarm.replicas
+    _check_range(text, "stage", kill.stage, 0, stages)
+    _check_range(text, "replica", kill.replica or 0, 0, replicas - 1)
+    _check_range(text, "step", kill.step, 1, run.steps)
+    return kill
+
+
+def _check_range(kill: str, noun: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise SwarmError(f"--kill {kill}: there is no {noun} {value}, choose {low} to {high}")
+
+
+def choose_losses(
+    run: RunFile, rate: str | None = None, trace: Path | None = None, speedup: float | None = None
+) -> Losses:
+    """Loss schedule of a resolved run: `speedup` times as fast as `rate` (10%/h) or the spot trace;
+    with neither no losses. Raises SwarmError."""
+    if rate is not None and trace is not None:
+        raise SwarmError("--loss-rate and --trace are two sources of losses: choose one")
+    if speedup is not None and ((rate is None and trace is None) or not 0 < speedup < math.inf):
+        raise SwarmError(
+            f"--speedup {speedup:g}: give a positive factor, as in --speedup 100, together with "
+            "--loss-rate or --trace"
+        )
+    all_places, factor = places(run.model.body_stages, run.swarm.replicas), speedup or 1.0
+    try:
+        if trace is not None:
+            return TracedLosses(all_places, read_trace(trace), factor)
+        return DrawnLosses(all_places, parse_rate(rate) if rate else 0.0, factor, run.seed)
+    except TraceError as error:
+        raise SwarmError(f"--trace {trace}: {error}") from error
+    except ValueError as error:
+        raise SwarmError(f"--loss-rate {error}") from error

@@ -25,6 +25,7 @@ from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import index_of
+from planaria.node.launch.errors import SwarmError
 from planaria.node.launch.resolve import resolve, run_id
 from planaria.node.launch.settings import STAGES, changed_run, check_identity, differences
 from planaria.node.local.loss_schedule import stage_of
@@ -41,10 +42,6 @@ FOLDERS: Final = "model.from", "data.path", "data.corpora"
 """Keys whose folders may lie elsewhere; the content is compared."""
 ALL: Final = 10**6
 """Number of saves to keep, so that none is removed."""
-
-
-class SwarmError(UserError):
-    """Error of a local swarm; the message says why it can't start or continue, and what to do."""
 
 
 class KeptRun(NamedTuple):

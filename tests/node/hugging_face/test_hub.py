@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.progress import untracked
-from planaria.node.local.swarm import plan_run
+from planaria.node.local.plan import plan_run
 from planaria.node.run_file import RunFileError, dumps, from_fields, override
 from tests.forked import Forked
 from tests.hub import Hub, commit_of, files_of, serving

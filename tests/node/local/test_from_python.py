@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 import planaria
+from planaria.node.launch.errors import SwarmError
 from planaria.node.local.from_python import print_output
-from planaria.node.local.resume import SwarmError
-from planaria.node.local.swarm import Ending, wrap_up
+from planaria.node.local.results import Ending, wrap_up
 from planaria.node.run_file import RunFileError, loads
 
 ENDS_WHEN_TOLD = """

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from planaria.node.data.progress import untracked
+from planaria.node.launch.errors import SwarmError
 from planaria.node.local.from_run import begin_from_run
-from planaria.node.local.resume import KeptRun, SwarmError
-from planaria.node.local.swarm import SwarmPlan, write_plan
+from planaria.node.local.plan import SwarmPlan, write_plan
+from planaria.node.local.resume import KeptRun
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile, override
 from tests.node.local.test_resume import begun, save

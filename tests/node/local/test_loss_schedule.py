@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planaria.node.launch.errors import SwarmError
 from planaria.node.local.loss_schedule import (
     HOUR,
     Change,
@@ -16,13 +17,12 @@ from planaria.node.local.loss_schedule import (
     TracedLosses,
     TraceError,
     TraceRow,
+    choose_losses,
     parse_rate,
     places,
     read_trace,
     stage_of,
 )
-from planaria.node.local.resume import SwarmError
-from planaria.node.local.swarm import choose_losses
 from planaria.node.run_file import loads
 
 

@@ -16,21 +16,21 @@ from planaria.bootstrap.views import sign
 from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.corpus import read_index
 from planaria.node.hugging_face.begin_from_model import stage_digests
+from planaria.node.launch.errors import SwarmError
 from planaria.node.launch.resolve import resolve
 from planaria.node.launch.settings import changed_run, describe_change, differences
 from planaria.node.local import resume as module
 from planaria.node.local.loss_schedule import places
+from planaria.node.local.plan import SwarmPlan, copy_run, read_plan, resume_from, write_plan
 from planaria.node.local.resume import (
     JOURNAL,
     RUN_FILE,
     KeptRun,
-    SwarmError,
     continued_run,
     place_saves,
     replace_run,
     with_settings_of,
 )
-from planaria.node.local.swarm import SwarmPlan, copy_run, read_plan, resume_from, write_plan
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.run_file import (
     ChangeSection,

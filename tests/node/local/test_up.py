@@ -18,27 +18,19 @@ from planaria.node.cli import app
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
+from planaria.node.launch.errors import SwarmError
 from planaria.node.launch.options import parse_seats
 from planaria.node.launch.resolve import registry_rules, resolve, run_id, text_to_prepare
-from planaria.node.local.swarm import (
-    Ending,
-    Kill,
+from planaria.node.local.loss_schedule import Kill, parse_kill
+from planaria.node.local.machine_size import (
     MachineSize,
-    SwarmError,
-    SwarmPlan,
     check_gpu,
     check_processes,
-    create_folder,
     forecast,
-    parse_kill,
-    read_events,
-    read_plan,
-    resume_from,
-    shortcomings,
     speed_of_a_core,
-    wrap_up,
-    write_plan,
 )
+from planaria.node.local.plan import SwarmPlan, create_folder, read_plan, resume_from, write_plan
+from planaria.node.local.results import Ending, read_events, shortcomings, wrap_up
 from planaria.node.machine.processes import stop_signals
 from planaria.node.run_file import RunFile, dumps, loads, override
 

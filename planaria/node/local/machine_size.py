@@ -1,0 +1,146 @@
+"""What a local swarm asks of this machine, and what the machine has."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from planaria.node.launch.errors import SwarmError
+from planaria.node.local.plan import SwarmPlan
+from planaria.node.machine.cores import available_cores
+from planaria.node.model.shape import COMPUTED
+
+ROCM: Final = Path("/dev/kfd")  # there if AMD's driver is
+NODES_A_CORE = 16
+"""Limit of nodes per core: with more, waiting for a core takes longer than a lease."""
+NODE_BYTES = 120 * 2**20
+"""Memory of a node without its stage: what it doesn't share with other nodes."""
+
+
+def check_gpu(device: str, count: Callable[[], int]) -> None:
+    """Check that --device exists, before PyTorch is loaded. Raises SwarmError."""
+    if not device.startswith("cuda"):
+        return
+    number, gpus = int(device.partition(":")[2] or 0), count()
+    if number >= gpus:
+        numbers = "none" if not gpus else "cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"
+        raise SwarmError(
+            f"--device {device}: this machine has {numbers}, as far as its driver says; "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+
+
+def gpus_of_this_machine() -> int:
+    """Number of visible NVIDIA GPUs, else of AMD's, at most; 0 without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return len([*Path("/dev/dri").glob("renderD*")]) if ROCM.exists() else 0
+    count = ctypes.c_int(0)
+    works = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if works else 0
+
+
+class MachineSize(NamedTuple):
+    """This machine's resources that all processes of a swarm share."""
+
+    memory: int  # bytes
+    cores: int
+
+    @classmethod
+    def this(cls) -> MachineSize:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(memory, available_cores())
+
+
+class SwarmNeeds(NamedTuple):
+    """Minimum resources that a swarm takes of this machine."""
+
+    nodes: int
+    states: int  # bytes of weights, gradients and moments in main memory
+    operations: float  # floating-point, per step, on processors; 0: on GPUs
+
+    @classmethod
+    def of(cls, plan: SwarmPlan) -> SwarmNeeds:
+        """Minimum resources of a swarm. A step multiplies and adds each parameter once a token
+        forward, and twice backward if it is trained; embeddings are lookups."""
+        run, config = plan.run, plan.run.config
+        nodes = (config.stages + 1) * run.swarm.replicas
+        has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
+        if plan.device not in ("auto", "cpu") or (plan.device == "auto" and has_gpu):
+            return cls(nodes, 0, 0.0)
+        states = run.swarm.replicas * sum(map(config.bytes_of, range(config.stages + 1)))
+        matrices = config.values - config.parameters[0] + config.vocabulary * config.dim
+        passes = 3 if config.lora is None else 2
+        return cls(nodes, states, 2.0 * passes * matrices * run.training.batch * config.context)
+
+    @property
+    def least_memory(self) -> int:
+        """Minimum bytes of a swarm's processes, without computation."""
+        return self.nodes * NODE_BYTES + self.states
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a swarm's processes, computation included."""
+        return self.nodes * NODE_BYTES + COMPUTED * self.states
+
+
+def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
+    """Check that the machine has cores and memory for all nodes, with weights, gradients and
+    moments where they compute on its processors. Raises SwarmError."""
+    stages, replicas = plan.run.config.stages + 1, plan.run.swarm.replicas
+    load = SwarmNeeds.of(plan)
+    size = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
+    remedy = "choose fewer --stages or --replicas, or skip this check with --oversubscribe"
+    if load.nodes > NODES_A_CORE * machine.cores:
+        raise SwarmError(
+            f"{size}, but {machine.cores} core{'s' * (machine.cores > 1)} can run only "
+            f"{NODES_A_CORE * machine.cores} in time, {NODES_A_CORE} a core: {remedy}"
+        )
+    if load.least_memory > machine.memory:
+        raise SwarmError(
+            f"{size}, which need {_gib(load.least_memory)}, {_gib(load.states)} of it for weights, "
+            f"gradients and moments, but this machine has {_gib(machine.memory)}: choose a smaller "
+            f"model, or more machines; {remedy}"
+        )
+
+
+def forecast(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) -> Iterator[str]:
+    """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
+    operations per second of a core, called where cores compute."""
+    run, config, load = plan.run, plan.run.config, SwarmNeeds.of(plan)
+    yield (
+        f"{config.values:,} parameters at {load.nodes} nodes, which take about "
+        f"{_gib(load.memory)} of this machine's {_gib(machine.memory)} of memory"
+    )
+    if load.memory > machine.memory:
+        yield (
+            "WARNING: that is more than this machine has, so nodes may be killed: choose a smaller "
+            "--preset, or start nodes on several machines"
+        )
+    if load.operations:
+        seconds = load.operations / (machine.cores * speed())
+        least = f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:.2g} s"
+        tokens = run.training.batch * config.context
+        yield f"a step of {tokens:,} tokens takes at least {least} here; the run has {run.steps:,}"
+
+
+def speed_of_a_core() -> float:
+    """Floating-point operations per second of small matrix products in one thread. It is the
+    maximum, since other processes may use the core meanwhile."""
+    matrix, shortest, end = np.ones((64, 64), np.float32), math.inf, time.perf_counter() + 0.05
+    while (began := time.perf_counter()) < end:
+        np.matmul(matrix, matrix)
+        shortest = min(shortest, time.perf_counter() - began)
+    return 2 * 64**3 / shortest
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
