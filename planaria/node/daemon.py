@@ -34,7 +34,8 @@ from planaria.node.stage.memory_limit import DeviceRoom
 from planaria.node.stage.torch_stage import TorchStage, make_twin
 from planaria.node.state.copies import layout_of
 from planaria.node.state.holdings import Holdings
-from planaria.node.state.saves import Contents, saves_on_disk
+from planaria.node.state.save_file import Contents
+from planaria.node.state.saves_on_disk import saves_on_disk
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.commit_chain import has_records

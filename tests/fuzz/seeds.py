@@ -23,7 +23,8 @@ from planaria.node.model.config import to_config
 from planaria.node.model.layout import model_weights
 from planaria.node.report.ledger import Line, _joint_hash
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.state.saves import Contents, Saves
+from planaria.node.state.save_file import Contents
+from planaria.node.state.saves import Saves
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chunk_flow import ChunkOutbox

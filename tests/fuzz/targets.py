@@ -42,7 +42,8 @@ from planaria.node.model.config import CONFIG, UnsupportedModelError, read_confi
 from planaria.node.model.shape import ModelConfig
 from planaria.node.report.ledger import LedgerError, audit, audit_merged, merge
 from planaria.node.run_file import RunFileError, dumps, loads
-from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode_header
+from planaria.node.state.save_file import METADATA, SaveFile, _checksum, encode_header
+from planaria.node.state.stage_state import SaveError
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import lowrank
@@ -249,7 +250,7 @@ def saves(data: bytes) -> None:
         length = int.from_bytes(data[:8], "little")
         fields = json.loads(data[8 : 8 + length])[METADATA]
         fields.pop("xxh3", None)
-        contents.append(bytes(_encode_header(fields)) + data[8 + length :])
+        contents.append(bytes(encode_header(fields)) + data[8 + length :])
         header = json.dumps({METADATA: {**fields, "xxh3": _checksum(fields)}}).encode()
         contents.append(len(header).to_bytes(8, "little") + header + data[8 + length :])
     for content in contents:

@@ -29,7 +29,7 @@ from planaria.node.serve import (
     place_for_saves,
     seats_that_fit,
 )
-from planaria.node.state.saves import SaveError
+from planaria.node.state.stage_state import SaveError
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,8 @@ from planaria.node.model.modules import inference_stage
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import RunFile, RunFileError, from_fields, override
 from planaria.node.state.regrouped_saves import model_as_saved
-from planaria.node.state.saves import SaveError, find_saves
+from planaria.node.state.saves import find_saves
+from planaria.node.state.stage_state import SaveError
 from tests.node.model.test_decoder import content, saved
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small

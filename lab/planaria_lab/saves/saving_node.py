@@ -32,10 +32,12 @@ def arm(
     seconds until a save was on disk. A save that is left out has no line.
     """
     from planaria.node.machine.compute import waiting_for_disk
-    from planaria.node.state import saves
+    from planaria.node.state.save_file import Bytes
+    from planaria.node.state.saves import Saves
+    from planaria.node.state.saves_on_disk import SavesOnDisk
     from planaria.node.state.stage_state import StageState
 
-    save, put, write = saves.SavesOnDisk.write, saves.Saves._put, saves.Saves.write
+    save, put, write = SavesOnDisk.write, Saves._put, Saves.write
     file = (timed / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
 
     def log(state: StageState, **seconds: float) -> None:
@@ -43,7 +45,7 @@ def arm(
         file.write(json.dumps(line) + "\n")
         file.flush()
 
-    def handed_over(writer: saves.SavesOnDisk, state: StageState) -> None:
+    def handed_over(writer: SavesOnDisk, state: StageState) -> None:
         before, began = writer._newest, time.perf_counter()
         save(writer, state)
         if writer._newest is before:
@@ -55,23 +57,23 @@ def arm(
         ended = time.perf_counter()
         log(state, critical=ended - began, waited=ended - copied)
 
-    def slowly(parts: Iterable[saves.Bytes]) -> Iterator[saves.Bytes]:
+    def slowly(parts: Iterable[Bytes]) -> Iterator[Bytes]:
         for part in parts:
             yield part
             time.sleep(part.nbytes / (rate * MB))
 
-    def put_slowly(of: saves.Saves, name: str, parts: Iterable[saves.Bytes]) -> None:
+    def put_slowly(of: Saves, name: str, parts: Iterable[Bytes]) -> None:
         put(of, name, slowly(parts))
 
-    def written(of: saves.Saves, state: StageState) -> None:
+    def written(of: Saves, state: StageState) -> None:
         began = time.perf_counter()
         write(of, state)
         log(state, write=time.perf_counter() - began)
 
-    wrap(saves.SavesOnDisk, "write", handed_over)
-    wrap(saves.Saves, "write", written)
+    wrap(SavesOnDisk, "write", handed_over)
+    wrap(Saves, "write", written)
     if rate:
-        wrap(saves.Saves, "_put", put_slowly)
+        wrap(Saves, "_put", put_slowly)
 
 
 def run_saving(arguments: list[str]) -> None:

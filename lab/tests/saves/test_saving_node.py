@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planaria.node.state.saves import Contents, Saves, SavesOnDisk
+from planaria.node.state.save_file import Contents
+from planaria.node.state.saves import Saves
+from planaria.node.state.saves_on_disk import SavesOnDisk
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria_lab.saves import saving_node

@@ -16,7 +16,7 @@ from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
-    from planaria.node.state.saves import SaveFile
+    from planaria.node.state.save_file import SaveFile
 
 
 @flattened
@@ -34,7 +34,8 @@ def regroup_command(
     from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import loads
     from planaria.node.state.regrouped_saves import regroup_newest, saves_of_one_run
-    from planaria.node.state.saves import Contents, Saves, find_saves
+    from planaria.node.state.save_file import Contents
+    from planaria.node.state.saves import Saves, find_saves
 
     async def write(client: RegistryClient) -> None:
         described = await client.describe()

@@ -23,7 +23,7 @@ from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.state.regrouped_saves import choose_saves, model_as_saved, saves_of_one_run
-from planaria.node.state.saves import SaveFile
+from planaria.node.state.save_file import SaveFile
 
 log = logging.getLogger("planaria")
 

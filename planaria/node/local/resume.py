@@ -33,7 +33,8 @@ from planaria.node.model.learning_rate import warmup_of
 from planaria.node.run_file import RunFile, dumps, flatten, override
 
 if TYPE_CHECKING:
-    from planaria.node.state.saves import SaveFile, Saves
+    from planaria.node.state.save_file import SaveFile
+    from planaria.node.state.saves import Saves
 
 RUN_FILE, JOURNAL = "run.toml", "registry.journal"
 SETTINGS: Final = "steps", "recovery", "saves", "swarm", "wire", "trust", "notify"
@@ -240,7 +241,8 @@ def replace_run(
 
 
 def _open_saves(kept: KeptRun, folder: Path, stage: int) -> Saves:
-    from planaria.node.state.saves import Contents, Saves
+    from planaria.node.state.save_file import Contents
+    from planaria.node.state.saves import Saves
 
     return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.config, stage))
 

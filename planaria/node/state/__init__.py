@@ -2,7 +2,8 @@
 
 - `stage_state.py`: a stage's state and its identity
 - `holdings.py`: all that a node keeps: `copies.py` (stage 0 and running snapshots, at peers),
-  `twin.py` (redundant computation), `saves.py` (files), `boundary.py` (tensors between stages)
+  `twin.py` (redundant computation), `saves.py` (files; `save_file.py` is one, `saves_on_disk.py`
+  writes them beside training), `boundary.py` (tensors between stages)
 - `rebuild.py`: a newcomer's side: `transfer.py` (exact state from peers), `feeding.py` (while it
   follows), `relearn.py` (training of a guess), `background_relearning.py` (the rest of that, while
   the run trains)

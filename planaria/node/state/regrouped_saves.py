@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planaria.node.model.shape import BETAS, ModelConfig
-from planaria.node.state.saves import Bytes, Pieces, SaveFile, Saves
+from planaria.node.state.save_file import Bytes, Pieces, SaveFile
+from planaria.node.state.saves import Saves
 from planaria.node.state.stage_state import TENSORS, SaveError, StageState, StateId
 from planaria.node.transaction.commits import has_for, of_stage
 from planaria.node.wire import stage_pb2 as pb

@@ -37,7 +37,9 @@ from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.copies import layout_of
 from planaria.node.state.relearn import PairSlice
-from planaria.node.state.saves import Contents, Saves, SavesOnDisk
+from planaria.node.state.save_file import Contents
+from planaria.node.state.saves import Saves
+from planaria.node.state.saves_on_disk import SavesOnDisk
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.wire import stage_pb2 as pb

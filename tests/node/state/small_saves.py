@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from planaria.node.model.shape import ModelConfig
-from planaria.node.state.saves import Contents, SaveFile, Saves, find_saves
+from planaria.node.state.save_file import Contents, SaveFile
+from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import TENSORS, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 

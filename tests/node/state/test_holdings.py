@@ -16,7 +16,7 @@ from planaria.node.ports import OpenDisk
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.torch_stage import make_twin
 from planaria.node.state.holdings import Holdings
-from planaria.node.state.saves import saves_on_disk
+from planaria.node.state.saves_on_disk import saves_on_disk
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb

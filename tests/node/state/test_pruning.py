@@ -9,7 +9,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.state.saves import SaveFile, find_saves
+from planaria.node.state.save_file import SaveFile
+from planaria.node.state.saves import find_saves
 from tests.node.state.small_saves import model, opened, saved, state
 
 MODEL = model(4, 2)

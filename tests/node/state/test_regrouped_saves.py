@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state import saves as module
+from planaria.node.state import save_file
 from planaria.node.state.regrouped_saves import (
     SaveError,
     choose_saves,
@@ -27,7 +27,8 @@ from planaria.node.state.regrouped_saves import (
     regroup_newest,
     saves_of_one_run,
 )
-from planaria.node.state.saves import SaveFile, file_name, find_saves
+from planaria.node.state.save_file import SaveFile
+from planaria.node.state.saves import file_name, find_saves
 from planaria.node.state.stage_state import StageState
 from tests.node.state.small_saves import model, opened, saved, state
 
@@ -82,7 +83,7 @@ def test_each_layer_is_in_one_stage_in_order(sizes: tuple[int, ...], data: st.Da
 def test_there_and_back_is_what_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], data: st.DataObject
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK", 64)  # of which a layer has some
+    monkeypatch.setattr(save_file, "CHUNK", 64)  # of which a layer has some
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
     old, new = cut(*sizes), any_cut(data, sum(sizes))
     moved = regrouped(saved(folder / "old", old), new, folder / "new")
@@ -310,5 +311,5 @@ def test_nodes_of_the_old_division_are_refused_what_is_of_the_new(tmp_path: Path
     saved(tmp_path / "old", model(4, 2))
     regrouped(find_saves(tmp_path / "old"), model(4, 4), tmp_path / "new")
     for folder, run in ((tmp_path / "old" / "1.0", "new"), (tmp_path / "new", "old")):
-        with pytest.raises(module.SaveError, match="planaria regroup"):
+        with pytest.raises(SaveError, match="planaria regroup"):
             opened(folder, run, model(4, 2), 1)

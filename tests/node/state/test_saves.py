@@ -23,19 +23,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from planaria.bootstrap.files import flush
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state import saves as module
-from planaria.node.state.saves import (
-    Contents,
-    Saves,
-    SavesOnDisk,
-    file_name,
-    find_saves,
-    saved_run,
-)
+from planaria.node.state import save_file, saves_on_disk
+from planaria.node.state.save_file import Contents
+from planaria.node.state.saves import Saves, file_name, find_saves, saved_run
+from planaria.node.state.saves_on_disk import SavesOnDisk
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -307,8 +303,8 @@ def test_a_save_with_a_number_that_cannot_be_is_refused(tmp_path: Path, number: 
     saves = written(tmp_path, state(4))
     (path,) = (file.path for file in find_saves(tmp_path))
     length = int.from_bytes(path.read_bytes()[:8], "little")
-    fields = module._read_header(path, path.open("rb", buffering=0)) | {"omega": number}
-    path.write_bytes(bytes(module._encode_header(fields)) + path.read_bytes()[8 + length :])
+    fields = save_file._read_header(path, path.open("rb", buffering=0)) | {"omega": number}
+    path.write_bytes(bytes(save_file.encode_header(fields)) + path.read_bytes()[8 + length :])
     check_refused(saves, Age(0, 4), f"its header has invalid values .*omega {number}")
 
 
@@ -345,14 +341,14 @@ def test_a_file_that_ends_while_it_is_read_is_refused(
 ) -> None:
     saves = written(tmp_path, state(4))
     path = saves.folder / "step-00000004-0.safetensors"
-    original = module._read_header
+    original = save_file._read_header
 
     def read_and_cut(*arguments: Any) -> Any:
         fields = original(*arguments)
         os.truncate(path, path.stat().st_size - 7)
         return fields
 
-    monkeypatch.setattr(module, "_read_header", read_and_cut)
+    monkeypatch.setattr(save_file, "_read_header", read_and_cut)
     check_refused(saves, Age(0, 4), "ends 7 bytes too early")
 
 
@@ -570,7 +566,7 @@ def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
     gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(saves_on_disk, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     reports = Reports()
     writer = reports.writer(gated)
     for step, seconds in ((4, 0.0), (8, 1.0), (12, 1.0), (16, 1.0), (20, 2.5)):
@@ -656,7 +652,7 @@ def test_closing_names_what_was_not_written_and_how_long_it_had(
     gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(saves_on_disk, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     reports = Reports()
     writer = reports.writer(gated)
     writer.write(state(4))
@@ -779,7 +775,7 @@ def killed(work: Callable[[], None]) -> bool:
 def kill_at_line(number: int) -> None:
     """Kill this process before the `number`th line that it comes to in what touches the disk."""
     left = number
-    functions = (Saves.write, Saves._put, Saves._prune, module.flush)
+    functions = (Saves.write, Saves._put, Saves._prune, flush)
     disk = {function.__code__ for function in functions}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
