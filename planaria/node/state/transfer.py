@@ -47,7 +47,7 @@ SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
 SILENCE: Final = 15.0  # seconds in which a source must answer, beside those for what it owes
 SOURCES: Final = 8  # of one transfer that are in use at a time; a node has no link to all
 OUTSTANDING: Final = 2  # shards requested of a source and not received yet
-FAILURES: Final = 3  # of the only source; with the last one it is dropped
+FAILURES: Final = 3  # of the only source; with the last one it is dropped. It has as many SILENCEs
 REQUESTS: Final = 16  # of one joiner in progress at a source
 MANIFEST_LIMIT: Final = 16 << 10  # bytes of the list of tensors
 TENSORS_LIMIT: Final = 64
@@ -651,8 +651,14 @@ class _TransferFetch:
         )
 
     def _wake(self) -> float:
-        patience = min(self.silent.values(), default=math.inf) + self.client.silence
+        patience = min(self.silent.values(), default=math.inf) + self._silence
         return min(self.progressed + self.deadline, patience, self.plan.wake)
+
+    @property
+    def _silence(self) -> float:
+        """Seconds for a manifest. The only source may have a long task in its compute thread."""
+        sources = len(self.silent) + len(self.plan.sources) + len(self.unused)
+        return self.client.silence * (1 if sources > 1 else FAILURES)
 
     def _check_deadline(self) -> None:
         if self._now >= self.progressed + self.deadline:
@@ -679,8 +685,8 @@ class _TransferFetch:
     def _expire(self, now: float) -> None:
         self.plan.expire(now)
         for source, requested in list(self.silent.items()):
-            if now >= requested + self.client.silence:
-                self._give_up(source, f"no manifest in {self.client.silence:g} s")
+            if now >= requested + self._silence:
+                self._give_up(source, f"no manifest in {now - requested:.0f} s")
 
     def _ask_sources(self) -> None:
         while self.unused and len(self.silent) + len(self.plan.sources) < SOURCES:
