@@ -180,7 +180,7 @@ def _in_flight(state: RunState) -> str:
         return ""
     count = str(windows[0]) if windows[0] == windows[-1] else f"{windows[0]} to {windows[-1]}"
     each = f" of each of {len(windows)} sources" if len(windows) > 1 else ""
-    return f"{count} microbatches{each}"
+    return f"at most {count} microbatches{each}"
 
 
 def _news(state: RunState) -> dict[str, list[SeatState]]:
