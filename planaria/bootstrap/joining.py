@@ -258,7 +258,7 @@ class Joining:
         saves."""
         request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
-        wanted = [s for s in numbers if staff.count[s] < self._rules.max_replicas]
+        wanted = [s for s in numbers if staff.has_room(s, self._rules.max_replicas)]
         served = [s for s in wanted if s or self._rules.serves_stage_0(attempt.owner, request.data)]
         direct = [s for s in served if self._members.unreachable(request.address, s) is None]
         carried = served if self._members.has_relay() else direct

@@ -27,9 +27,11 @@ from planaria.recovery.policy import POLICIES, Policy
 
 @dataclass
 class Staffing:
-    """How each stage is staffed with nodes that stay: their number, work per second, and places."""
+    """How each stage is staffed with nodes that stay: their number, how many of them serve no other
+    stage, work per second, and places."""
 
     count: list[int]
+    dedicated: list[int]
     capacity: list[float]
     places: list[Census]
 
@@ -37,14 +39,21 @@ class Staffing:
     def empty(cls, stages: int) -> Staffing:
         """`stages`: body stages, L."""
         numbers = range(stages + 1)
-        return cls([0 for _ in numbers], [0.0 for _ in numbers], [Census() for _ in numbers])
+        zeros = [0 for _ in numbers]
+        return cls(zeros, [*zeros], [0.0 for _ in numbers], [Census() for _ in numbers])
 
     def add(self, stages: Collection[int], speed: float, place: FailureDomain) -> None:
         """Adds a node that serves `stages`. `speed` 0: unknown."""
         for stage in stages:
             self.count[stage] += 1
+            self.dedicated[stage] += len(stages) == 1
             self.capacity[stage] += (speed or 1.0) / len(stages)
             self.places[stage].add(place)
+
+    def has_room(self, stage: int, most: int) -> bool:
+        """Whether a newcomer has work at a stage for which `most` nodes have. Beside nodes of
+        several stages it has: one of them may return its seat."""
+        return self.count[stage] < most or (stage > 0 and not self.dedicated[stage])
 
 
 def choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tuple[int, str]:

@@ -241,6 +241,19 @@ def test_explicit_stage_beyond_max_replicas_is_honoured_and_automatic_becomes_sp
     assert "every stage has 1 nodes or more" in reply.reason
 
 
+def test_a_newcomer_relieves_a_node_of_several_stages_also_beyond_max_replicas() -> None:
+    """Steps of one microbatch have work for one node of a stage."""
+    swarm = Swarm(stages=2, max_replicas=1)
+    swarm.join("a", 0, room=2)
+    swarm.join("b", 1)
+    swarm.join("c", 2)
+    swarm.open("a", "b", "c")
+    swarm.leave("c")
+    assert stages_of(swarm.view.members[0]) == [0, 2]
+    assert swarm.join("d").reason.startswith("stage 2 had the least capacity")
+    assert "every stage has 1 nodes or more" in swarm.join("e").reason
+
+
 @pytest.mark.parametrize(
     ("asked", "code", "why"),
     [
