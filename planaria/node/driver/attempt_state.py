@@ -119,7 +119,7 @@ class AttemptState:
     scored: dict[int, pb.Home] = field(default_factory=dict)  # microbatches with a known loss
     homes: dict[int, pb.Home] = field(default_factory=dict)  # those of `scored` that are back
     inquest: StragglerDetector = field(default_factory=StragglerDetector)
-    passes: dict[str, int] = field(default_factory=dict)  # known to be done, by member
+    passes: dict[str, int] = field(default_factory=dict)  # how many are known to be done, by member
     held_up: dict[str, str] = field(default_factory=dict)  # by node, why it is held up
     regather: str = ""  # why to gather when it is over
     takeover: Takeover | None = None

@@ -320,6 +320,7 @@ class _PartlyRead:
         self._final, self._reading = 0, read(self._words)
 
     def first(self, count: int) -> Tensor:
+        """The first `count` words; they are read as far as that. Raises what reading does."""
         while self._final < count:
             self._final = next(self._reading)
         return self._words[:count]
