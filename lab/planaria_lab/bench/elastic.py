@@ -1,0 +1,194 @@
+"""A run that is killed and goes on with another number of nodes, and back: is it the run that never
+stopped? `OUT=lab/results/elastic python -m planaria_lab.bench.elastic [SEEDS]`.
+
+ECRL (section 9) names resuming N processes' state by M, under failures, as work to be done. Here N
+and M are 2, 3, 5 and 8 nodes: stage 0 and a node for each body stage of the same eight layers. Each
+pair trains with N until all processes, the registry too, get SIGKILL in the middle of a step; `up
+--resume --stages` goes on with M, they are killed again, and N nodes train to the end. Of each run
+are kept: the largest difference of a step's loss from that of the run that never stopped, and
+between runs of N and of M nodes that never stopped; the steps that were trained twice, the seconds
+from each resume to the first commit, and the audit. A run that has a row is not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from scipy.stats import t
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.launch.resolve import SHIPPED
+from planaria_lab.bench.rows import FOLDER, keep
+
+NODES: Final = (2, 3, 5, 8)
+STEPS: Final = 24
+RUN: Final = """
+name = "elastic"
+steps = {steps}
+seed = {seed}
+[model]
+preset = "tiny"
+layers = 8
+stages = {stages}
+[data]
+path = "{data}"
+[training]
+batch = 8
+microbatch = 2
+validation_microbatches = 0
+[saves]
+every = 1
+"""
+LOOK: Final = 0.01
+"""Seconds between two looks at the ledgers."""
+DEADLINE: Final = 180.0
+"""Seconds that the nodes have for their steps."""
+
+
+class Trained(NamedTuple):
+    """What a run, or a part of it, came to."""
+
+    losses: dict[int, float]  # nats a token, by step; of a step trained twice, the newer one
+    twice: int  # steps
+    waited: float  # seconds from the start of its processes to the first commit
+
+
+def lines_of(out: Path) -> Iterator[dict[str, Any]]:
+    """The commits in all ledgers, in the order of time."""
+    files = [path.read_text(encoding="utf-8") for path in (out / "logs").glob("ledger-*.jsonl")]
+    whole = [json.loads(line) for file in files for line in file.rpartition("\n")[0].splitlines()]
+    yield from sorted((line for line in whole if "step" in line), key=lambda line: line["time"])
+
+
+def train(arguments: Sequence[str], out: Path, until: int | None) -> Trained:
+    """`planaria up ARGUMENTS`, killed once the step `until` is committed. Raises RuntimeError."""
+    before, began = list(lines_of(out)), time.time()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "planaria", "up", *arguments, "--seats", "1", "--http", "none"]
+    with (out.parent / f"{out.name}.log").open("a", encoding="utf-8") as log:
+        swarm = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    while swarm.poll() is None:
+        newest = max((line["step"] for line in lines_of(out) if line not in before), default=0)
+        if until is not None and newest >= until:
+            swarm.kill()  # its processes die with it
+        elif time.time() > began + DEADLINE:
+            swarm.kill()
+            raise RuntimeError(f"step {until or STEPS} was not committed; logs are in {out}")
+        time.sleep(LOOK)
+    if until is None and swarm.returncode:
+        raise RuntimeError(f"the run ended with status {swarm.returncode}; logs are in {out}")
+    after = [line for line in lines_of(out) if line not in before]
+    steps = {line["step"] for line in before}
+    twice = sum(line["step"] in steps for line in after)
+    return Trained({line["step"]: line["loss"] for line in after}, twice, after[0]["time"] - began)
+
+
+def audit(out: Path) -> dict[str, int]:
+    found = json.loads((out / "summary.json").read_text(encoding="utf-8"))["audit"]
+    return {name: found[name] for name in ("duplicates", "missing", "extra")}
+
+
+def never_stopped(run_file: Path, out: Path) -> dict[int, float]:
+    """The losses of a run that never stopped."""
+    return train([str(run_file), "--out", str(out)], out, None).losses
+
+
+def there_and_back(first: int, other: int, seed: int, run_file: Path, out: Path) -> dict[str, Any]:
+    """A run whose processes are killed twice."""
+    chance = random.Random(f"{seed} {first} {other}")
+    kills = chance.randint(5, 9), chance.randint(13, 17)
+    resumes = [["--resume", str(out), "--stages", str(nodes - 1)] for nodes in (other, first)]
+    begin, untils = [str(run_file), "--out", str(out)], (*kills, None)
+    parts = [train(way, out, at) for way, at in zip((begin, *resumes), untils, strict=True)]
+    losses = {step: loss for part in parts for step, loss in part.losses.items()}
+    return {
+        "losses": losses,
+        "killed": kills,
+        "twice": sum(part.twice for part in parts),
+        "seconds": [part.waited for part in parts[1:]],
+        "audit": audit(out),
+    }
+
+
+def difference(losses: dict[int, float], others: dict[int, float]) -> float:
+    """The largest difference of a step's losses. Raises ValueError unless both have all steps."""
+    if not list(range(1, STEPS + 1)) == sorted(losses) == sorted(others):
+        raise ValueError(f"steps {sorted(losses)} and {sorted(others)}, not all of {STEPS}")
+    return max(abs(losses[step] - others[step]) for step in losses)
+
+
+def measure(seed: int, pairs: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """A row for each pair."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, run_files = Path(directory), {}
+        prepare(Recipe([str(SHIPPED)], vocabulary=512), out / "data")
+        for nodes in NODES:
+            run_files[nodes] = out / f"{nodes}.toml"
+            fields = {"steps": STEPS, "seed": seed, "stages": nodes - 1, "data": out / "data"}
+            run_files[nodes].write_text(RUN.format(**fields), encoding="utf-8")
+        whole = {n: never_stopped(file, out / f"whole-{n}") for n, file in run_files.items()}
+        for first, other in pairs:
+            run = there_and_back(first, other, seed, run_files[first], out / f"{first}-{other}")
+            yield {
+                "seed": seed,
+                "nodes": [first, other],
+                "difference": difference(run.pop("losses"), whole[first]),
+                "never_stopped": difference(whole[first], whole[other]),
+                **run,
+            }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each pair: the largest differences, and the mean of the rest with its 95 %
+    confidence interval (Student's t) over the seeds."""
+    yield "| nodes | seeds | difference | never stopped | first commit after, s | steps twice |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for pair in permutations(NODES, 2):
+        of_pair = [row for row in rows if row["nodes"] == [*pair]]
+        if not of_pair:
+            continue
+        apart, whole = (max(row[key] for row in of_pair) for key in ("difference", "never_stopped"))
+        waits = interval([row["seconds"][0] for row in of_pair])
+        twice = interval([row["twice"] / len(row["killed"]) for row in of_pair])
+        to = f"{pair[0]} to {pair[1]}"
+        yield f"| {to} | {len(of_pair)} | {apart:.0e} | {whole:.0e} | {waits} | {twice} |"
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and half of the 95 % confidence interval."""
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return f"{mean:.1f}"
+    half = t.ppf(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return f"{mean:.1f} ± {half:.1f}"
+
+
+def main() -> None:
+    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    path = Path(os.environ.get("OUT") or FOLDER) / "elastic.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {(row["seed"], *row["nodes"]) for row in rows}
+    for seed in range(seeds):
+        pairs = [pair for pair in permutations(NODES, 2) if (seed, *pair) not in done]
+        for row in measure(seed, pairs) if pairs else ():
+            keep("elastic", **row)
+            rows.append(row)
+            print(f"seed {seed}, {row['nodes']}: audit {row['audit']}", flush=True)
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
