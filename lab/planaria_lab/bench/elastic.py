@@ -32,6 +32,7 @@ from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.launch.resolve import SHIPPED
 from planaria_lab.bench.rows import FOLDER, keep
+from planaria_lab.saves.swarm import commits
 
 NODES: Final = (2, 3, 5, 8)
 STEPS: Final = 24
@@ -66,22 +67,15 @@ class Trained(NamedTuple):
     waited: float  # seconds from the start of its processes to the first commit
 
 
-def lines_of(out: Path) -> Iterator[dict[str, Any]]:
-    """The commits in all ledgers, in the order of time."""
-    files = [path.read_text(encoding="utf-8") for path in (out / "logs").glob("ledger-*.jsonl")]
-    whole = [json.loads(line) for file in files for line in file.rpartition("\n")[0].splitlines()]
-    yield from sorted((line for line in whole if "step" in line), key=lambda line: line["time"])
-
-
 def train(arguments: Sequence[str], out: Path, until: int | None) -> Trained:
     """`planaria up ARGUMENTS`, killed once the step `until` is committed. Raises RuntimeError."""
-    before, began = list(lines_of(out)), time.time()
+    before, began = commits(out), time.time()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "planaria", "up", *arguments, "--seats", "1", "--http", "none"]
     with (out.parent / f"{out.name}.log").open("a", encoding="utf-8") as log:
         swarm = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     while swarm.poll() is None:
-        newest = max((line["step"] for line in lines_of(out) if line not in before), default=0)
+        newest = max((line["step"] for line in commits(out) if line not in before), default=0)
         if until is not None and newest >= until:
             swarm.kill()  # its processes die with it
         elif time.time() > began + DEADLINE:
@@ -90,7 +84,7 @@ def train(arguments: Sequence[str], out: Path, until: int | None) -> Trained:
         time.sleep(LOOK)
     if until is None and swarm.returncode:
         raise RuntimeError(f"the run ended with status {swarm.returncode}; logs are in {out}")
-    after = [line for line in lines_of(out) if line not in before]
+    after = [line for line in commits(out) if line not in before]
     steps = {line["step"] for line in before}
     twice = sum(line["step"] in steps for line in after)
     return Trained({line["step"]: line["loss"] for line in after}, twice, after[0]["time"] - began)

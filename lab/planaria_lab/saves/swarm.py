@@ -103,7 +103,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
             for pid in processes.running().values():
                 os.kill(pid, signal.SIGKILL)
             killed = time.time()
-        before = _commits(plan)
+        before = commits(plan.out)
         resume_from(plan, plan, slots)
     with _life(plan, slots, saving) as processes:
         _until(plan, run.steps, processes)
@@ -114,7 +114,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
         raise SavesError(f"{out} isn't whole:\n{why}")
     lines = [line for path in sorted(timed.glob("*.jsonl")) for line in _lines(path)]
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    after = [line for line in _commits(plan) if line not in before]
+    after = [line for line in commits(plan.out) if line not in before]
     return of_lines(before, after, lines, killed, summary["goodput"])
 
 
@@ -161,7 +161,7 @@ def _life(plan: SwarmPlan, slots: Sequence[str], saving: Saving) -> Iterator[Pro
 def _until(plan: SwarmPlan, step: int, processes: Processes) -> None:
     """Until it is committed."""
     deadline = time.monotonic() + DEADLINE
-    while max((line["step"] for line in _commits(plan)), default=0) < step:
+    while max((line["step"] for line in commits(plan.out)), default=0) < step:
         ended = processes.ended()
         if ended or time.monotonic() > deadline:
             why = (
@@ -171,11 +171,12 @@ def _until(plan: SwarmPlan, step: int, processes: Processes) -> None:
         time.sleep(LOOK)
 
 
-def _commits(plan: SwarmPlan) -> list[dict[str, Any]]:
-    """The ledgers' lines in the order of time, those of steps that were made again too."""
+def commits(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ledgers in the order of time, those of steps that were made again
+    too."""
     lines = [
         line
-        for path in (plan.out / "logs").glob("ledger-*.jsonl")
+        for path in (out / "logs").glob("ledger-*.jsonl")
         for line in _lines(path)
         if "step" in line
     ]
@@ -200,8 +201,8 @@ def of_lines(
 ) -> Measured:
     """By the ledgers' lines `before` and `after` a kill, in the order of time, and those of
     saving_node.py; `killed`: Unix seconds. Where nobody was killed all are `after`."""
-    commits = [*before, *after]
-    begun = next(line["time"] for line in commits if line["step"] == FIRST)
+    committed = [*before, *after]
+    begun = next(line["time"] for line in committed if line["step"] == FIRST)
     down = again = 0.0
     lost = 0
     if before:
@@ -210,11 +211,11 @@ def of_lines(
         lost = newest - after[0]["step"] + 1
         reached = [line["time"] for line in after if line["step"] == newest]
         again = reached[0] - after[0]["time"] if reached else 0.0
-    losses = {line["step"]: line["loss"] for line in commits}
+    losses = {line["step"]: line["loss"] for line in committed}
     counted = [line for line in timed if line["step"] > FIRST]
     blocked, critical = _slowest(counted, "waited"), _slowest(counted, "critical")
     return Measured(
-        wall=commits[-1]["time"] - begun,
+        wall=committed[-1]["time"] - begun,
         steps=len(losses) - FIRST,
         copied=critical - blocked,
         blocked=blocked,
