@@ -70,6 +70,7 @@ LEAST_FRAME: Final = 16 << 10
 PACE: Final = 0.1  # seconds of the budget for a frame, if it has at least LEAST_FRAME
 OUTSTANDING: Final = 2  # frames that a holder hasn't answered
 SILENCE: Final = 15.0  # seconds in which a holder must answer
+CONFIRMED: Final = 3  # commits that a holder may also take to confirm, however long its tasks are
 COMMIT_LIMIT: Final = 1 << 20  # bytes of the step's commit in an update
 REMEMBERED: Final = 16  # of this node's own states
 
@@ -287,6 +288,8 @@ class CopySender:
             nodes = list(self._recipients)
             self.set_holders([])  # their copies are of an abandoned lineage
             self.set_holders(nodes)
+        elif self._update is not None:
+            self._update.wake()
         self._start()
 
     def on_kept(self, peer: str, kept: pb.Kept) -> None:
@@ -354,13 +357,15 @@ class CopySender:
         finally:
             self._update = None
 
-    async def _deliver(self, update: _Update, sent: Sent, state: StageState) -> None:
+    async def _deliver(
+        self, update: _Update, sent: Sent, state: StageState, commits: int = 0
+    ) -> None:
         # Posted as soon as it is started, before a later step can be.
         content = await self._exchanges.compute(partial(self._take, sent, state))
         update.memory_bytes = content.payload.nbytes
         header, payload = self._compose(update, state, content)
         await self._transfer(update, header, payload)
-        await self._wait(update, lambda: update.kept, "the confirmation")
+        await self._wait(update, lambda: update.kept, "the confirmation", commits)
 
     def _judge_link(self, update: _Update, arrived: bool) -> None:
         """Judge the link by an update: the next one leaves with the next commit."""
@@ -372,7 +377,7 @@ class CopySender:
     async def _send_update(self, update: _Update, recipient: _Recipient, state: StageState) -> None:
         sent = recipient.sent
         try:
-            await self._deliver(update, sent, state)
+            await self._deliver(update, sent, state, CONFIRMED)
             self._judge_link(update, arrived=True)
             recipient.filling = sent.lacks_blocks
         except ComplaintError as lost:
@@ -437,17 +442,23 @@ class CopySender:
             self._outstanding[holder] += 1
             self.bytes_sent += size
 
-    async def _wait(self, update: _Update, done: Callable[[], bool], expected: str) -> None:
-        """Wait for the holder until `done`. Raises ComplaintError, also when it is silent."""
+    async def _wait(
+        self, update: _Update, done: Callable[[], bool], expected: str, commits: int = 0
+    ) -> None:
+        """Wait for the holder until `done`. Raises ComplaintError, also when it isn't done for
+        `silence` seconds and until so many commits after the update's own."""
         self._check(update)
+        began = self._exchanges.now
+        limit = began + self._silence
         while not done():
+            if limit == math.inf and self._applied.step >= update.step + commits:
+                seconds = self._exchanges.now - began
+                raise ComplaintError(f"no answer for {seconds:.0f} s ({expected})", [update.holder])
             update.news = Outcome(self._exchanges)
             try:
-                await update.news.within(self._exchanges.now + self._silence)
+                await update.news.within(limit)
             except TimeoutError:
-                raise ComplaintError(
-                    f"no answer for {self._silence:g} s ({expected})", [update.holder]
-                ) from None
+                limit = math.inf
             self._check(update)
 
     @staticmethod

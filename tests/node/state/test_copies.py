@@ -485,6 +485,26 @@ def test_a_silent_holder_is_named_and_queues_nothing_more(
     assert any("did not reach h: no answer for 10 s" in text for text in messages)
 
 
+def test_a_holder_whose_tasks_are_long_may_take_three_steps_to_confirm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(fraction=1.0, period=1)
+    world.computes["h"].held = True
+    world.commits(1, 2, 3)
+    world.sleep(100.0)
+    assert world.step_held() is None
+    world.computes["h"].release()
+    world.settle()
+    assert world.step_held() == 3
+    assert "did not reach" not in caplog.text
+
+    world.computes["h"].held = True
+    world.commits(4, 5, 6)
+    assert "did not reach" not in caplog.text
+    world.commits(7)
+    assert "did not reach h: no answer for 10 s (the confirmation)" in caplog.text
+
+
 def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     world = World(fraction=1.0, period=1)
     del world.nodes["h"]
@@ -565,8 +585,8 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
     assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
     world.faults.clear()
-    world.commits(2)
-    assert world.step_held() == 2
+    world.commits(2, 3, 4)  # an answer that can't be told from another's is waited for
+    assert world.step_held() == 4
     world.assert_true()
 
 
