@@ -97,7 +97,7 @@ def data_inspect(
     ] = False,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a document to show.")] = 128,
 ) -> None:
-    """Show the contents of prepared data, and its first documents; or how a run uses its data."""
+    """Show the contents and first documents of prepared data, or how a run uses its data."""
     from planaria.node.data.corpus import Corpus
 
     if path.is_file():

@@ -43,7 +43,7 @@ def status_command(
         ),
     ] = False,
 ) -> None:
-    """Show a run: its members, its steps, and why the registry did what."""
+    """Show a run: its members, its steps, and the registry's reasons for its decisions."""
     from planaria.node.page.status_page import status
 
     credentials = credentials_for(join, security)
@@ -127,8 +127,8 @@ def page_command(
     insecure: Insecure = False,
     security: Security,
 ) -> None:
-    """Show a run in the browser: one that has left files, at any moment of it, or, for who has an
-    invite, one that lives, with its figures for Prometheus."""
+    """Show a run in the browser: a recorded run at any moment, or, with an invite, a running one
+    and its metrics for Prometheus."""
 
     if (folder is None) == (join is None):
         fail("name one run: a folder that it wrote, or --join INVITE of a running one")

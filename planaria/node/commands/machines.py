@@ -224,7 +224,7 @@ class BootstrapOptions:
 
 @flattened
 def bootstrap_command(options: BootstrapOptions) -> None:
-    """Run the registry: who serves what, and the page on which one watches."""
+    """Run the registry, which tracks who serves which stage, and the run's web page."""
     from planaria.bootstrap.invites import read_allowed
     from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.launch.resolve import resolve
@@ -261,8 +261,8 @@ def bootstrap_command(options: BootstrapOptions) -> None:
 
 @flattened
 def doctor_command(options: DoctorOptions) -> None:
-    """See, in 15 seconds, whether a node with these options could join from this machine; the exit
-    status is 0 if all is well, 1 after a warning, 2 after a problem."""
+    """Check, within 15 seconds, whether a node with these options could join from this machine. The
+    exit status is 0 if all is well, 1 after a warning, 2 after a problem."""
     from planaria.node.launch.advertised import forwarded_address
     from planaria.node.launch.diagnosis import Grade, finding_lines, findings, worst_grade
     from planaria.node.launch.doctor import Examined, gather_facts

@@ -55,8 +55,8 @@ def export_command(
     ] = None,
     security: Security,
 ) -> None:
-    """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
-    trained (LoRA), these, as peft has them."""
+    """Write a run's model as a folder for Hugging Face's transformers; LoRA adapters as one for
+    peft."""
     if join is not None and folders:
         fail("--join exports the model of a running swarm: leave the folders out, or --join")
     if join is not None:
@@ -161,8 +161,8 @@ class GenerateOptions:
 
 @flattened
 def generate_command(options: GenerateOptions) -> None:
-    """Let an exported model, or that of a living run where it is trained, continue a text, or
-    answer questions (--chat)."""
+    """Continue a text, or answer questions (--chat), with an exported model or, on its nodes, that
+    of a running swarm."""
     words, join = list(options.words or []), options.join
     folder = None if join is not None else Path(words.pop(0)) if words else None
     if len(words) > 1 or (join is None and folder is None):
@@ -263,8 +263,8 @@ def evaluate_command(
     device: OneDevice = "auto",
     security: Security,
 ) -> None:
-    """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,
-    computed where it is trained."""
+    """Compute loss and perplexity on prepared data, of an exported model or, on its nodes, of one
+    step of a running swarm."""
     if (folder is None) == (join is None):
         fail("name one model: a folder that `planaria export` has written, or --join HOST:PORT")
     if folder is not None:

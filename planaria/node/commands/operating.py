@@ -63,7 +63,7 @@ class InviteOptions:
 
 @flattened
 def invite_command(options: InviteOptions) -> None:
-    """Invite others to a run: who is given what this prints joins with it."""
+    """Create an invite to a run, list invites, or revoke one; whoever has it can join."""
     from planaria.bootstrap.invites import encode
     from planaria.node.launch.enrolled import invitation_of
 
@@ -111,7 +111,7 @@ def _until(ends: float, revoked: bool) -> str:
 
 @flattened
 def members_command(join: Join, security: Security) -> None:
-    """List who is in a run, who was let in and how, and who is banned."""
+    """List a run's members, its enrolled nodes and their invites, and banned nodes."""
 
     async def show(client: RegistryClient) -> None:
         listed = await client.command("ListEnrolled", pb.ListEnrolledRequest())
@@ -141,7 +141,7 @@ def evict_command(
     join: Join,
     security: Security,
 ) -> None:
-    """Take a node's seats from it; it may come back as another one."""
+    """Remove a node from a run; it may join again under a new node id."""
     _command(join, security, "Evict", pb.EvictRequest(node=node))
 
 
@@ -153,7 +153,7 @@ def ban_command(
     join: Join,
     security: Security,
 ) -> None:
-    """Evict a node, and keep it out under whatever name it comes with its key."""
+    """Evict a node, and refuse its key from then on, whatever its name."""
     _command(join, security, "Ban", pb.BanRequest(who=who))
 
 
@@ -165,22 +165,22 @@ def allow_command(
     join: Join,
     security: Security,
 ) -> None:
-    """Let in again who was banned."""
+    """Lift a ban."""
     _command(join, security, "Allow", pb.AllowRequest(instance=instance))
 
 
-Why = Annotated[str, typer.Option(help="Why, for those who look at the run.")]
+Why = Annotated[str, typer.Option(help="Reason, shown by status and page.")]
 
 
 @flattened
 def pause_command(join: Join, security: Security, why: Why = "") -> None:
-    """Hold a run at its next step; nodes stay, until `planaria go`."""
+    """Pause a run at its next step; its nodes wait for `planaria go`."""
     _order(join, security, "pause", why)
 
 
 @flattened
 def go_command(join: Join, security: Security) -> None:
-    """Let a run go on that is paused, or nodes join one that was stopped."""
+    """Continue a paused run, or let nodes join a stopped one again."""
     _order(join, security, "go", "")
 
 
@@ -194,23 +194,23 @@ def change_command(
     security: Security,
     at: Annotated[
         int | None,
-        typer.Option(min=1, metavar="STEP", help="The first with them. Default: the next."),
+        typer.Option(min=1, metavar="STEP", help="First with the new settings. Default: the next."),
     ] = None,
 ) -> None:
-    """Change settings of a run: each stage saves its step, and the nodes go on under the others."""
+    """Change a run's settings: each stage saves its step, and the nodes continue from there."""
     _change(join, security, settings, None if at is None else at - 1)
 
 
 @flattened
 def back_command(
-    to: Annotated[int, typer.Option(min=1, metavar="STEP", help="One that each stage has saved.")],
+    to: Annotated[int, typer.Option(min=1, metavar="STEP", help="It must be saved by each stage.")],
     join: Join,
     security: Security,
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings to change, too.")
     ] = None,
 ) -> None:
-    """Take a run back to a saved step: later steps don't count, and the nodes go on from there."""
+    """Take a run back to a saved step, from which its nodes continue; later steps don't count."""
     _change(join, security, settings or [], to, goes_back=True)
 
 
@@ -271,7 +271,7 @@ def stop_command(
         bool, typer.Option("--now", help="Don't wait for saves: newer steps are lost.")
     ] = False,
 ) -> None:
-    """End a run, once each stage has saved the step that it has: its nodes end, and stay ended."""
+    """End a run once each stage has saved its step; its nodes end, and are not restarted."""
     _order(join, security, "end" if now else "stop", why)
 
 

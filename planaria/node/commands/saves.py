@@ -29,8 +29,8 @@ def regroup_command(
     security: Security,
     out: Annotated[Path, typer.Option(help="Folder to write: a --save-dir for the new nodes.")],
 ) -> None:
-    """Write a run's saves anew for the run of a registry, which has the same model, but another
-    run file: in more or fewer stages, for one."""
+    """Convert a run's saves for the run of a registry, which has the same model but another run
+    file, for example with more or fewer stages."""
     from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import loads
     from planaria.node.state.regrouped_saves import regroup_newest, saves_of_one_run
@@ -74,7 +74,7 @@ def saves_command(
         ),
     ] = None,
 ) -> None:
-    """List a run's saves: which steps are whole, and how large."""
+    """List a run's saves: which steps are complete, and their sizes."""
     from planaria.node.report.log_stream import begin_log
     from planaria.node.state.saves import find_saves
     from planaria.node.state.stage_state import SaveError
@@ -155,7 +155,7 @@ def _save_places(folder: Path) -> list[Path]:
 def audit_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that a run wrote.")],
 ) -> None:
-    """Compare what a run trained on with what it should have."""
+    """Compare the samples that a run trained on with those that it should have used."""
     from planaria.node.report.ledger import audit
 
     report = audit(directory)

@@ -46,7 +46,7 @@ class PrepareOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="For records with messages: Jinja that makes them text; default: the tokenizer's.",
+            help="Chat template (Jinja) for records with messages. Default: the tokenizer's.",
         ),
     ] = None
     bos: Annotated[
@@ -55,17 +55,18 @@ class PrepareOptions:
     end_token: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKEN", help="Ends each document; default: what the tokenizer's files name."
+            metavar="TOKEN", help="Ends each document. Default: that of the tokenizer's files."
         ),
     ] = None
     skip_bad: Annotated[
-        float, typer.Option(metavar="SHARE", help="Bad rows to leave out; ten at least.")
+        float,
+        typer.Option(metavar="SHARE", help="Of bad rows to leave out; ten are always left out."),
     ] = 0.01
     longest_record: Annotated[
-        int, typer.Option(metavar="BYTES", min=1, help="A longer one is a bad row.")
+        int, typer.Option(metavar="BYTES", min=1, help="Maximum; a longer one is a bad row.")
     ] = LONGEST
     format: Annotated[
-        Form | None, typer.Option(help="What all records are. Default: as their fields say.")
+        Form | None, typer.Option(help="Form of all records. Default: by their fields.")
     ] = None
     context: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""Options of the commands that take a model out of a run, as their work gets them, too."""
+"""Options of `planaria export` and `planaria evaluate`, and of the functions behind them."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ class ExportOptions:
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")]
     data: Annotated[
         Path | None,
-        typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
+        typer.Option(help="Prepared data with the tokenizer to export. Default: the run's."),
     ] = None
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the weights.")] = "fp32"
     merged: Annotated[
         bool,
         typer.Option(
-            "--merged", help="LoRA: a model with the adapters in its weights, not these apart."
+            "--merged", help="LoRA: write a whole model, with the adapters merged into its weights."
         ),
     ] = False
     model: Annotated[
         Path | None,
         typer.Option(
-            help="With --merged: the model that the run began from, if not there; with --join it "
-            "is needed."
+            help="With --merged: folder of the model that the run began from. With --join it is "
+            "required. Default: that of the run file."
         ),
     ] = None
     base: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="What the model that the run began from is called in what is written; without "
-            "it, as on the hub, or as its folder.",
+            help="Name of the model that the run began from, for the files of the adapters. "
+            "Default: its name on the hub, or its folder.",
         ),
     ] = ""
     push: Annotated[
         str, typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too.")
     ] = ""
     private: Annotated[
-        bool, typer.Option("--private", help="With --push: for those only who may read it there.")
+        bool, typer.Option("--private", help="With --push: to a private repository.")
     ] = False
     wait: Wait = 120.0
 
