@@ -16,6 +16,8 @@ from planaria.node.launch.errors import SwarmError
 from planaria.node.local.plan import SwarmPlan
 from planaria.node.machine.cores import available_cores
 from planaria.node.model.shape import COMPUTED
+from planaria.node.stage.activations import saved_bytes
+from planaria.node.transaction.in_flight_window import most_out
 
 ROCM: Final = Path("/dev/kfd")  # there if AMD's driver is
 NODES_A_CORE = 16
@@ -66,6 +68,8 @@ class SwarmNeeds(NamedTuple):
     nodes: int
     states: int  # bytes of weights, gradients and moments in main memory
     operations: float  # floating-point, per step, on processors; 0: on GPUs
+    activations: int = 0  # bytes that a microbatch at each node keeps for its backward pass
+    in_flight: int = 0  # microbatches that each node may keep
 
     @classmethod
     def of(cls, plan: SwarmPlan) -> SwarmNeeds:
@@ -79,17 +83,23 @@ class SwarmNeeds(NamedTuple):
         states = run.swarm.replicas * sum(map(config.bytes_of, range(config.stages + 1)))
         matrices = config.values - config.parameters[0] + config.vocabulary * config.dim
         passes = 3 if config.lora is None else 2
-        return cls(nodes, states, 2.0 * passes * matrices * run.training.batch * config.context)
+        operations = 2.0 * passes * matrices * run.training.batch * config.context
+        kept = sum(saved_bytes(run, config, stage) for stage in range(config.stages + 1))
+        share = math.ceil(run.training.microbatches / run.swarm.replicas)
+        in_flight = min(share, most_out(run.training.in_flight, config.stages))
+        return cls(nodes, states, operations, run.swarm.replicas * kept, in_flight)
 
     @property
     def least_memory(self) -> int:
         """Minimum bytes of a swarm's processes, without computation."""
         return self.nodes * NODE_BYTES + self.states
 
-    @property
-    def memory(self) -> float:
-        """Bytes of a swarm's processes, computation included."""
-        return self.nodes * NODE_BYTES + COMPUTED * self.states
+    def memory(self, available: int) -> float:
+        """Bytes of a swarm's processes, computation included. Nodes keep fewer microbatches than
+        are in flight, at least one, where no more than `available` bytes are there."""
+        other = self.nodes * NODE_BYTES + COMPUTED * self.states
+        all_in_flight = other + self.in_flight * self.activations
+        return min(all_in_flight, max(available, other + self.activations))
 
 
 def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
@@ -116,14 +126,15 @@ def forecast(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) 
     """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
     operations per second of a core, called where cores compute."""
     run, config, load = plan.run, plan.run.config, SwarmNeeds.of(plan)
+    memory = load.memory(machine.memory)
     yield (
         f"{config.values:,} parameters at {load.nodes} nodes, which take about "
-        f"{_gib(load.memory)} of this machine's {_gib(machine.memory)} of memory"
+        f"{_gib(memory)} of this machine's {_gib(machine.memory)} of memory"
     )
-    if load.memory > machine.memory:
+    if memory > machine.memory:
         yield (
             "WARNING: that is more than this machine has, so nodes may be killed: choose a smaller "
-            "--preset, or start nodes on several machines"
+            "--preset or training.microbatch, or start nodes on several machines"
         )
     if load.operations:
         seconds = load.operations / (machine.cores * speed())

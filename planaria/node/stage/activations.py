@@ -7,17 +7,17 @@ a run that computes in bf16 keeps them so (model/lora.py).
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Final
 
-import torch
-
-from planaria.node.model.modules import parameter_shapes
-from planaria.node.model.shape import PROJECTIONS, Base, ModelConfig
+from planaria.node.model.shape import PROJECTIONS, VALUE, Base, ModelConfig, named_shapes
 from planaria.node.run_file import RunFile
 
-VALUE: Final = torch.float32.itemsize
-HALF: Final = torch.bfloat16.itemsize
+HALF: Final = 2
+"""Bytes of a bfloat16."""
+TOKEN: Final = 8
+"""Bytes of a token's id."""
 *_, GATE, UP, DOWN = PROJECTIONS
 GATES: Final = (GATE, UP)
 
@@ -26,7 +26,7 @@ def saved_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = Fa
     """Bytes that a microbatch keeps from its forward to its backward pass."""
     row = VALUE * run.training.microbatch * config.context * config.crossing
     if stage == 0:  # tokens and their embedding
-        return row + run.training.microbatch * (config.context + 1) * torch.int64.itemsize
+        return row + run.training.microbatch * (config.context + 1) * TOKEN
     if run.training.recompute:
         return row * (len(config.layers_of(stage)) + 1)
     return len(config.layers_of(stage)) * _block_bytes(run, config, narrow) + row
@@ -57,7 +57,7 @@ def _block_bytes(run: RunFile, config: ModelConfig, narrow: bool) -> int:
 @cache
 def _matrix_values(config: ModelConfig) -> int:
     """Number of values in stage 1's matrices."""
-    return sum(shape.numel() for shape in parameter_shapes(config, 1) if len(shape) == 2)
+    return sum(math.prod(shape) for shape in named_shapes(config, 1).values() if len(shape) == 2)
 
 
 def working_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:

@@ -94,17 +94,27 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     plan = SwarmPlan(run, tmp_path, None, "cpu")
     size, warning, time = forecast(plan, MachineSize(24 * 2**30, 2), lambda: 1e11)
     parameters = 1_619_101_696
-    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 28.0 GiB of")
+    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 67.5 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
     minutes = 6 * parameters * 65536 / 2e11 / 60
     assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
-    assert len(list(forecast(plan, MachineSize(30 * 2**30, 2), lambda: 1e11))) == 2
+    assert len(list(forecast(plan, MachineSize(68 * 2**30, 2), lambda: 1e11))) == 2
     on_gpu = list(forecast(plan._replace(device="cuda:0"), MachineSize(2**33, 2), lambda: 1 / 0))
     assert on_gpu == [
         f"{parameters:,} parameters at 7 nodes, which take about 0.8 GiB of this "
         "machine's 8.0 GiB of memory"
     ]
     assert speed_of_a_core() > 1e6
+
+
+@pytest.mark.parametrize(("machine", "swarm"), [(24, "17.5"), (16, "16.0"), (8, "10.1")])
+def test_a_swarm_keeps_as_many_microbatches_as_there_is_memory_for(machine, swarm, tmp_path):
+    training = "[training]\nbatch = 8\nmicrobatch = 2"
+    run = loads(f"[model]\npreset = 'medium'\nvocabulary = 2048\ncontext = 512\n{training}")
+    plan = SwarmPlan(run, tmp_path, None, "cpu")
+    size, *warnings, _ = forecast(plan, MachineSize(machine * 2**30, 2), lambda: 1e11)
+    assert f"take about {swarm} GiB of this machine's {machine}.0 GiB" in size
+    assert len(warnings) == (machine == 8)
 
 
 def test_more_nodes_than_a_machine_can_have_are_refused(tmp_path):
