@@ -15,6 +15,7 @@ from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
 from planaria.node.model.shape import COMPUTED, ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile
+from planaria.node.stage.activations import saved_bytes
 from planaria.node.wire.frame_format import crossing_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
@@ -363,12 +364,20 @@ def _memory(facts: Facts) -> Finding:
         return _unknown(UnknownFact("there is no device"))
     if isinstance(facts.run, UnknownFact):
         return _unknown(UnknownFact("the run's model isn't known"))
-    config = facts.run.config
-    needed = COMPUTED * _stage_figure(facts, config, config.bytes_of)
-    description = (
-        f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
+    run, config = facts.run, facts.run.config
+    needed = _stage_figure(
+        facts,
+        config,
+        lambda stage: round(COMPUTED * config.bytes_of(stage)) + saved_bytes(run, config, stage),
     )
-    remedy = "use a machine with more memory, or divide the model into more stages (model.stages)"
+    description = (
+        f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage with a microbatch takes "
+        f"{_gib(needed)}"
+    )
+    remedy = (
+        "use a machine with more memory, or have the run's operator choose more model.stages or a "
+        "smaller training.microbatch"
+    )
     if needed > facts.device.memory:
         return Finding(Grade.PROBLEM, description, remedy)
     if needed > facts.device.memory / 2:

@@ -26,9 +26,16 @@ from planaria.node.launch.diagnosis import (
 )
 from planaria.node.model.shape import COMPUTED
 from planaria.node.run_file import loads, override
+from planaria.node.stage.activations import saved_bytes
 
 RUN = loads("training.optimizer = 'adamw'\n[model]\npreset = 'small'\nvocabulary = 2048\n")
 FIRST, BODY = RUN.model.config.parameters
+NEEDED_FIRST, NEEDED_BODY = (
+    24 * parameters + saved_bytes(RUN, RUN.config, stage)
+    for stage, parameters in enumerate((FIRST, BODY))
+)
+"""Bytes of a node of stage 0, and of a body stage: one and a half times Adam's 16 a parameter, and
+a microbatch's activations."""
 WELL = Facts(
     version="1.2",
     protocol=5,
@@ -86,7 +93,10 @@ def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
 
 def test_the_requested_stage_is_what_needs_memory() -> None:
     uneven = override(RUN, model__stages=(1, RUN.model.config.layers - 1))
-    needs = [COMPUTED * uneven.config.bytes_of(stage) for stage in range(3)]
+    needs = [
+        COMPUTED * uneven.config.bytes_of(stage) + saved_bytes(uneven, uneven.config, stage)
+        for stage in range(3)
+    ]
     between = Device("cpu", int(2 * needs[1]), "2.6", 0, "")
     assert needs[1] < needs[2]
     for stage, verdict in ((1, OK), (2, P), (None, P), (9, P)):
@@ -145,9 +155,14 @@ SELF = DialledBack("::1", 7401, False)
         ("device", {"device": Device("cpu", 1 << 40, "2.6", 0, GPU), "wanted": "cpu"}, OK, "H100"),
         ("device", {"device": Device("cuda:0", 1 << 40, "2.6", 1, GPU)}, OK, "driver 550"),
         ("device", {"device": UnknownFact("it hangs")}, W, "it hangs"),
-        ("memory", {"device": Device("cpu", 24 * BODY - 1, "2.6", 0, "")}, P, "model.stages"),
-        ("memory", {"device": Device("cpu", 24 * BODY + 1, "2.6", 0, "")}, W, "more than half"),
-        ("memory", {"device": Device("cpu", 48 * FIRST, "2.6", 0, ""), "stage": 0}, OK, "a stage"),
+        ("memory", {"device": Device("cpu", NEEDED_BODY - 1, "2.6", 0, "")}, P, "model.stages"),
+        ("memory", {"device": Device("cpu", NEEDED_BODY + 1, "2.6", 0, "")}, W, "more than half"),
+        (
+            "memory",
+            {"device": Device("cpu", 2 * NEEDED_FIRST, "2.6", 0, ""), "stage": 0},
+            OK,
+            "a stage",
+        ),
     ],
 )
 def test_each_finding(about: str, changes: dict[str, Any], verdict: Grade, says: str) -> None:
