@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.quantized import quantize
 from planaria.node.model.random_state import kept_random_state
-from planaria.node.model.shape import ModelConfig, RopeScaling, named_shapes
+from planaria.node.model.shape import ModelConfig, RopeScaling
 from planaria.node.model.subspace import subspace_of
 
 
@@ -351,11 +351,6 @@ class OwnEnds(EmbeddingStage):
 
 
 Stage = EmbeddingStage | BodyStage
-
-
-def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
-    """Shapes of a stage's parameters, in their order, without building it."""
-    return [torch.Size(shape) for shape in named_shapes(config, stage).values()]
 
 
 def _new_stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
