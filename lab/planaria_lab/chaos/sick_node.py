@@ -12,7 +12,7 @@ count again.
 | --- | --- | --- |
 | `hang` | | the compute thread stops; the event loop goes on |
 | `crawl` | `factor` (10) | each task of the compute thread takes `factor` times as long |
-| `slow disk` | `seconds` (0.5) | each write to event log or ledger, and each fsync, is delayed |
+| `slow disk` | `seconds` (0.5) | each write to event log or ledger and each fsync waits that long |
 | `stalled disk` | | each write to event log or ledger, and each fsync, waits for the fault's end |
 | `full disk` | | the kernel refuses each write to a file (EFBIG, by RLIMIT_FSIZE) |
 | `nan` | `of`, `times` | the first value of a tensor for another stage is NaN |
