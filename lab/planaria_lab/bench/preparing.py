@@ -1,8 +1,8 @@
-"""Tokens per second of `planaria data prepare`, over those of `datasets.map` with its tokenizer.
+"""Tokens per second of `planaria data prepare`, over those of `datasets.map`.
 
-Both read the same JSON lines and write tokens to disk, in turns, with as many processes as
-processors. `datasets` first reads the lines into Arrow, which is counted, and stores lists of
-int64.
+Both read the same JSON lines and write tokens to disk, in turns, with the same tokenizer and as
+many processes as processors. `datasets` first reads the lines into Arrow, which is counted, and
+stores lists of int64.
 """
 
 from __future__ import annotations
