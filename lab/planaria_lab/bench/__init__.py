@@ -1,5 +1,5 @@
-"""Measurements: each prints a ratio against a named reference measured in the same run.
+"""Benchmarks. Each prints ratios of its figures to those of a reference measured in the same run.
 
-rows.py keeps the figures, as `OUT=FOLDER make bench` says. stage.py and codecs.py compute on any
-device; gpu.py, beside this folder, runs them.
+rows.py writes the figures to the folder FOLDER of `OUT=FOLDER make bench`. stage.py and codecs.py
+run on any device; gpu.py, beside this folder, calls them.
 """

@@ -1,4 +1,4 @@
-"""`make bench`: every measurement, one after the other."""
+"""Run the benchmarks of `make bench`, one after the other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""False alarms of audits: correct replicas with real gradients, in one process.
+"""Count false alarms of audits of gradients: correct replicas with real gradients, in one process.
 
-A small model trains on real text. Each step's microbatches are shared among the replicas of a body
-stage, unequally. Their contributions are compared as the driver would, in each codec, with error
-feedback where the run has it. Now and then the stage is rebuilt from its neighbour, as after
-a loss.
-It prints each replica's highest score, as a share of the one that names it.
+A small model trains on real text. Each step's microbatches are divided among the replicas of a body
+stage, unequally. Their contributions are compared as by the driver, in each codec, with error
+feedback where the run has it. Every 500 steps the stage is rebuilt from its neighbour, as after a
+loss. For each replica, the highest score is printed, as a share of the score at which it is named.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MODEL: Final = ModelSection(dim=48, heads=4, stages=2, layers=2, context=CONTEXT
 
 
 class Model:
-    """Two body stages between both ends, on windows of text as bytes."""
+    """A model of stage 0 and two body stages, trained on windows of text as bytes."""
 
     def __init__(self) -> None:
         config = model_config(MODEL, 256)
@@ -48,7 +47,7 @@ class Model:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
     def backward(self, chance: random.Random) -> torch.Tensor:
-        """The audited stage's gradient of a microbatch, which is also added to that of the step."""
+        """Return the audited stage's gradient of a microbatch, and add it to the step's."""
         starts = [chance.randrange(len(self.text) - CONTEXT) for _ in range(SAMPLES)]
         window = torch.stack([self.text[start : start + CONTEXT + 1] for start in starts])
         gradient = self.optimizers[AUDITED_STAGE].gradient
@@ -68,7 +67,8 @@ class Model:
             optimizer.zero_gradient()
 
     def rebuild(self) -> None:
-        """CheckFree of a stage with one neighbour: its weights, and no moments."""
+        """Rebuild the audited stage as CheckFree does with one neighbour: copy the neighbour's
+        weights, and set the moments to zero."""
         optimizer, neighbour = self.optimizers[AUDITED_STAGE : AUDITED_STAGE + 2]
         optimizer.weights.copy_(neighbour.weights)
         optimizer.first_moment.zero_()
@@ -76,7 +76,7 @@ class Model:
 
 
 class Audited:
-    """A stage's replicas under one codec."""
+    """The replicas of the audited stage, which send their gradients in one codec."""
 
     def __init__(self, codec: str, shares: tuple[int, ...], steps: int, seed: int) -> None:
         self.codec, self.shares = codec, shares

@@ -1,11 +1,11 @@
-"""What links that break again and again cost, against the same swarm while nothing breaks.
+"""Steps per second of a swarm whose links break repeatedly, over those while nothing breaks.
 
     python -m planaria_lab.bench.blinking [SECONDS]
 
-In one run, in turns: nothing is wrong, then all connections between nodes are reset each 1 s for
-SECONDS (18), then nothing, then each 2 s, and so on; a quiet spell is as long, but 36 s at most.
-The ratio is the steps a second in a spell of resets to those in the two quiet ones around it.
-Nobody may be evicted, no stage rebuilt, no attempt aborted.
+One run has spells without and with resets in turn. In a spell with resets, of SECONDS (18), all
+connections between nodes are reset every 1 s; in later ones every 2, 4 and 9 s. A quiet spell is as
+long, but 36 s at most. The ratio is the steps per second in a spell with resets over those in the
+two quiet spells around it. No node may be evicted, no stage rebuilt, no attempt aborted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from planaria_lab.chaos.schedule import BLINKS, EVERYBODY, Fault, Shape
 from planaria_lab.chaos.swarm import SickSwarm
 
 SPELL: Final = 18.0
-"""Seconds; each of the kinds resets twice in it, or more often."""
+"""Seconds of a spell with resets. Each kind of blinking resets at least twice in it."""
 LONGEST_QUIET: Final = 36.0
 GOAL: Final = 0.8
 
 
 class Figures(NamedTuple):
-    """`ratios`: kind of fault -> steps to those of the quiet spells around it."""
+    """The figures of one run. `ratios`: kind of fault -> steps per second over those in the quiet
+    spells around it."""
 
     ratios: dict[str, float]
     usual: float  # steps a second in quiet spells
@@ -46,8 +47,8 @@ class Figures(NamedTuple):
 
 
 def blinking(replicas: int, spell: float, out: Path) -> Figures:
-    """Measures a swarm with so many nodes a stage, each kind of break for `spell` seconds. Raises
-    SystemExit when training stops, or another promise is broken."""
+    """Measure a swarm with `replicas` nodes per stage, and each kind of fault for `spell` seconds.
+    Raises SystemExit if training stops or another promise is broken."""
     rest = min(spell, LONGEST_QUIET)
     faults = [
         Fault(rest + n * (spell + rest), kind, EVERYBODY, spell, {})
@@ -91,6 +92,7 @@ def blinking(replicas: int, spell: float, out: Path) -> Figures:
 
 
 def _steps(commits: Sequence[float], start: float, end: float) -> int:
+    """Count the commits from `start` to `end`."""
     return bisect(commits, end) - bisect(commits, start)
 
 

@@ -1,9 +1,9 @@
-"""The cost of a stage's checks of numbers, as a share of a step.
+"""Seconds of a stage's checks of its numbers, as a share of a step.
 
-In a step it takes the digest of its state twice, after the update and when it is ready, and looks
-at each tensor that comes in: activations and gradients, and what one replica sends to be averaged,
-half of the stage's gradient as its contribution and half as sums. The step is what the stage
-computes for it: forward, backward, norm and update. Both are timed alternately, on one thread.
+In a step the stage computes the digest of its state twice: after the update and when it is ready.
+It also checks each tensor that it receives: activations, gradients, and what another replica sends
+for averaging, which is half of the gradient as contribution and half as sums. A step is what the
+stage computes: forward, backward, norm and update. Both are timed alternately, on one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of float32 a second that each codec encodes and decodes on a device, checksums included."""
+"""Speed of each codec on a device: float32 bytes encoded and decoded a second, with checksums."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from planaria.node.wire.tensors import decode, encode
 from planaria_lab.bench.stage import seconds
 
 ROUNDS = 7
-"""The first two don't count."""
+"""Repetitions of each measurement; the first two are not counted."""
 
 
 def measure(
     device: torch.device, values: int
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]]]:
-    """Bytes of a tensor of `values` in each codec, and what was measured, GB/s."""
+    """Return, for each codec, the encoded bytes of a tensor with `values` values, and the GB/s of
+    encoding and decoding it."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(values, generator=generator).to(device)
     sizes, speeds = {}, {}

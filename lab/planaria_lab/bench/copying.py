@@ -1,17 +1,17 @@
-"""The delay of urgent frames by a copy in the background on a slow link, and the copy's rate.
+"""Delay of urgent frames beside a background copy on a slow link, and the rate of that copy.
 
     python -m planaria_lab.bench.copying [MBPS] [ROUND_TRIP_MS] [ROUNDS]
 
-Two processes, each in a network namespace of its own, with an emulated link between them: 20 Mbit/s
-and 50 ms by default. It needs root. A node sends to another by two links alike but
-for the rule for copies, which take turns: `one chunk`, a chunk of up to 1 MiB while nothing
-else is under way, as it was before; and node/wire/background.py's. Each turn has
+Two processes, each in a network namespace of its own, have an emulated link between them: 20 Mbit/s
+and 50 ms by default. It needs root. One node sends to the other by two links, which take turns and
+differ in their rule for copies. `one chunk`, the former rule, sends a chunk of up to 1 MiB while
+nothing else is in flight. `window` is the rule of node/wire/background.py. Each turn measures
 
-alone    frames of 16 KiB, one after the other with pauses, from sending to acknowledgement
-beside   the same, while a copy goes to the same node, in frames of 1 MiB, two at a time
-copy     that copy with nothing beside it, against as many bytes of what isn't in the background
+alone    seconds from sending to acknowledgement of frames of 16 KiB, one at a time with pauses
+beside   the same, while a copy is sent to the same node, in frames of 1 MiB, two at a time
+copy     the rate of such a copy alone, and that of the same frames as state, not as a copy
 
-The ratios are beside / alone, mean and 95th percentile, and the copy's rate to that of the others.
+The ratios are beside / alone, mean and 95th percentile, and the copy's rate over that of state.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
 from planaria_lab.emulation.links import all_alike
 
-KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of all
-COPY: Final = 1 << 20  # bytes of a frame, as node/state/copies.py has it
-OUTSTANDING: Final = 2  # of these
-URGENT: Final = 16 << 10
-COUNT: Final = 40  # urgent frames in a turn
+KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of all nodes
+COPY: Final = 1 << 20  # bytes of a frame of a copy, as in node/state/copies.py
+OUTSTANDING: Final = 2  # frames of a copy in flight at a time
+URGENT: Final = 16 << 10  # bytes of an urgent frame
+COUNT: Final = 40  # urgent frames in each part of a turn
 PAUSE: Final = 0.2  # seconds between them, on average
-SECONDS: Final = 8.0  # that a link's rate is looked at for
+SECONDS: Final = 8.0  # for which a link's rate is measured
 
 
 class OneChunk(Background):
-    """The rule that was."""
+    """The former rule for copies: one chunk while nothing else is in flight."""
 
     def room(self, flight: int, now: float) -> int:
         return 0 if flight else COPY
@@ -70,7 +70,8 @@ RULES: Final[dict[str, Callable[[], Background]]] = {
 
 @dataclass
 class Figures:
-    """The figures of one rule: seconds of each urgent frame, and bytes a second."""
+    """The figures of one rule: seconds of each urgent frame alone and beside a copy, and bytes per
+    second of copies and of others."""
 
     alone: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
@@ -122,7 +123,7 @@ async def _receive_until_stopped(host: str, pipe: Connection) -> None:
 
 
 async def _keep_sending(links: Links, kind: str, until: float) -> float:
-    """Bytes a second, of frames of which two are under way."""
+    """Send frames of a kind, two at a time, until a time; return the bytes per second."""
     began, sent = time.monotonic(), 0
 
     async def send() -> None:
@@ -155,7 +156,7 @@ async def _turn(links: Links, figures: Figures, drawn: random.Random) -> None:
     copying.cancel()
     with suppress(asyncio.CancelledError):
         await copying
-    await links.deliver("z", Frame("copy", (1, 1), {}, [], b""))  # behind what is left of it
+    await links.deliver("z", Frame("copy", (1, 1), {}, [], b""))  # behind the rest of the copy
 
 
 async def _send(address: str, rounds: int) -> dict[str, Figures]:
@@ -178,7 +179,7 @@ def _send_from(namespace: Path, address: str, rounds: int, pipe: Connection) -> 
 
 
 def measure(mbps: float, round_trip: float, rounds: int) -> dict[str, Figures]:
-    """The figures of each rule. `round_trip` in seconds. Raises EmulationError."""
+    """Measure the figures of each rule. `round_trip`: seconds. Raises EmulationError."""
     context = multiprocessing.get_context("spawn")
     with emulate(all_alike(["a", "z"], round_trip * 1e3 / 2, mbps)) as links:
         a, z = (links.homes[name] for name in ("a", "z"))
@@ -198,8 +199,8 @@ def measure(mbps: float, round_trip: float, rounds: int) -> dict[str, Figures]:
             )
             sender.start()
             to_results.close()
-            by_condition: dict[str, Figures] = results.recv()
-            return by_condition
+            by_rule: dict[str, Figures] = results.recv()
+            return by_rule
         finally:
             pipe.send("stop")
             for process in filter(None, (receiver, sender)):
@@ -212,7 +213,7 @@ def main() -> None:
     arguments = [float(word) for word in sys.argv[1:]]
     mbps, milliseconds, rounds = (*arguments, *(20.0, 50.0, 3.0)[len(arguments) :])
     try:
-        by_condition = measure(mbps, milliseconds / 1e3, int(rounds))
+        by_rule = measure(mbps, milliseconds / 1e3, int(rounds))
     except EmulationError as error:
         print(error)
         return
@@ -220,14 +221,14 @@ def main() -> None:
     print(
         "rule       urgent alone   beside a copy       ratio   95th of it   copy / others   Mbit/s"
     )
-    for name, figures in by_condition.items():
+    for name, figures in by_rule.items():
         print(
             f"{name:<10} {fmean(figures.alone) * 1e3:9.1f} ms "
             f"{fmean(figures.beside) * 1e3:11.1f} ms"
             f" {figures.mean:7.2f} {figures.tail:11.2f} {figures.carried:14.2f} "
             f"{fmean(figures.copy) * 8e-6:7.1f}"
         )
-    rows = {name.replace(" ", "_"): vars(figures) for name, figures in by_condition.items()}
+    rows = {name.replace(" ", "_"): vars(figures) for name, figures in by_rule.items()}
     keep("copying", mbps=mbps, round_trip_ms=milliseconds, **rows)
 
 

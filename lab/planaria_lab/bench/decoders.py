@@ -1,9 +1,9 @@
-"""Families of decoders that transformers computes in stages, as a table:
+"""A table of families of decoders in transformers, and whether they compute the same in stages:
 `python -m planaria_lab.bench.decoders [FAMILY ...]`.
 
-Each is tried whole against cut, and then trained by a swarm twice: from weights and from a config.
-Both lose a stage on the way, and are exported. The reference of an export is transformers' reading
-of it against planaria's. A row has the largest differences, relative to the largest value.
+Each model is first computed whole and cut into stages. Then a swarm trains it twice: from weights
+and from a config. Both runs lose a stage, and are exported; transformers and planaria compute
+logits from each export. A row has the largest differences, relative to the largest value.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ batch = 4
 
 
 class Outcome(NamedTuple):
-    """How the lost stage came back, and the export's difference from transformers."""
+    """The method by which the lost stage was rebuilt, and the difference of the export's logits
+    between planaria and transformers."""
 
     method: str
     exported: float
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def row(family: str, work: Path, data: Path) -> Iterator[str]:
-    """The cells of a family behind its name."""
+    """Yield the cells of a family's row, without its name."""
     content = {"model_type": family, **SIZES, **FAMILIES[family]}
     decoder = Decoder(json.dumps(content))
     cut = [decoder.layers // STAGES] * STAGES
@@ -118,7 +119,7 @@ def row(family: str, work: Path, data: Path) -> Iterator[str]:
 
 
 def heal(out: Path, folder: Path, key: str, data: Path) -> Outcome:
-    """Train, lose a stage, heal, and export. Raises SystemExit."""
+    """Train with a loss of stage 2 after step 3, and export. Raises SystemExit."""
     out.mkdir()
     file = out / "run.toml"
     file.write_text(RUN.format(data=json.dumps(str(data)), key=key, folder=json.dumps(str(folder))))
@@ -131,7 +132,8 @@ def heal(out: Path, folder: Path, key: str, data: Path) -> Outcome:
 
 @torch.no_grad()
 def difference(folder: Path) -> float:
-    """Of the logits that transformers and planaria compute by an exported folder."""
+    """Return the largest difference between the logits that transformers and planaria compute from
+    an exported folder, relative to the largest logit."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.arange(3, 35)[None]
@@ -142,7 +144,7 @@ def difference(folder: Path) -> float:
 
 
 def _command(*arguments: str) -> None:
-    """Run `planaria`. Raises SystemExit with its last line."""
+    """Run `planaria`. Raises SystemExit with the last line of its output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "planaria", *arguments], capture_output=True, text=True, check=False
     )

@@ -1,12 +1,11 @@
-"""What a step costs its driver, by the number of nodes: processor time, and bytes of control
-messages.
+"""Processor time and bytes of control messages that a step costs its driver, by number of nodes.
 
-The driver is the machine that ships, without sockets and tensors. Each message that it sends is
-serialised and sealed, and each that it gets is opened and parsed, as on a link. Members answer as
-honest ones do; what they spend isn't counted. The reference is the smallest swarm: what a node
-costs, over what it costs there, stays 1 where costs grow with the nodes, and grows where they grow
-with their square. The clock is read a few times a step, and not for each message, which would count
-itself.
+The driver is the state machine as it ships, without sockets and tensors. Each message that it sends
+is serialised and sealed, and each that it receives is unsealed and parsed, as on a link. Members
+answer as honest ones do; their own time is not counted. The reference is the smallest swarm. The
+ratio of the costs per node stays 1 if costs grow with the number of nodes, and grows if they grow
+with its square. The clock is read a few times per step only, since reading it for each message
+would add its own time.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from planaria_lab.bench.rows import keep
 
 STAGES: Final = 10  # with stage 0
 SIZES: Final = (100, 300, 1_000, 3_000, 10_000)
-A_NODE: Final = 0.4  # microbatches
+A_NODE: Final = 0.4  # microbatches per node
 STEPS: Final = 5
-LOT: Final = 2_000  # answers that arrive at a time
+LOT: Final = 2_000  # answers that are processed at a time
 GOALS: Final = {1_000: (0.05, 1.0), 10_000: (0.6, 12.0)}
-"""Processor time in s, and MB sent; at most."""
+"""Nodes -> goals for a step: at most so many seconds of processor time, and MB sent."""
 DIGEST: Final = b"\x5a" * 32
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one has cost the driver."""
+    """The cost of one step at the driver."""
 
     seconds: float  # of processor time
     sent: int  # bytes
@@ -56,7 +55,7 @@ class Step:
 
 @dataclass
 class Drive:
-    """A driver, and members that do what it says at once. `seats`: of all, by stage."""
+    """A driver, and members that answer at once. `seats`: the seats of each stage."""
 
     driver: Driver
     seats: Sequence[Sequence[str]]
@@ -69,7 +68,8 @@ class Drive:
         self.ends = frozenset(self.seats[0])
 
     def begin(self) -> None:
-        """A view with all seats; all are asked, and the first step begins."""
+        """Give the driver a view with all seats, and the answers to its queries, so that the first
+        step begins."""
         members = [
             registry.Member(node=seat, seats=[registry.Seat(stage=stage)])
             for stage, seats in enumerate(self.seats)
@@ -80,7 +80,7 @@ class Drive:
         self._exchange()
 
     def steps(self) -> Iterator[Step]:
-        """Each from its begin until the next one begins."""
+        """Yield the cost of each step, from its begin to the begin of the next."""
         while True:
             self.spent, self.sent, self.received = 0.0, 0, 0
             committed = self.driver.standing.committed
@@ -90,7 +90,7 @@ class Drive:
             yield Step(self.spent, self.sent, self.received)
 
     def _exchange(self) -> None:
-        """What the driver has said arrives, and what is said to that."""
+        """Deliver the driver's messages to the members, and their answers to the driver."""
         with self._counted():
             wired = [(send.to, _wired(send.message)) for send in self.waiting]
         self.sent += sum(len(data) for to, data in wired if to != self.driver.node)
@@ -126,7 +126,8 @@ class Drive:
         self.waiting += [effect for effect in effects if isinstance(effect, Send)]
 
     def _answers(self, node: str, message: pb.Message) -> Iterator[pb.Message]:
-        """Who is no source votes, once it has the records, if it is to keep them."""
+        """Yield a member's answers to a message. A member that is no source votes as soon as it has
+        the step, or the records if it keeps them."""
         match message.WhichOneof("body"):
             case "query":
                 status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
@@ -137,20 +138,21 @@ class Drive:
                 yield self._vote()
 
     def _scored(self) -> Iterator[tuple[str, pb.Message]]:
-        """Sources tell of their losses."""
+        """Yield the messages in which sources report their losses."""
         ballot = self.driver.ballot.message()
         for node, homes in self._homes().items():
             yield node, pb.Message(ballot=ballot, scored=pb.Scored(microbatches=homes))
 
     def _homeward(self) -> Iterator[tuple[str, pb.Message]]:
-        """The last gradients are back, and sources vote."""
+        """Yield the sources' messages that the last gradients are back, and their votes."""
         homes, ballot = self._homes(), self.driver.ballot.message()
         for node in self.seats[0]:
             yield from ((node, pb.Message(ballot=ballot, home=home)) for home in homes[node])
             yield node, self._vote()
 
     def _homes(self) -> Mapping[str, Sequence[pb.Home]]:
-        """By source; as many microbatches of each are out at a time as it has."""
+        """Map each source to its finished microbatches, which are all of its microbatches, since
+        all are in flight at a time."""
         assert isinstance(self.driver.current, Attempting)
         homes = defaultdict[str, list[pb.Home]](list)
         for microbatch in self.driver.current.state.begin.plan:
@@ -183,6 +185,7 @@ def _home(microbatch: int, tokens: int) -> pb.Home:
 
 
 def measure(nodes: int) -> list[Step]:
+    """Return the costs of `STEPS` steps of a swarm with so many nodes."""
     run = loads(f"""
 steps = 1000000
 [model]
@@ -204,7 +207,7 @@ validation_microbatches = 0
 
 
 def main() -> None:
-    collect_often()  # as a node does when it begins
+    collect_often()  # as a node does at its start
     heads = f"{'nodes':>6} {'s':>8} {'MB sent':>8} {'MB got':>7}"
     print(f"{heads}   a node, over the smallest")
     first: list[float] = []

@@ -1,13 +1,13 @@
-"""A run that is killed and goes on with another number of nodes, and back: is it the run that never
-stopped? `OUT=lab/results/elastic python -m planaria_lab.bench.elastic [SEEDS]`.
+"""Difference between a run that is killed and resumed with another number of nodes, and an
+uninterrupted run: `OUT=lab/results/elastic python -m planaria_lab.bench.elastic [SEEDS]`.
 
-ECRL (section 9) names resuming N processes' state by M, under failures, as work to be done. Here N
-and M are 2, 3, 5 and 8 nodes: stage 0 and a node for each body stage of the same eight layers. Each
-pair trains with N until all processes, the registry too, get SIGKILL in the middle of a step; `up
---resume --stages` goes on with M, they are killed again, and N nodes train to the end. Of each run
-are kept: the largest difference of a step's loss from that of the run that never stopped, the
-steps that were trained twice, the seconds from each resume to the first commit, and the audit. A
-run that has a row is not trained again.
+ECRL (section 9) names as further work to resume the state of N processes by M, under failures. Here
+N and M are 2, 3, 5 and 8 nodes: stage 0 and a node for each body stage of the same eight layers.
+For each pair, N nodes train until all processes, also the registry, get SIGKILL within a step. `up
+--resume --stages` goes on with M nodes, these are killed too, and N nodes train to the end. A row
+has the largest difference of a step's loss from the uninterrupted run's, and the number of steps
+trained twice. It also has the seconds from each resume to the first commit, and the audit. A pair
+that has a row already is not trained again.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ validation_microbatches = 0
 every = 1
 """
 LOOK: Final = 0.01
-"""Seconds between two looks at the ledgers."""
+"""Seconds between two reads of the ledgers."""
 DEADLINE: Final = 180.0
-"""Seconds that the nodes have for their steps."""
+"""Seconds that the nodes have for their steps, from one start to the next kill or the end."""
 
 
 class Trained(NamedTuple):
-    """What a run, or a part of it, came to."""
+    """The results of a run, or of a part of it between two kills."""
 
-    losses: dict[int, float]  # nats a token, by step; of a step trained twice, the newer one
-    twice: int  # steps
+    losses: dict[int, float]  # step -> nats a token; the newer loss if the step was trained twice
+    twice: int  # steps trained twice
     waited: float  # seconds from the start of its processes to the first commit
 
 
 def train(arguments: Sequence[str], out: Path, until: int | None) -> Trained:
-    """`planaria up ARGUMENTS`, killed once the step `until` is committed. Raises RuntimeError."""
+    """Run `planaria up ARGUMENTS`, and kill it when the step `until` is committed; None: let it
+    end. Raises RuntimeError."""
     before, began = commits(out), time.time()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "planaria", "up", *arguments, "--seats", "1", "--http", "none"]
@@ -77,7 +78,7 @@ def train(arguments: Sequence[str], out: Path, until: int | None) -> Trained:
     while swarm.poll() is None:
         newest = max((line["step"] for line in commits(out) if line not in before), default=0)
         if until is not None and newest >= until:
-            swarm.kill()  # its processes die with it
+            swarm.kill()  # all its processes die, too
         elif time.time() > began + DEADLINE:
             swarm.kill()
             raise RuntimeError(f"step {until or STEPS} was not committed; logs are in {out}")
@@ -96,12 +97,13 @@ def audit(out: Path) -> dict[str, int]:
 
 
 def never_stopped(run_file: Path, out: Path) -> dict[int, float]:
-    """The losses of a run that never stopped."""
+    """Return the losses of an uninterrupted run, by step."""
     return train([str(run_file), "--out", str(out)], out, None).losses
 
 
 def there_and_back(first: int, other: int, seed: int, run_file: Path, out: Path) -> dict[str, Any]:
-    """A run whose processes are killed twice."""
+    """Train with `first` nodes, `other` nodes, and `first` nodes again, with two kills, and return
+    the results."""
     chance = random.Random(f"{seed} {first} {other}")
     kills = chance.randint(5, 9), chance.randint(13, 17)
     resumes = [["--resume", str(out), "--stages", str(nodes - 1)] for nodes in (other, first)]
@@ -118,14 +120,17 @@ def there_and_back(first: int, other: int, seed: int, run_file: Path, out: Path)
 
 
 def difference(losses: dict[int, float], others: dict[int, float]) -> float:
-    """The largest difference of a step's losses. Raises ValueError unless both have all steps."""
+    """Return the largest difference between two runs' losses of a step. Raises ValueError unless
+    both have all steps."""
     if not list(range(1, STEPS + 1)) == sorted(losses) == sorted(others):
-        raise ValueError(f"steps {sorted(losses)} and {sorted(others)}, not all of {STEPS}")
+        raise ValueError(
+            f"the runs have steps {sorted(losses)} and {sorted(others)}, not all of 1 to {STEPS}"
+        )
     return max(abs(losses[step] - others[step]) for step in losses)
 
 
 def measure(seed: int, pairs: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """A row for each pair."""
+    """Train the uninterrupted runs of a seed, and yield a row for each pair of numbers of nodes."""
     with tempfile.TemporaryDirectory() as directory:
         out, run_files = Path(directory), {}
         prepare(Recipe([str(SHIPPED)], vocabulary=512), out / "data")
@@ -145,8 +150,8 @@ def measure(seed: int, pairs: Sequence[tuple[int, int]]) -> Iterator[dict[str, A
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each pair: the largest difference, and the mean of the rest with its 95 %
-    confidence interval (Student's t) over the seeds."""
+    """Yield a line for each pair: the largest difference, and the means over the seeds of the other
+    figures with their 95 % confidence intervals (Student's t)."""
     yield "| nodes | seeds | difference | first commit after, s | steps twice |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for pair in permutations(NODES, 2):
@@ -161,7 +166,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and half of the 95 % confidence interval."""
+    """Format the mean and half of its 95 % confidence interval."""
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return f"{mean:.1f}"

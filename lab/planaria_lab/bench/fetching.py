@@ -1,13 +1,13 @@
-"""How fast a joiner's copy of its state comes from all of its sources at once, against what plain
-TCP connections from the same machines bring together.
+"""Speed at which a newcomer fetches its state from all sources at once, over that of plain TCP
+connections from the same machines.
 
     python -m planaria_lab.bench.fetching [MBPS] [ROUND_TRIP_MS] [SOURCES] [ROUNDS] [MIB]
 
-Each process is in a network namespace of its own. The joiner's own link is what is narrow: 50
-Mbit/s and 50 ms there and back by default, which three sources share; then 200 ms and
-256 MiB. It needs root. In a turn a state, of 64 MiB by default, comes by
-node/state/transfer.py over node/wire/link.py, and as many bytes, in equal parts, by one connection
-from each source. Goal: 0.9.
+Each process is in a network namespace of its own. The newcomer's link is the narrow one, and three
+sources share it. Without arguments it has 50 Mbit/s. The round trip is 50 ms for a state of
+64 MiB, then 200 ms for 256 MiB. It needs root. In a turn, the same number of bytes comes
+twice: in equal parts by one plain connection from each source, and as a state by
+node/state/transfer.py over node/wire/link.py. Goal: a ratio of 0.9.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from planaria_lab.emulation.links import Link, Network
 JOINER: Final = "joiner"
 AGE: Final = Age(0, 1)
 VALUE: Final = torch.float32.itemsize
-WIDE: Final = 1000.0  # Mbit/s, of every other link
-DEADLINE: Final = 300.0  # seconds
+WIDE: Final = 1000.0  # Mbit/s of all other links
+DEADLINE: Final = 300.0  # seconds for links to come up, and for a fetch
 GOAL: Final = 0.9
 
 
 class _Node:
-    """The parts of a node that a copy needs. Belongs to the event loop."""
+    """The parts of a node that send and fetch state. Use it in the event loop only."""
 
     def __init__(self, name: str) -> None:
         loop = asyncio.get_running_loop()
@@ -153,12 +153,12 @@ def _in(namespace: Path, work: Callable[..., Any], *arguments: Any) -> None:
 def measure(
     mbps: float, round_trip_ms: float, count: int, rounds: int, size: int
 ) -> Sequence[tuple[float, float, dict[str, int]]]:
-    """For each turn: seconds by plain TCP, seconds of the copy, and the bytes that each source
-    served of it. Raises EmulationError."""
+    """Return for each turn: seconds by plain TCP, seconds of the fetch, and the bytes of it that
+    each source served. `size`: bytes of the state. Raises EmulationError."""
     context = multiprocessing.get_context("spawn")
     names = [f"source-{number}" for number in range(count)]
     sites = dict.fromkeys(names, "there") | {JOINER: "here"}
-    # All that goes to the joiner comes by one wire, as if that were its own link.
+    # All sources are at one site, so that one narrow uplink carries all bytes to the newcomer.
     link = Link("there", "here", round_trip_ms / 2, WIDE)
     with emulate(Network(sites, [link], {"there": mbps})) as links:
         processes: list[Any] = []
@@ -171,7 +171,7 @@ def measure(
             )
             process.start()
             processes.append(process)
-            arguments[-1].close()  # its end of the pipe
+            arguments[-1].close()  # the process's end of the pipe
 
         try:
             for name in names:
@@ -196,7 +196,7 @@ def measure(
 
 
 def compare(mbps: float, round_trip_ms: float, sources: int, rounds: int, mib: int) -> None:
-    """Raises EmulationError."""
+    """Measure, print and keep the figures. Raises EmulationError."""
     size = mib << 20
     turns = measure(mbps, round_trip_ms, sources, rounds, size)
     for plain, copy, served in turns:

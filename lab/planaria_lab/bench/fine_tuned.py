@@ -1,10 +1,11 @@
-"""Billions of parameters with a base of four bits, from a checkpoint to a merged model, on this
-machine: `OUT=lab/results/fine-tuned python -m planaria_lab.bench.fine_tuned [MODEL]`.
+"""Fine-tune a model of billions of parameters on this machine with a base of four bits, lose a
+stage, and export it: `OUT=lab/results/fine-tuned python -m planaria_lab.bench.fine_tuned [MODEL]`.
 
-The shapes of TinyLlama-1.1B, or of Llama-3-8B, with random weights in bf16 are trained with
-adapters by a registry and four processes of one thread. After two steps the only node of stage 2
-gets SIGKILL and another one takes its place; after four the model is exported from the saves, its
-adapters merged. Printed and kept are seconds, bytes and the most memory of each node (VmHWM).
+A registry and four processes of one thread train adapters. The model has the shapes of
+TinyLlama-1.1B or Llama-3-8B, and random weights in bf16. After two steps the only node of stage 2
+gets SIGKILL, and a new node takes its place. After four steps the model is exported from the saves,
+with its adapters merged. Seconds, bytes and the peak memory of each node (VmHWM) are printed and
+kept.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Watched, swarm
 
 BATCHES: Final = {"TinyLlama-1.1B": 4, "Llama-3-8B": 1}
-"""Samples of 128 tokens a step, by model."""
+"""Model -> samples of 128 tokens per step."""
 STAGES, LOST, AFTER = 3, 2, 2
 RUN: Final = f"""
 name = "fine-tuned"

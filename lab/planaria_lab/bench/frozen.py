@@ -1,11 +1,11 @@
-"""Memory of nodes that train adapters beside frozen weights, against the plan's.
+"""Memory of nodes that train adapters beside frozen weights, over the plan's forecast.
 
-`python -m planaria_lab.bench.frozen`. The shapes of SmolLM2-135M and TinyLlama-1.1B with random
-weights in bf16, each with a base in bf16 and in nf4, trained for some
-steps by a registry and three processes. What is compared is the most memory that each node has
-taken (VmHWM), without the libraries': that is what a node of the same stage of a model of next to
-no size takes, less what the plan says of it. Nodes have MALLOC_MMAP_THRESHOLD_, without which
-glibc's heap may keep half as much again, in pieces that it doesn't use. With --context TOKENS.
+`python -m planaria_lab.bench.frozen [--context TOKENS]`. A registry and three processes train some
+steps. The models have the shapes of SmolLM2-135M, TinyLlama-1.1B and Llama-3-8B, random weights in
+bf16, and a base in bf16 or nf4. What is compared is the peak memory of each node (VmHWM) without
+that of its libraries. The latter is the peak of a node of the same stage of a tiny model, less the
+plan's forecast for it. Nodes have MALLOC_MMAP_THRESHOLD_ set: without it, glibc's heap may keep
+half as much again in unused fragments.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ BASES: Final = ("nf4", "bf16")
 
 
 def written(figures: dict[str, Any], data: Path, folder: Path) -> Path:
-    """A model with random weights in bf16, written tensor by tensor, and the data's tokenizer."""
+    """Write a model with random weights in bf16, tensor by tensor, and the data's tokenizer to the
+    folder; return the folder."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -108,7 +109,7 @@ def written(figures: dict[str, Any], data: Path, folder: Path) -> Path:
 
 
 def most(run: RunFile, out: Path) -> dict[int, int]:
-    """The most bytes that each stage's node has had until the last step."""
+    """Train a run; return the peak bytes of each stage's node until the last step."""
     nodes = {f"{stage}.0": ["node", "--stage", str(stage)] for stage in range(3)}
     nodes = {slot: [*words, "--threads", "1", "--seats", "1"] for slot, words in nodes.items()}
     highest = dict.fromkeys(range(3), 0)
@@ -123,7 +124,8 @@ def most(run: RunFile, out: Path) -> dict[int, int]:
 
 
 def compare(run: RunFile, folder: Path, out: Path, base: str, libraries: dict[int, float]) -> None:
-    """Print and keep a row for each stage."""
+    """Train a model, and print and keep a row for each stage. `libraries`: bytes of the libraries,
+    by stage."""
     resolved = resolve(override(run, model__from=str(folder), training__lora__base=base))
     for stage, taken in most(resolved, out).items():
         parts = needed(resolved, resolved.config, stage, [1, 1, 1], narrow=True)

@@ -1,8 +1,8 @@
-"""How long a link's handshake takes, under TLS against plain text.
+"""Seconds of a link's handshake under TLS, over those in plain text.
 
-Between two processes, from the wish for a link until it is up: two connections, under mutual TLS,
-and signed hellos. The two are on machines of their own as network namespaces, 1 ms from each other
-and back; without the rights for that they are on loopback, which is printed.
+A handshake is timed between two processes, from the request for a link until it is up: two
+connections, under mutual TLS, and signed hellos. Each process is in a network namespace of its own,
+with a round trip of 1 ms. Without the rights for that, both are on loopback, and this is printed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from planaria_lab.emulation.links import all_alike
 HANDSHAKES: Final = 30
 GOAL: Final = 0.050  # seconds
 RTT_MS, MBPS = 1.0, 1000.0
-PAUSE: Final = 0.5  # seconds in which the last link is taken down
-START: Final = 60.0  # seconds; more means that it hangs
+PAUSE: Final = 0.5  # seconds for the last link to be closed
+START: Final = 60.0  # seconds for a handshake; one that takes longer hangs
 KEYS: Final = {
     node: Identity(Ed25519PrivateKey.from_private_bytes(node.encode() * 32)) for node in "ab"
 }
 
 
 class _End:
-    """One of two nodes between which a link comes up, again and again."""
+    """One of the two nodes that make a link repeatedly."""
 
     def __init__(self, node: str, credentials: Credentials) -> None:
         settings = LinkSettings(insecure=True, credentials=credentials)
@@ -85,7 +85,8 @@ def _answer(
 def _dial(
     home: ProcessHome | None, pair: CertifiedKey | None, address: str, pipe: Connection
 ) -> None:
-    """Sends the seconds of a TCP connection, and of each handshake."""
+    """Dial `address` repeatedly, and send the median seconds of a TCP connection and the seconds of
+    each handshake."""
 
     async def dial() -> tuple[float, list[float]]:
         end = _End("a", _credentials(pair))
@@ -112,17 +113,18 @@ def _dial(
 
 
 class Took(NamedTuple):
-    """Seconds."""
+    """Seconds of connections and handshakes."""
 
-    tcp: float  # a connection
-    links: list[float]  # a handshake each
+    tcp: float  # median of a TCP connection
+    links: list[float]  # each handshake
 
 
 @contextmanager
 def answering(
     home: ProcessHome | None, pair: CertifiedKey | None, descriptors: int | None = None
 ) -> Iterator[str]:
-    """The address of a process that accepts links. `descriptors` None: the hard limit."""
+    """Run a process that accepts links, and yield its address. `descriptors`: how many it may open;
+    None: the hard limit."""
     allowed = descriptors or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     process, pipe = start(_answer, home, pair, allowed)
     try:
@@ -134,7 +136,7 @@ def answering(
 
 
 def handshakes(home: ProcessHome | None, pair: CertifiedKey | None, address: str) -> Took:
-    """Connections and handshakes with the process at `address`."""
+    """Time connections and handshakes with the process at `address`."""
     process, pipe = start(_dial, home, pair, address)
     try:
         return Took(*receive(pipe))
@@ -144,7 +146,7 @@ def handshakes(home: ProcessHome | None, pair: CertifiedKey | None, address: str
 
 
 def certified() -> tuple[CertifiedKey, CertifiedKey]:
-    """Certified keys of both ends, by one authority."""
+    """Return keys of both ends, certified by one authority."""
     now = time.time()
     authority = Authority.make(now)
     pairs = []

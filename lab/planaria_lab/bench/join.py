@@ -1,11 +1,10 @@
-"""What the join of a replica costs the others: the time in which nothing trains, by the step.
+"""Time in which nothing trains because a replica joins, in steps.
 
-A swarm with two replicas of each stage trains as `planaria up` does it; one is killed, and the node
-that replaces it joins while the others go on. The driver measures how long nothing trained because
-of it: the gather that names the joiner, and from the moment in which all others were ready to the
-commit with which it entered. What the loss itself has cost before counts as the loss's. That the
-newcomer's own start-up makes steps slower, since it runs on the same cores, is no stall, nor is the
-copy that its sources make of their state in memory.
+`planaria up` trains a swarm with two replicas of each stage. One replica is killed, and its
+replacement joins while the others go on. The driver measures the stall: the gather that names the
+newcomer, and the time from when all others were ready to the commit with which it entered. The
+stall by the loss itself is not included. Nor are slower steps because the newcomer starts on the
+same cores, or because its sources copy their state in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from planaria.node.launch.resolve import SHIPPED
 from planaria.node.run_file import dumps, loads, override
 from planaria_lab.bench.rows import keep
 
-GOAL = 0.10  # of a step
-SECONDS = 0.2  # or these, whichever is more
+GOAL = 0.10  # stall, as a share of a step
+SECONDS = 0.2  # stall, if that is more than the share
 RUN = """
 name = "join"
 steps = 40

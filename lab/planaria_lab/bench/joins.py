@@ -1,9 +1,9 @@
-"""How long 10,000 nodes take to join a run that has none, as fast as its registry lets them, until
-each has the view with all; and what that takes of the registry: processor time, bytes, memory.
+"""Seconds in which 10,000 nodes join an empty run, as fast as its registry allows, until each has
+the view with all; and the processor time, bytes and memory of the registry for that.
 
-A real registry process with a journal, over loopback. The nodes are coroutines of two other
-processes, many of them on a connection. Each joins by a key of its own, opens its two streams and
-renews. It counts the bytes of views and doesn't apply them: that is another machine's work.
+A real registry process with a journal serves on loopback. The nodes are coroutines of two other
+processes, and many share a connection. Each joins with a key of its own, opens its two streams and
+renews. It counts the bytes of views and doesn't apply them, since another machine would do that.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from planaria_lab.bench.rows import keep
 SIZES = (1_000, 10_000)
 GOAL = 60.0  # seconds, for the largest
 PROCESSES = 2
-LOOK = 0.1  # seconds between two looks whether all have joined
+LOOK = 0.1  # seconds between two checks whether all have joined
 AGAIN = 0.5  # seconds until a refused node asks again
-LATEST = 600.0  # seconds; more means that it hangs
+LATEST = 600.0  # seconds for all joins; a benchmark that takes longer hangs
 LONG = replace(RULES, lease=60.0, max_replicas=1_000)
 """With the default lease, 5 s, renewals of 10,000 nodes take most of a core: bench/registry.py."""
 
@@ -55,11 +55,11 @@ LONG = replace(RULES, lease=60.0, max_replicas=1_000)
 class Joined:
     nodes: int
     seconds: float  # from the first request until each has the view with all
-    views: int  # that were issued meanwhile
+    views: int  # number of the newest view
     core: float  # CPU seconds of the registry
-    answered: int  # bytes, in answers to joins
-    told: int  # bytes, in views
-    memory: int  # bytes, the most that the registry had
+    answered: int  # bytes of answers to joins
+    told: int  # bytes of views
+    memory: int  # peak bytes of the registry
 
     def __str__(self) -> str:
         return (
@@ -70,7 +70,8 @@ class Joined:
 
 
 def join_all(nodes: int) -> Joined:
-    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    """Measure the join of `nodes` nodes. Raises RuntimeError if a process ends early, TimeoutError
+    if one hangs."""
     with tempfile.TemporaryDirectory() as folder:
         registry, to_registry = start(_serve, Path(folder) / "journal")
         clients = []
@@ -80,7 +81,7 @@ def join_all(nodes: int) -> Joined:
             clients = [start(_join, port, share) for share in shares]
             ends = [connection for _, connection in clients]
             for connection in ends:
-                receive(connection)  # its requests are signed
+                receive(connection)  # the process has signed its requests
             cpu, began = float(ask(to_registry)), time.monotonic()
             counts = [_counts_of(end) for end in ends]
             while not _all_have_joined(counts, nodes):
@@ -119,7 +120,7 @@ def _counts_of(end: Connection) -> _Counts:
 
 
 def _all_have_joined(counts: Sequence[_Counts], nodes: int) -> bool:
-    """Whether each node has joined and has a view with all of them."""
+    """Return whether each node has joined and has a view with all nodes."""
     newest = max(count.newest for count in counts)
     return sum(count.members for count in counts) == nodes and all(
         count.oldest >= newest for count in counts
@@ -127,7 +128,7 @@ def _all_have_joined(counts: Sequence[_Counts], nodes: int) -> bool:
 
 
 def _most_memory(process: int | None) -> int:
-    """The peak resident memory of a process in bytes."""
+    """Return the peak resident memory of a process in bytes."""
     status = Path(f"/proc/{process}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
@@ -137,19 +138,19 @@ def _most_memory(process: int | None) -> int:
 
 
 def _serve(journal: Path, connection: Connection) -> None:
-    """The registry's process; answers a question with the CPU seconds it has used."""
+    """Run the registry in its process; it answers each question with its CPU seconds so far."""
     logging.basicConfig(level=logging.ERROR)
     uvloop.run(serve(LONG, journal, connection))
 
 
 @dataclass
 class _Counts:
-    """What the nodes of one process have received."""
+    """What the nodes of one process have received so far."""
 
-    members: int = 0
-    oldest: int = 0  # of the views that they have
-    newest: int = 0  # with which one of them has joined
-    answered: int = 0  # bytes
+    members: int = 0  # nodes that have joined
+    oldest: int = 0  # number of the oldest view that a node has now
+    newest: int = 0  # number of the newest view in an answer to a join
+    answered: int = 0  # bytes of answers to joins
     view_bytes: int = 0
 
     def __str__(self) -> str:
@@ -157,7 +158,7 @@ class _Counts:
 
 
 def _join(port: int, nodes: range, connection: Connection) -> None:
-    """These nodes, each in its turn; answers each message with their counts."""
+    """Run these nodes, each of which joins in its turn; answer each message with their counts."""
     totals = _Counts()
     have = dict.fromkeys(nodes, 0)
 
@@ -177,7 +178,7 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
             try:
                 answer: bytes = await join(ask, timeout=JOIN)
                 break
-            except grpc.aio.AioRpcError:  # it is busy, or as many have joined as may in a second
+            except grpc.aio.AioRpcError:  # the registry is busy, or at its limit of joins a second
                 await asyncio.sleep(AGAIN)
         reply = JoinReply.FromString(answer)
         have[index], signature = reply.view.number, _signature(reply.packed)
@@ -234,12 +235,12 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
     uvloop.run(join_in_turn())
 
 
-@lru_cache(maxsize=2)  # many nodes get the same
+@lru_cache(maxsize=2)  # many nodes get the same view
 def _signature(packed: bytes) -> bytes:
     return View.FromString(unpack(packed)).signature
 
 
-@lru_cache(maxsize=64)  # thousands of nodes get the same
+@lru_cache(maxsize=64)  # thousands of nodes get the same message
 def _number(content: bytes) -> int:
     news = unpacked(NewView.FromString(content))
     return news.difference.view.number if news.HasField("difference") else news.whole.number

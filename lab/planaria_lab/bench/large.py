@@ -1,10 +1,10 @@
-"""A model of 124M parameters, and a stage of one of 1.2G: trained, lost, saved and exported here.
+"""Train, lose, save and export a model of 124M parameters, and a stage of one of 1.2G, and compare
+the memory with `planaria plan`.
 
-Both are swarms of processes as on rented machines, with windows so short that a processor is done
-with a step in seconds; weights, gradients and Adam's moments have their full size.
-What is held against `planaria plan` is memory: the most that each node has taken (VmHWM), over what
-the plan says that a node of its stage needs beside the libraries. Those are what a node of the
-preset `tiny` takes in the same run.
+Both are swarms of processes as on rented machines. Contexts are so short that a processor computes
+a step in seconds; weights, gradients and Adam's moments have their full size. The ratio is the peak
+memory of each node (VmHWM) without its libraries, over what the plan says that a node of its stage
+needs. A node of the preset `tiny` in the same run gives the memory of the libraries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ progress = 600
 every = 1
 """
 TINY = {"model__preset": "tiny", "model__stages": 2, "model__layers": 2}
-GPT2 = {  # of 124M parameters, as its smallest was
+GPT2 = {  # 124M parameters, as the smallest GPT-2
     "model__dim": 768,
     "model__heads": 12,
     "model__layers": 12,
@@ -58,11 +58,11 @@ LARGE = {  # two of the 24 blocks of the preset
     "model__stages": 1,
     "model__context": 128,
 }
-MIDDLE = 2  # the stage of the 124M that is lost
+MIDDLE = 2  # the stage of the model of 124M that is lost
 
 
 class Swarm:
-    """A run of which nodes come and go, each with saves of its own."""
+    """A run whose nodes may be lost and replaced; each has a folder of saves."""
 
     def __init__(self, run: RunFile, saves: Path) -> None:
         self.run, self.saves = run, saves
@@ -86,7 +86,7 @@ class Swarm:
             time.sleep(0.1)
 
     def exported(self, run_file: Path, out: Path, *options: str) -> float:
-        """Exports its saves to `out`, with these options; returns the seconds."""
+        """Export the saves to `out`, with these options; return the seconds."""
         started = time.monotonic()
         command = [sys.executable, "-m", "planaria", "export", *map(str, self.saves.iterdir())]
         command += ["--run", str(run_file), "--out", str(out), *options]
@@ -94,7 +94,8 @@ class Swarm:
         return time.monotonic() - started
 
     def need(self, slot: str, replicas: Mapping[int, int], during: str = "") -> int:
-        """Bytes. `during`: a loss, as `at_a_loss` names what comes then."""
+        """Return the bytes that a node needs by the plan. `during`: a part of `at_a_loss` that it
+        needs, too."""
         config = self.run.model.config
         counts = [replicas[stage] for stage in range(config.stages + 1)]
         stage = int(slot.partition(".")[0])
@@ -105,7 +106,7 @@ class Swarm:
 
 
 def high_water(process: int) -> int:
-    """Bytes of memory that it has had at most; 0 when it is gone."""
+    """Return the peak memory of a process in bytes; 0 if it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -126,7 +127,7 @@ def _summary(event: dict[str, Any]) -> str:
 
 
 def libraries(run: RunFile, out: Path) -> int:
-    """Bytes that a node takes whose model is next to nothing."""
+    """Return the peak bytes of a node of a tiny model."""
     tiny = Swarm(resolve(override(run, **TINY)), out / "saves")
     nodes = tiny.nodes({0: 1, 1: 1, 2: 1})
     with swarm(tiny.run, run_planaria, out, nodes, mortal=nodes) as look:
@@ -141,7 +142,8 @@ def compare(
     libraries: int,
     during: Mapping[str, str],
 ) -> None:
-    """`during`: what came at a loss, by who had more in memory for it."""
+    """Print and keep each node's peak memory and its ratio to the plan. `during`: slot -> what it
+    had in memory at a loss besides."""
     for slot, most in sorted(trained.most.items()):
         if slot == "registry":
             continue
@@ -158,7 +160,7 @@ def compare(
 
 
 def whole_model(run: RunFile, out: Path, base: int) -> None:
-    """124M parameters in four body stages: one is lost, then all are, and the model is exported."""
+    """Train 124M parameters in four body stages, lose one stage, then all, and export the model."""
     name, steps = "124M", run.steps
     run = resolve(override(run, **GPT2, steps=steps + 2))
     replicas = dict.fromkeys(range(GPT2["model__stages"] + 1), 1)
@@ -197,7 +199,8 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
 
 
 def large_stage(run: RunFile, out: Path, base: int) -> None:
-    """Two of the 24 blocks of `large`, at two nodes; a third one gets the state from both."""
+    """Train two of the 24 blocks of `large` as a stage of two nodes; a third node gets the state
+    from both."""
     name = "1.2G"
     run = resolve(override(run, **LARGE, swarm__replicas=3, swarm__start_grace=5))
     trained = Swarm(run, out / "saves")

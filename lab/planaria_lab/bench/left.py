@@ -1,12 +1,14 @@
-"""From the loss of a stage's only node to the next commit, while nobody joins, down to one node.
+"""Seconds from the loss of a stage's only node to the next commit, while no node joins, until one
+node is left.
 
-In a swarm of a node for each stage, one of them with room for all, the others get SIGKILL in the
-middle of a step, one after the other, under each policy. Printed of a loss are by which method the
-stage came back, and the seconds from the kill to the next commit: in all, in usual steps (the
-median of the steps since the loss before), and where they went. Then such nodes get 30 s notice
-(SIGTERM), one after the other. What that costs is the time of the steps from the notice to the
-first without the node, above that of as many usual steps; it is held against one step and the
-transfer of the state.
+The swarm has a node for each stage; one of them has seats for all stages. The others get SIGKILL in
+the middle of a step, one after the other, under each policy. For each loss, the method of the
+rebuild is printed, and the seconds from the kill to the next commit. They are given in all, by
+part, and in usual steps (the median of the steps since the last loss).
+
+Then nodes of a new swarm get a notice of 30 s (SIGTERM), one after the other. The stall is the time
+of the steps from the notice to the first step without the node, less as many usual steps. It is
+divided by the time of one step and the transfer of the state.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from planaria_lab.bench.swarm import LOOK, Lines, Watched, swarm
 
 POLICIES = ("checkfree", "checkfree+", "snapshot", "redundant", "checkpoint")
 STAGES = 4
-STAYS = 1
+STAYS = 1  # the stage of the node that stays
 LOST = (2, 3, 4, 0)
-BETWEEN = 12  # steps between two losses; the first two don't count
+BETWEEN = 12  # steps between two losses; the usual step is without the first two
 GOAL = 5.0  # seconds
 NOTICE = 30.0  # seconds
 RELEARNING = "relearning"
@@ -62,7 +64,7 @@ class Loss(NamedTuple):
     method: str
     seconds: float  # from the kill to the next commit
     usual: float  # seconds of a step
-    parts: dict[str, float]  # seconds, one after the other
+    parts: dict[str, float]  # seconds of the parts, in order
 
     def __str__(self) -> str:
         parts = ", ".join(f"{seconds:.2f} {name}" for name, seconds in self.parts.items())
@@ -76,9 +78,9 @@ class Loss(NamedTuple):
 class Handover(NamedTuple):
     stage: int
     method: str
-    stall: float  # seconds that its steps took longer than as many usual ones
+    stall: float  # seconds of its steps, less those of as many usual steps
     usual: float  # seconds of a step
-    transfer: float  # seconds
+    transfer: float  # seconds of the transfer of the state
 
     @property
     def ratio(self) -> float:
@@ -107,7 +109,7 @@ def training(run: RunFile, out: Path, device: torch.device = CPU) -> Iterator[Wa
 
 
 def usual_step(lines: Lines) -> float:
-    """Seconds; of steps in a row."""
+    """Return the median seconds of steps in a row, without the first two."""
     times = [float(line["time"]) for line in lines]
     return statistics.median(after - before for before, after in pairwise(times[2:]))
 
@@ -158,7 +160,7 @@ def measure_losses(run: RunFile, out: Path) -> None:
 
 
 def hand_over(watched: Watched, stage: int) -> Handover:
-    """The stage's only node gets a notice (SIGTERM)."""
+    """Give the stage's only node a notice (SIGTERM), and measure its handover."""
     before = watched.train(BETWEEN)
     _, process = watched.serving(stage)
     time.sleep(usual_step(before) / 2)
@@ -183,7 +185,7 @@ def hand_over(watched: Watched, stage: int) -> Handover:
 def measure_handovers(run: RunFile, out: Path) -> None:
     policy, ratios = run.recovery.policy, []
     with training(run, out) as watched:
-        for stage in LOST[:-1]:  # the last one drives
+        for stage in LOST[:-1]:  # the last one is stage 0, whose node is the driver
             handover = hand_over(watched, stage)
             print(f"{policy}, {handover}", flush=True)
             keep("left", policy=policy, **handover._asdict())

@@ -1,10 +1,10 @@
-"""Replicas that lie about gradients: when each is named, and the loss that the run comes to, beside
-that of an honest run.
+"""Steps until audits name a replica that lies about gradients, and the final loss of its run,
+beside that of an honest run.
 
-One of three replicas of a stage lies from the step FIRST on, in its own process: about its own
-gradient, or about the sums that it makes, with a claim that makes them fit. The runs are alike
-otherwise, and follow each other. `--honest STEPS` only runs honest replicas for so long, and counts
-whom audits name.
+One of three replicas of a stage lies from step 20 on. It changes its own gradient, or the sums that
+it makes, with a claim about its contribution that fits them. The runs are alike otherwise, and
+follow each other. `--honest STEPS` only trains honest replicas for so many steps, and prints which
+of them audits name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from planaria.node.wire.exchange import Exchanges
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Watched, swarm
 
-STEPS, FIRST, LAST = 1000, 20, 10
-WITHIN, LOSS = 200, 0.05  # goals: steps until a liar is named, and nats off the honest loss
+STEPS, FIRST, LAST = 1000, 20, 10  # all steps, the first lie, and last steps of the mean loss
+WITHIN, LOSS = 200, 0.05  # goals: steps until a liar is named, and nats from the honest loss
 SLOTS: Final = {"0": 0, "1.a": 1, "1.b": 1, "1.c": 1}
 LIAR: Final = "1.b"
 LIES: Final = {
@@ -58,7 +58,7 @@ gradients = "exclude"
 
 
 def work(arguments: list[str]) -> None:
-    """What a process of the swarm does; behind the word `lie`, what is lied about, and how."""
+    """Run `planaria ARGUMENTS...`; with `lie KIND FACTOR` before them, as a liar."""
     if arguments[0] == "lie":
         kind, factor, *arguments = arguments[1:]
         {"gradient": lie_about_gradient, "sum": lie_about_sum}[kind](float(factor))
@@ -66,6 +66,7 @@ def work(arguments: list[str]) -> None:
 
 
 def lie_about_gradient(factor: float) -> None:
+    """Multiply this process's own gradients by `factor`, from the step FIRST on."""
     complete = Attempt.complete
 
     async def lies(self: Attempt, exchanges: Exchanges) -> None:
@@ -78,20 +79,23 @@ def lie_about_gradient(factor: float) -> None:
 
 
 def lie_about_sum(factor: float) -> None:
-    tell = Reduction._send_sum
+    """Multiply the sums that this process makes by `factor`, from the step FIRST on, and claim a
+    contribution that fits them."""
+    send_sum = Reduction._send_sum
 
     def lies(self: Reduction, number: int, total: torch.Tensor) -> OutgoingFrames:
         if self.evidence is not None and self.round.step >= FIRST:
             piece = self.own[number]
             self.evidence.keep_contribution(piece, self._own_values(piece) + (factor - 1) * total)
             total = factor * total
-        return tell(self, number, total)
+        return send_sum(self, number, total)
 
     Reduction._send_sum = lies  # type: ignore[method-assign]
 
 
 def trained(folder: Path, steps: int, lie: tuple[str, float] | None = None) -> dict[str, Any]:
-    """The mean loss of the last steps, and the steps in which audits have named a slot."""
+    """Train a swarm; return the mean loss of the last steps, the slots that audits have named, and
+    the steps in which they did."""
     words = ["lie", lie[0], str(lie[1])] if lie is not None else []
     nodes = {
         slot: [

@@ -1,13 +1,13 @@
-"""What frames over a link cost, against bare bytes over the same kind of gRPC stream.
+"""Throughput of frames over a link, over that of bare bytes on the same kind of gRPC stream.
 
-Two processes on loopback, uvloop, one direction. Three ways, in turns:
+Two processes on loopback with uvloop, in one direction. Three methods take turns:
 
 bare     2 MiB `bytes`, made beforehand, over a bidirectional grpc.aio stream without serializers
 frames   8 MiB frames over Links: heads, chunks of 2 MiB, reassembly, acknowledgements, heartbeats
-tensors  the same, and each frame's tensor encoded (codec none: its checksum) by the sender and
-         decoded (checksum verified) by the receiver, in a thread, as the daemon does
+tensors  the same; also, the sender encodes each frame's tensor (codec none: its checksum), and the
+         receiver decodes it (checksum verified), in a thread, as the daemon does
 
-The clock runs from the first byte offered to the receiver's message that it has all of them.
+Time is taken from the first byte offered to the receiver's message that it has all bytes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from planaria_lab.bench.rows import keep
 
 CHUNK: Final = 2 << 20
 FRAME: Final = 8 << 20
-SOURCE: Final = 64 << 20  # bytes cycled through, so that they come from memory, not from cache
+SOURCE: Final = 64 << 20  # bytes that are sent in turn, more than caches hold
 BARE: Final = "/bench/bare"
-KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of both
+KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of both nodes
 OPTIONS: Final = [
     ("grpc.max_receive_message_length", 2 * CHUNK),
     ("grpc.max_send_message_length", 2 * CHUNK),
@@ -48,7 +48,7 @@ OPTIONS: Final = [
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """GB/s, medians; one entry for each round in `rounds`: bare, frames, tensors."""
+    """Median GB/s of each method. `rounds`: GB/s of bare, frames and tensors in each round."""
 
     bare: float
     frames: float
@@ -65,7 +65,8 @@ class LinkFigures:
 
 
 class _Receiver:
-    """Says so when it hears how many frames will come, and again when they are there."""
+    """The receiving node. It answers a message with the number of frames to come, and sends another
+    message when it has them all."""
 
     def __init__(self) -> None:
         self.links = Links("bench", "b", KEY, self, LinkSettings())
@@ -196,7 +197,7 @@ async def _measure(rounds: int, total: int, ports: tuple[int, int]) -> LinkFigur
 
 
 def measure(rounds: int = 7, total: int = 512 << 20) -> LinkFigures:
-    """`total`: bytes of each method in each round."""
+    """Measure all methods. `total`: bytes of each method in each round."""
     receiver, pipe = start(_receive)
     try:
         return uvloop.run(_measure(rounds, total, receive(pipe)))

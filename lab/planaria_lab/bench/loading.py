@@ -1,14 +1,14 @@
 """Memory that a node needs while it loads a stage with a frozen base: `OUT=lab/results/loading
 python -m planaria_lab.bench.loading [BASE]...`.
 
-The stage has four layers of TinyLlama-1.1B with random weights and adapters of rank 16. It comes
-from folders in bf16, in float32 and in bitsandbytes' nf4, and from another process by a link.
-What is measured is the highest resident memory of a process (VmHWM, which is reset) while it makes
-the stage, above what it had before. It has loaded a small model in the same way by then, so the
-libraries are there. The process that gives the stage has the bf16 folder and serves stage 0; its
-rise is measured as well.
+The stage has four layers of TinyLlama-1.1B with random weights, and adapters of rank 16. It is
+loaded from folders in bf16, in float32 and in bitsandbytes' nf4, and from another process by a
+link. The rise is the peak resident memory of a process while it makes the stage (VmHWM, reset
+before), less its memory before. By then it has loaded a small model in the same way, so its
+libraries are loaded. The process that sends the stage has the bf16 folder and serves stage 0; its
+rise is measured, too.
 
-Goal: 1.2 times the base, its largest tensor as it is stored, and the adapters with their gradient
+Goal: 1.2 times the base, plus its largest tensor as stored, plus the adapters with their gradient
 and moments.
 """
 
@@ -83,21 +83,22 @@ def write(figures: dict[str, Any], kind: str, folder: Path) -> None:
 
 
 def status(figure: str) -> int:
-    """Bytes of this process by /proc/self/status."""
+    """Return a figure of /proc/self/status in bytes."""
     match = re.search(rf"^{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert match is not None
     return int(match[1]) << 10
 
 
 def begin() -> int:
-    """Bytes of this process; VmHWM begins with them. Its allocator is as in a node."""
+    """Set the allocator up as in a node, reset VmHWM, and return the memory of this process in
+    bytes."""
     teach_malloc()
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 
 
 def made(text: str, from_folder: bool, stage: int = 1) -> TorchStage:
-    """A stage as a node makes it, without weights unless from a folder."""
+    """Make a stage as a node does, with weights only if `from_folder`. `text`: the run file."""
     run = loads(text)
     checkpoint = Checkpoint.open(Path(run.model.origin or "")) if from_folder else None
     beginning = InitialStages(run, run.config, checkpoint)
@@ -160,7 +161,8 @@ async def _fetched(node: _Node, text: str) -> TorchStage:
 
 
 def apart(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `work` in a process of its own. All work is, so this one's heap stays small."""
+    """Return the result of `work` in a new process. All work runs so, which keeps the heap of this
+    process small."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: sender.send(work(*arguments)))
     process.start()
@@ -172,7 +174,7 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def from_peer(small: str, large: str) -> tuple[int, int]:
-    """The rises of the process that makes the stage, and of the one that gives it."""
+    """Return the rises of the process that makes the stage, and of the process that sends it."""
     here, other_end = FORK.Pipe()
     process = FORK.Process(target=give, args=(small, large, other_end))
     process.start()
@@ -184,7 +186,7 @@ def from_peer(small: str, large: str) -> tuple[int, int]:
 
 
 def sizes(config: ModelConfig, checkpoint: Checkpoint) -> tuple[int, int]:
-    """Bytes of stage 1's base, and of its largest tensor in its file."""
+    """Return the bytes of stage 1's base, and of its largest tensor in its file."""
     packed = 4 * sum(map(size_of, slots(empty_stage(config, 1))))
     return packed, max(stored(checkpoint.places[name]) for name in named_shapes(config, 1))
 
@@ -195,7 +197,7 @@ def stored(place: Place) -> int:
 
 
 def compare(run: RunFile, origin: str, rise: int, giver: int | None = None) -> None:
-    """Print and keep a row. `giver`: the rise of the process that gives the stage."""
+    """Print and keep a row. `giver`: the rise of the process that sends the stage."""
     config, base = run.config, run.training.lora and run.training.lora.base
     packed, largest = sizes(config, Checkpoint.open(Path(run.model.origin or "")))
     state = config.state_bytes(1) + VALUE * config.trained_in(1)
@@ -224,7 +226,7 @@ def main() -> None:
 
 
 def taken_in(folder: Path, base: str) -> str:
-    """A run file of a run that begins from the folder."""
+    """Return the text of a run file for a run that begins from the folder."""
     changes = {"model__from": str(folder), "training__lora__base": base}
     run = override(loads(RUN), **changes)
     return dumps(with_model_here(run))

@@ -1,9 +1,9 @@
-"""Sixty nodes' processes on this machine: what they need, and what ten losses among them cost.
+"""Memory and seconds per step of sixty node processes on this machine, and the cost of ten losses.
 
 Ten stages of six replicas train the smallest model. Ten nodes, drawn from a seed, get SIGKILL in
-the middle of steps that are drawn likewise, the others go on, and every sample has to be in the
-ledger once. The reference is a swarm of a node for each stage, in the same run: the same computing
-in a sixth of the processes.
+the middle of steps drawn from it, too. The others go on, and the ledger must have every sample
+once. The reference is a swarm with one node per stage in the same run, which computes the same in a
+sixth of the processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ replicas = {REPLICAS}
 
 
 def nodes(replicas: int) -> dict[str, list[str]]:
-    """The nodes' arguments by slot."""
+    """Map the slot of each node to its arguments."""
     arguments = ["--threads", "1", "--seats", "1", "--save-dir", "none"]
     return {
         f"{stage}.{number}": ["node", "--stage", str(stage), *arguments]
@@ -58,7 +58,7 @@ def nodes(replicas: int) -> dict[str, list[str]]:
 
 
 def memory(look: Living) -> float:
-    """MB of all processes; of pages that several have each has its share (PSS)."""
+    """Return the MiB of all processes. Each counts its share of a shared page (PSS)."""
     summaries = [
         Path(f"/proc/{process}/smaps_rollup").read_text()
         for process in look.processes.running().values()
@@ -68,7 +68,7 @@ def memory(look: Living) -> float:
 
 
 def computed(look: Living) -> float:
-    """Seconds of processor time that those which run have taken."""
+    """Return the processor time of all running processes in seconds."""
     statuses = [
         Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         for process in look.processes.running().values()
@@ -77,7 +77,7 @@ def computed(look: Living) -> float:
 
 
 def seconds_alone(run: RunFile, out: Path) -> float:
-    """Seconds of a step of a swarm with one node for each stage."""
+    """Return the median seconds of a step of a swarm with one node per stage."""
     few = resolve(override(run, swarm__replicas=1, steps=2 * QUIET))
     with swarm(few, run_planaria, out, nodes(1)) as look:
         lines = Watched(look, out / "logs").train(QUIET)

@@ -1,8 +1,8 @@
-"""Seconds until the reordering controller answers when 400 of 1000 groups are lost.
+"""Seconds that the reordering controller computes when 400 of 1000 groups are lost.
 
-The reference is networkx: Hopcroft-Karp on types and places for the depth, network simplex for the
-fewest moves: the paper's algorithms. Both must find the same depth and as few
-moves. Losses come at once (the most to do) and one by one (what happens).
+The reference is networkx with the paper's algorithms: Hopcroft-Karp on types and places for the
+depth, and network simplex for the fewest moves. Both must find the same depth and number of moves.
+Groups are lost all at once (the most work) and one by one (the usual case).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def endurable(stacks: Stacks) -> list[int]:
-    """Groups drawn at random that may all be lost without a wipe-out."""
+    """Draw groups at random that can all be lost without a wipe-out."""
     rng = np.random.default_rng(0)
     while True:
         lost: list[int] = rng.permutation(GROUPS)[:LOST].tolist()
@@ -55,7 +55,7 @@ def endurable(stacks: Stacks) -> list[int]:
 
 
 def timed(compute: Callable[[], T], repeats: int) -> tuple[float, T]:
-    """The median time (seconds), and the last result."""
+    """Return the median seconds of a computation, and its last result."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -76,7 +76,7 @@ def one_by_one(stacks: Stacks, lost: list[int]) -> list[float]:
 
 
 def by_networkx(stacks: Stacks) -> tuple[int, int]:
-    """The depth of the new order and how many types move, as networkx finds them."""
+    """Compute with networkx the depth of the new order and the number of types that move."""
     survivors = np.flatnonzero(stacks.alive).tolist()
     height = stacks.order.shape[1]
     for depth in range(stacks.depth, height + 1):

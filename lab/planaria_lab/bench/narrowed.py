@@ -1,11 +1,11 @@
-"""What the policy `auto` keeps for a loss where links become slow on the way.
+"""Which snapshots the policy `auto` keeps when links become slow, and how a stage is rebuilt then.
 
     sudo python -m planaria_lab.bench.narrowed
 
-A swarm of real processes behind emulated links (`planaria_lab.emulation`): four body stages of one
-block of width 384, one sample a step. At step 40 all links, of 1000 Mbit/s before, carry 4; at step
-80 the only node of stage 3 is killed. What is printed and kept: for each stage, when it stopped to
-send its snapshot, or began again, and why; how stage 3 came back; and the audit.
+A swarm of real processes trains behind emulated links (`planaria_lab.emulation`): four body stages
+of one block of width 384, one sample per step. At step 40 the bandwidth of all links falls from
+1000 to 4 Mbit/s. At step 80 the only node of stage 3 is killed. These are printed and kept: when
+and why each stage stopped or resumed sending its snapshot, how stage 3 was rebuilt, and the audit.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def report(swarm: Path) -> None:
-    """Print and keep what became of the snapshots and of the lost stage."""
+    """Print and keep the changes of snapshots, the rebuilds and the audit."""
     step, paced, rebuilt = 0, list[dict[str, Any]](), list[dict[str, Any]]()
     for entry in entries(LineReader(swarm / "events.jsonl").lines()):
         event = entry.event

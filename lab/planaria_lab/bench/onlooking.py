@@ -1,10 +1,10 @@
-"""The cost of observers to a swarm: committed steps per second while a model is exported, and
-while text is generated, over those without.
+"""Committed steps per second of a swarm while its model is exported, and while it generates text,
+over those without observers.
 
-A swarm of processes trains. In each round it is left alone for a while, then its model is exported
-again and again, then it generates text without a pause. The observer has a core of its own, as on
-a real machine; the nodes' work for it is measured. Each rate is compared with that of the same
-round without.
+A swarm of processes trains. A round has three equal parts: no observer; repeated exports of the
+model; repeated generation of text. The observer has a core of its own, as on a machine of its own,
+so that only the nodes' work for it counts. Each rate is divided by that without an observer in the
+same round.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Ask = Callable[[RegistryClient], Awaitable[object]]
 
 
 def run_beside(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`, on all cores but the last."""
+    """Run `planaria ARGUMENTS...` on all cores except the last."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:-1] or cores)
     run_planaria(arguments)
@@ -77,7 +77,8 @@ def speak_once(data: Path, client: RegistryClient) -> Awaitable[object]:
 
 @contextmanager
 def asking(address: str, ask: Ask, done: list[float]) -> Iterator[None]:
-    """Again and again, as long as the block lasts, in a thread; `done` gets the seconds of each."""
+    """Call `ask` repeatedly in a thread until the block ends; append the seconds of each to
+    `done`."""
     over = threading.Event()
 
     async def go_on() -> None:
@@ -89,7 +90,7 @@ def asking(address: str, ask: Ask, done: list[float]) -> Iterator[None]:
         await client.close()
 
     def work() -> None:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])  # this thread, and its own
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])  # and its new threads
         asyncio.run(go_on())
 
     thread = threading.Thread(target=work)
@@ -102,7 +103,7 @@ def asking(address: str, ask: Ask, done: list[float]) -> Iterator[None]:
 
 
 def rate(look: Callable[[], Lines]) -> float:
-    """Committed steps per second from here on."""
+    """Return the committed steps per second of the next `SECONDS` seconds."""
     began = time.time()
     time.sleep(SECONDS)
     times = [float(line["time"]) for line in look() if line["time"] >= began]

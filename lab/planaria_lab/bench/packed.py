@@ -1,8 +1,8 @@
-"""Frozen matrices of fewer bits: exactness, bytes, and the time of a forward and a backward pass.
+"""Errors, bytes, and time of a forward and a backward pass of frozen matrices of fewer bits.
 
-`python -m planaria_lab.bench.packed`. Each variant is compared with the float32 product of the
-matrix that it stands for, and its time with that of float32 in the same round. Variants of torchao
-and bitsandbytes are left out where these aren't installed.
+`python -m planaria_lab.bench.packed`. Each variant's output is compared with the float32 product of
+the matrix that it unpacks to. Its time is divided by that of a plain matrix in the same round.
+Variants of torchao and bitsandbytes are left out where these aren't installed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ROUNDS: Final = 15
 class Variant(NamedTuple):
     name: str
     call: Callable[[Tensor], Tensor]
-    weight: Tensor  # for which it stands, float32 [out, in]
-    bytes: float  # of a value
-    devices: tuple[str, ...] = quantized.BY_LIBRARY  # whose matrices bitsandbytes unpacks
+    weight: Tensor  # the matrix that it unpacks to, float32 [out, in]
+    bytes: float  # per value
+    devices: tuple[str, ...] = quantized.BY_LIBRARY  # devices on which bitsandbytes unpacks
 
 
 def variants(linear: nn.Linear) -> Iterator[Variant]:
-    """float32 first."""
+    """Yield all variants of a matrix, that of float32 first."""
     weight = linear.weight.detach()
     yield Variant("float32", linear, weight, 4)
     for base in get_args(Base):
@@ -83,7 +83,7 @@ def _of_torchao(weight: Tensor) -> Iterator[Variant]:
 
 
 def passes(variant: Variant, x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Output, gradient of the input, and seconds."""
+    """Run a forward and a backward pass; return output, gradient of the input, and seconds."""
     x = x.clone().requires_grad_()
     quantized.BY_LIBRARY = variant.devices
     started = time.perf_counter()
@@ -94,7 +94,7 @@ def passes(variant: Variant, x: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def difference(result: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest expected value."""
     return ((result.float() - expected).abs().max() / expected.abs().max()).item()
 
 

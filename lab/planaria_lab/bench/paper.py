@@ -1,10 +1,10 @@
-"""CheckFree's models at their published widths on a CPU: seconds and memory by stage.
+"""Seconds and memory by stage of CheckFree's models at their published widths on a CPU.
 
     OUT=lab/results/paper-on-cpu python -m planaria_lab.bench.paper [MODEL...]
 
-Of 124M and 500M two iterations of four samples, with a loss of a stage between. Of 1.5B, which
-takes more memory than most machines have, stage 0 and one body stage, and one sample of 4,096
-tokens. Each iteration is forward, backward and update, in the lab's swarm.
+The models of 124M and 500M train two iterations of four samples, with a loss of a stage between.
+The model of 1.5B takes more memory than most machines have: of it, stage 0 and one body stage train
+one sample of 4,096 tokens. An iteration is forward, backward and update, in the lab's swarm.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ MODELS: Final[dict[str, tuple[dict[str, Any], int | None]]] = {
             "model__layers": 4,
             "model__stages": 1,
             "training__batch": 1,
-            "recovery__policy": "checkpoint",  # so that no snapshots take memory
+            "recovery__policy": "checkpoint",  # it keeps no snapshots in memory
         },
         None,
     ),
 }
-"""Changes of the run, and the stage that is lost after the first of two iterations."""
+"""Model -> changes of the run, and the stage that is lost after the first of two iterations; None:
+one iteration without a loss."""
 
 
 @dataclass
 class StageFigures:
-    """What a stage took, over all iterations."""
+    """Seconds of a stage over all iterations, and its memory."""
 
     stage: int
     parameters: int
     forward: float = 0.0  # seconds; stage 0: embedding and loss
-    backward: float = 0.0  # seconds; stage 0: what is left of the iterations
+    backward: float = 0.0  # seconds; stage 0: the rest of the iterations' time
     update: float = 0.0  # seconds
     rss: float = 0.0  # bytes of the process after the stage's last forward pass
 
@@ -68,8 +69,8 @@ def run_of(changes: dict[str, Any]) -> RunFile:
 
 
 def measure(swarm: TrainingSwarm, lost: int | None) -> tuple[list[StageFigures], list[float]]:
-    """The stages' figures, and the loss of each iteration, nats a token: one, or two with a stage
-    `lost` between."""
+    """Train one iteration, or two if a stage is `lost` between. Return the figures of the stages,
+    and the loss of each iteration in nats a token."""
     sizes = [len(stage.optimizer.weights) for stage in swarm.stages]
     figures = [StageFigures(stage, size) for stage, size in enumerate(sizes)]
     began: defaultdict[int, float] = defaultdict(float)
@@ -109,28 +110,28 @@ def measure(swarm: TrainingSwarm, lost: int | None) -> tuple[list[StageFigures],
         whole += time.perf_counter() - started
     for figure, stage in zip(figures, swarm.stages, strict=True):
         figure.update = stage.optimizer.seconds
-    others = sum(of.forward + of.backward + of.update for of in figures)
+    others = sum(figure.forward + figure.backward + figure.update for figure in figures)
     figures[0].backward = max(0.0, whole - others)
     return figures, losses
 
 
 def rss() -> float:
-    """Bytes that this process has in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def table(model: str, figures: Iterable[StageFigures], losses: Iterable[float]) -> str:
-    """Markdown."""
+    """Return a Markdown table of the figures."""
     lines = [
         f"{model}; losses of its iterations: {', '.join(f'{loss:.3f}' for loss in losses)}",
         "",
         "| stage | parameters | forward, s | backward, s | update, s | RSS, GB |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for of in figures:
-        seconds = " | ".join(f"{s:.1f}" for s in (of.forward, of.backward, of.update))
-        lines.append(f"| {of.stage} | {of.parameters:,} | {seconds} | {of.rss / GB:.1f} |")
+    for row in figures:
+        seconds = " | ".join(f"{s:.1f}" for s in (row.forward, row.backward, row.update))
+        lines.append(f"| {row.stage} | {row.parameters:,} | {seconds} | {row.rss / GB:.1f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -147,7 +148,7 @@ def main(*models: str) -> None:
                 keep("paper", model=model, **asdict(figure), losses=losses, peak=peak)
             print(table(model, figures, losses), flush=True)
             del swarm
-            gc.collect()  # modules and what times them refer to each other
+            gc.collect()  # modules and their timing hooks refer to each other
 
 
 if __name__ == "__main__":

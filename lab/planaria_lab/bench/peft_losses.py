@@ -1,8 +1,8 @@
-"""A fine-tuning run's losses beside those of peft, which trains the same adapters from the same
-initial values on the same samples, in one process:
-`python -m planaria_lab.bench.peft_losses RUN.toml STEPS`.
+"""Losses of a fine-tuning run by planaria and by peft, with the same adapters, initial values and
+samples: `python -m planaria_lab.bench.peft_losses RUN.toml STEPS`.
 
-Both in this process: ours are those of `planaria lab`, whose swarm has the daemon's arithmetic.
+Both train in this process. Planaria's losses are those of the swarm of `planaria lab`, which has
+the daemon's arithmetic.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from planaria_lab.convergence.training import TrainingSwarm
 
 
 def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
-    """Losses of each step, nats a scored token, of a resolved run with adapters, by transformers,
-    peft and torch's AdamW, a window as one batch."""
+    """Train a resolved run with adapters by transformers, peft and torch's AdamW, and yield the
+    loss of each step in nats a scored token. A step's window is one batch."""
     config, training = run.config, run.training
     model = peft_model(run)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -49,7 +49,7 @@ def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
 
 
 def peft_model(run: RunFile) -> nn.Module:
-    """The checkpoint with peft's adapters, whose values are those that the run begins with."""
+    """Return the checkpoint's model with peft's adapters, set to the run's initial values."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +59,7 @@ def peft_model(run: RunFile) -> nn.Module:
     base = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32)
     figures = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a fraction will do
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # fractions work, too
         target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
     )

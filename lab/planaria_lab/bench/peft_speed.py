@@ -1,9 +1,9 @@
-"""Tokens per second of a swarm that trains adapters on one machine, and of peft in one process with
-the same cores: `python -m planaria_lab.bench.peft_speed`.
+"""Tokens per second of a swarm that trains adapters on one machine, over those of peft in one
+process with the same cores: `python -m planaria_lab.bench.peft_speed [--microbatch SAMPLES]`.
 
-Both train LoRA of rank 16 on all seven matrices of each layer of a model of SmolLM2-135M's shapes
-with random weights, on the same windows of 128 tokens, eight in a step. They take turns of a step
-(see `pipeline`), and what comes out is the median of the turns' ratios.
+The model has the shapes of SmolLM2-135M and random weights. Both train LoRA of rank 16 on all seven
+matrices of each layer, on the same samples: eight of 128 tokens per step. They take turns of one
+step (see `pipeline`). The result is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Peft:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--microbatch", type=int, default=1, help="windows")
+    parser.add_argument("--microbatch", type=int, default=1, help="samples of a microbatch")
     microbatch = parser.parse_args().microbatch
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)

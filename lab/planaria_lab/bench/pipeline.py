@@ -1,10 +1,10 @@
-"""Tokens per second of a swarm on one machine, of one process with the same cores, and of PyTorch's
-own pipeline engine.
+"""Tokens per second of a swarm on one machine, over those of one process with the same cores, and
+of PyTorch's own pipeline engine.
 
-All three train the same model on the same windows; a microbatch takes half a second and more in one
-process. They take turns of a step, in ever other order: while one computes, the processes of the
-others stand still (SIGSTOP), so whatever else the machine does is much the same for all. What comes
-out is the median of the turns' ratios. It takes minutes; each figure is printed when it is there.
+All three train the same model on the same windows; a microbatch takes half a second or more in one
+process. They take turns of one step, in alternating order. While one computes, the processes of the
+others are stopped (SIGSTOP), so that other load of the machine is much the same for all. The result
+is the median of the turns' ratios. It takes minutes, and prints each figure as soon as it has it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ start_grace = 2
 
 class Trains(Protocol):
     def step(self) -> float:
-        """Makes a step; its seconds."""
+        """Train one step, and return its seconds."""
         ...
 
 
@@ -71,12 +71,12 @@ class OneProcess:
 
 
 class Processes:
-    """Processes that are stopped except while they make a step. What they do after its commit,
-    before they are stopped, counts for the next one."""
+    """Processes that are stopped except during their steps. The time from a step's commit until
+    they are stopped counts for the next step."""
 
     def __init__(self, living: Living) -> None:
         self._living = living
-        self._seconds = 0.0  # of the step that is under way
+        self._seconds = 0.0  # of the step in progress
         self._steps = self._await(1)
         living.stand_still()
 
@@ -91,24 +91,25 @@ class Processes:
         return float(seconds)
 
     def _await(self, steps: int) -> int:
-        """The number of steps committed, as soon as it is at least `steps`."""
+        """Wait until at least `steps` steps are committed, and return their number."""
         while (steps_now := len(self._living())) < steps:
             time.sleep(LOOK)
         return steps_now
 
 
 def turns(trainers: dict[str, Trains]) -> Iterator[dict[str, float]]:
-    """Seconds of a step of each, in rounds; the last of a round is the first of the next."""
+    """Yield for each round the seconds of a step of each trainer. The order is reversed after each
+    round."""
     order = list(trainers)
     for trainer in trainers.values():
-        trainer.step()  # the first ones are slow
+        trainer.step()  # first steps are slow, and not counted
     for _ in range(ROUNDS):
         yield {name: trainers[name].step() for name in order}
         order.reverse()
 
 
 def ratio(rounds: list[dict[str, float]], name: str, reference: str) -> float:
-    """The median ratio of tokens per second."""
+    """Return the median ratio of tokens per second, those of `name` over those of `reference`."""
     return statistics.median(turn[reference] / turn[name] for turn in rounds)
 
 
@@ -138,14 +139,15 @@ def main() -> None:
 
 
 def one_each(run: RunFile, device: torch.device) -> dict[str, list[str]]:
-    """Arguments of a node for each stage, all on this device."""
+    """Return the arguments of one node per stage, by slot, all on this device."""
     arguments = ["--threads", "1", "--cloud", "none", "--device", str(device)]
     stages = range(run.model.body_stages + 1)
     return {str(stage): ["node", "--stage", str(stage), *arguments] for stage in stages}
 
 
 def measure(starters: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
-    """Seconds of a step of each, in rounds. Each begins when the one before is stopped."""
+    """Return for each round the seconds of a step of each trainer. A trainer is started after the
+    one before has been stopped."""
     rounds = []
     for turn in turns({name: begin() for name, begin in starters.items()}):
         rounds.append(turn)

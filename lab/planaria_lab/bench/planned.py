@@ -1,11 +1,11 @@
-"""A plan against its simulation and a live run: twelve nodes on home links.
+"""Seconds of a step of twelve nodes on home links, by a plan, its simulation, and a live run.
 
-`planaria plan` plans the small run below on twelve machines at home: 20 to 50 ms one way
-between two of them, each with an uplink of 1.5 to 5 Mbit/s, drawn from a seed; with faster ones,
-two cores would have more to compute than links to carry. What it proposes is then simulated, and
-trained for real: a registry and a process for each node, each in a network namespace of its own
-behind links that are emulated, and on a processor that is (emulation). Each of the three gives
-the seconds of a step. Needs root, and a minute and a half for each set of homes.
+`planaria plan` plans the small run below on twelve machines at home. Between two of them are 20 to
+50 ms one way, and each has an uplink of 1.5 to 5 Mbit/s, drawn from a seed. With faster uplinks,
+computing on two cores would take longer than sending. The proposed plan is then simulated, and
+trained live: a registry and a process for each node, each in a network namespace of its own, behind
+emulated links and on an emulated processor (emulation). It needs root, and takes a minute and a
+half for each set of homes.
 
     python -m planaria_lab.bench.planned [SEED ..]      # each a set of twelve homes
 """
@@ -42,10 +42,10 @@ OUT = Path("out/planned")
 NODES = 12
 STEPS = 24
 VOCABULARY = 512
-DELAYS = (10.0, 25.0)  # ms to the middle of the network, for each home
+DELAYS = (10.0, 25.0)  # ms from a home to the middle of the network
 UPLINKS = (1.5, 5.0)  # Mbit/s
-DOWN = 20.0  # Mbit/s between two homes, if the uplink lets them
-FLOPS = 1e9  # that a node sustains
+DOWN = 20.0  # Mbit/s between two homes, if the uplink allows that
+FLOPS = 1e9  # sustained FLOP/s of a node
 SIMULATED = 6  # steps
 RUN = f"""
 name = "homes"
@@ -66,7 +66,7 @@ FREE = ("activations", "gradients", "averaging")
 
 
 def homes(seed: int) -> Network:
-    """Twelve sites: each as far from each other as both are from the middle."""
+    """Draw twelve sites. The delay between two is the sum of their delays to the middle."""
     drawn = Random(seed)
     away = {f"home {number}": drawn.uniform(*DELAYS) for number in range(1, NODES + 1)}
     uplinks = {name: drawn.uniform(*UPLINKS) for name in away}
@@ -75,7 +75,7 @@ def homes(seed: int) -> Network:
 
 
 def planned(network: Network) -> tuple[Candidate, Candidate | None]:
-    """The plan proposed, and the plan with the default codecs."""
+    """Return the proposed plan, and the plan with the default codecs."""
     run = loads(RUN)
     machines = tuple(Machine(name, name, FLOPS, memory=4e9, shared=True) for name in network.sites)
     tokens = float(STEPS * run.training.batch * model_config(run.model, VOCABULARY).context)
@@ -84,7 +84,7 @@ def planned(network: Network) -> tuple[Candidate, Candidate | None]:
 
 
 def placed(plan: Candidate) -> dict[str, str]:
-    """Slot of `planaria up` -> the home that the plan has for it. The registry is at the first."""
+    """Map each slot of `planaria up` to its home in the plan. The registry is with slot 0.0."""
     slots = {
         f"{stage}.{number}": machine.site
         for stage, machines in enumerate(plan.nodes)
@@ -94,13 +94,13 @@ def placed(plan: Candidate) -> dict[str, str]:
 
 
 def pace(swarm: Swarm) -> Pace:
-    """The pace of a node by the plan; all nodes are alike."""
+    """Return the pace of each node by the plan; all nodes are alike."""
     seconds = {min(group.stage, 1): group.seconds for group in swarm.groups}
     return Pace(seconds[1].forward, seconds[1].backward, seconds[0].head)
 
 
 def live(plan: Candidate, out: Path) -> MeasuredSwarm:
-    """Trains what is planned, where it is planned. Raises LiveError, EmulationError."""
+    """Train the planned run with the planned nodes and links. Raises LiveError, EmulationError."""
     shutil.rmtree(out, ignore_errors=True)
     saves = str((out / "checkpoints").absolute())
     run = resolve(override(plan.run, recovery__checkpoint__dir=saves))
@@ -114,12 +114,12 @@ def live(plan: Candidate, out: Path) -> MeasuredSwarm:
 
 
 def computing(plan: Candidate, out: Path) -> float:
-    """Seconds that all nodes' compute threads took, over those of the plan; above 1 since the nodes
-    share this machine's cores."""
+    """Return the seconds that all nodes' compute threads took, over those of the plan. It is above
+    1, since the nodes share this machine's cores."""
     took = 0.0
     for path in (out / "logs").glob("events-node-*"):
         walls = [line for line in LineReader(path).lines() if line["kind"] == "wall"]
-        took += walls[-1]["compute"]  # each is of all the time so far
+        took += walls[-1]["compute"]  # each line has the total so far
     each = pace(plan.swarm)
     microbatch = each.head + plan.swarm.config.stages * (each.forward + each.backward)
     return took / (plan.run.steps * plan.run.training.microbatches * microbatch)

@@ -1,7 +1,8 @@
-"""Text to tokens: `planaria data prepare` against `datasets.map` with the same tokenizer.
+"""Tokens per second of `planaria data prepare`, over those of `datasets.map`.
 
-Both read the same JSON lines and leave tokens on disk, with as many processes as processors, in
-turns; `datasets` reads the lines into Arrow first, which counts, and stores lists of int64.
+Both read the same JSON lines and write tokens to disk, in turns, with the same tokenizer and as
+many processes as processors. `datasets` first reads the lines into Arrow, which is counted, and
+stores lists of int64.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from planaria_lab.bench.rows import keep
 
 FILES: Final = 8
 DOCUMENTS: Final = 200
-"""In each file; they are some pages long."""
+"""Documents in each file; they are some pages long."""
 ROUNDS: Final = 3
 
 
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def _write_texts(folder: Path) -> None:
-    """Files with the corpus's documents, again and again, and a tokenizer made of them."""
+    """Write files that repeat the corpus's documents, and a tokenizer made from these."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
     from planaria.node.launch.resolve import SHIPPED
@@ -63,7 +64,7 @@ def _write_texts(folder: Path) -> None:
 
 
 def _rate(prepare_by: Any, folder: Path, processors: list[int]) -> float:
-    """Tokens/s, of a process that has these processors."""
+    """Return the tokens/s of a process on these processors."""
     answers = multiprocessing.get_context("spawn").Queue()
     process = multiprocessing.get_context("spawn").Process(
         target=_timed, args=(prepare_by, folder, processors, answers)
@@ -122,7 +123,7 @@ def _tokens_of(batch: dict[str, list[str]], tokenizer: Any) -> dict[str, list[An
     return {
         "ids": ids,
         "count": [len(document) + 1 for document in ids],
-    }  # with the end of the document
+    }  # one more, for the end of the document
 
 
 if __name__ == "__main__":

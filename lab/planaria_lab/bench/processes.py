@@ -1,4 +1,4 @@
-"""Processes of a measurement, each with a pipe to the process that started it."""
+"""Processes of a benchmark, each with a pipe to the process that started it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 WAIT = 120.0
-"""Seconds that an answer may take; more means that its process hangs."""
+"""Seconds to wait for an answer; a process that takes longer hangs."""
 
 
 def start(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
-    """A new process, and this end of its pipe; `target` gets the other end as its last argument."""
+    """Start a process, and return it and this end of its pipe. `target` gets the other end as its
+    last argument."""
     context = multiprocessing.get_context("spawn")
     own_end, its_end = context.Pipe()
     process = context.Process(target=target, args=(*arguments, its_end), daemon=True)
@@ -23,8 +24,8 @@ def start(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess
 
 
 def receive(connection: Connection) -> Any:
-    """The next message of a process. Raises RuntimeError if it has ended, TimeoutError if it sends
-    nothing for `WAIT` seconds."""
+    """Return the next message of a process. Raises RuntimeError if it has ended, TimeoutError if it
+    sends nothing for `WAIT` seconds."""
     if not connection.poll(WAIT):
         raise TimeoutError(f"a process of the benchmark sent nothing for {WAIT:g} s")
     try:
@@ -34,6 +35,7 @@ def receive(connection: Connection) -> Any:
 
 
 def ask(connection: Connection) -> Any:
-    """The answer of a process that answers each message. Raises as `receive` does."""
+    """Send a message to a process that answers each, and return the answer. Raises as `receive`
+    does."""
     connection.send("?")
     return receive(connection)

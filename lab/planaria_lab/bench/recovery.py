@@ -1,10 +1,10 @@
-"""The cost of being ready for losses while nothing is lost, in tokens per second.
+"""Tokens per second while a swarm is ready for losses, over those of plain training.
 
 A swarm of processes, started as `planaria up` starts them, switches its readiness off and on every
-few steps: the boundary tensors that relearning needs and the copies of stage 0 (checkfree), and
-with checkfree+ the swapped orders besides. Off is plain training, with nothing kept for anybody.
-Each block of steps is compared with the block before it, so changes of the machine's load cancel
-out.
+five steps. Readiness is the boundary tensors for relearning and the copies of stage 0 (checkfree),
+and with checkfree+ also the swapped orders. Off is plain training, in which nothing is kept for
+other nodes. Each block of steps is compared with the block before it, so that changes of the
+machine's load cancel out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planaria_lab.bench.swarm import train
 
 GOALS = {"checkfree": 0.99, "checkfree+": 0.97}
 STAGES = 4
-BLOCK = 5  # steps, of which the first of each block doesn't count: it ends what the last has begun
+BLOCK = 5  # steps; the first is not counted, since work of the last block may end in it
 RUN = f"""
 name = "bench"
 steps = {40 * BLOCK}
@@ -43,12 +43,12 @@ validation_microbatches = 0
 
 
 def is_ready(step: int) -> bool:
-    """Whether this step is trained with all that its policy needs."""
+    """Return whether this step is trained with all that its policy needs for losses."""
     return step // BLOCK % 2 == 1
 
 
 def run_alternating(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`, with readiness by `is_ready`."""
+    """Run `planaria ARGUMENTS...`, with readiness by `is_ready`."""
     from planaria.node.driver.driver import Driver
     from planaria.node.state.holdings import Holdings
     from planaria.node.transaction.attempt import Attempt
@@ -78,13 +78,14 @@ def run_alternating(arguments: list[str]) -> None:
 
 
 def ratios(lines: list[dict[str, Any]]) -> list[float]:
-    """Tokens/s of each ready block against those of the block before it, which is not."""
+    """Return the tokens/s of each ready block over those of the block before it, which is not
+    ready."""
     blocks: dict[int, list[float]] = {}
     for before, line in pairwise(lines):
         if line["step"] % BLOCK:
             blocks.setdefault(line["step"] // BLOCK, []).append(line["time"] - before["time"])
-    means = {block: statistics.median(seconds) for block, seconds in blocks.items()}
-    return [means[block - 1] / means[block] for block in sorted(means) if block % 2]
+    medians = {block: statistics.median(seconds) for block, seconds in blocks.items()}
+    return [medians[block - 1] / medians[block] for block in sorted(medians) if block % 2]
 
 
 def main() -> None:

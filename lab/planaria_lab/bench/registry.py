@@ -1,5 +1,5 @@
-"""How many nodes one core of the registry holds: a real registry process, and client processes
-with a KeepAlive stream for each of 5,000 nodes, over loopback."""
+"""Renewals per second that a registry can take per core. A real registry process serves two client
+processes on loopback, which have a KeepAlive stream for each of 5,000 nodes."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ RULES = MembershipRules(run="bench", stages=49, lease=5.0, restart_grace=10.0)
 @dataclass(frozen=True)
 class RegistryLoad:
     nodes: int
-    renewals: float  # a second, as sent by the nodes
+    renewals: float  # per second, sent by all nodes
     core: float  # share of a core that the registry used
     evictions: int
-    stale: float  # seconds since the oldest renewal, at the end
+    stale: float  # seconds since the least recent renewal of a node, at the end
 
     @property
     def per_core(self) -> float:
-        """Renewals a second that a whole core would take."""
+        """Renewals per second that one core could take."""
         return self.renewals / self.core
 
     def __str__(self) -> str:
@@ -71,7 +71,8 @@ class RegistryLoad:
 
 
 def renewals_per_second_per_core() -> RegistryLoad:
-    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    """Measure the registry's load. Raises RuntimeError if a process ends early, TimeoutError if one
+    hangs."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         admission = Admission(folder_beside(journal), certifies=False)
@@ -83,8 +84,8 @@ def renewals_per_second_per_core() -> RegistryLoad:
             port = int(receive(to_registry))
             clients = [start(_renew, port, half) for half in range(2)]
             for _, connection in clients:
-                receive(connection)  # all its streams are open
-            time.sleep(RULES.grace)  # from now on, a node that doesn't renew is evicted
+                receive(connection)  # the process has opened all its streams
+            time.sleep(RULES.grace)  # after that, the registry evicts nodes that don't renew
             before = [float(ask(connection)) for _, connection in clients]
             cpu, began = float(ask(to_registry)), time.monotonic()
             time.sleep(SECONDS)
@@ -112,7 +113,7 @@ def main() -> None:
 
 
 def _members(key: Identity) -> View:
-    """The view that a registry restarted with its journal begins with."""
+    """Make the view with all nodes that the registry finds in its journal when it starts."""
     stages = RULES.stages + 1
     members = [
         Member(
@@ -139,7 +140,7 @@ def _name(index: int) -> str:
 
 
 def _serve(journal: Path, connection: Connection) -> None:
-    """The registry's process; answers a question with the CPU seconds it has used."""
+    """Run the registry in its process; it answers each question with its CPU seconds so far."""
     logging.basicConfig(level=logging.WARNING)
     uvloop.run(serve(RULES, journal, connection))
 
@@ -164,12 +165,13 @@ def _cpu() -> float:
 
 
 def _renew(port: int, half: int, connection: Connection) -> None:
-    """Half of the nodes; answers a question with the number of renewals they have sent."""
+    """Run half of the nodes; answer each question with the number of renewals that they have
+    sent."""
     sent = 0
 
     async def renewals(index: int) -> AsyncIterator[Renewal]:
         nonlocal sent
-        await asyncio.sleep(PERIOD * index / NODES)  # as nodes that started at different times
+        await asyncio.sleep(PERIOD * index / NODES)  # as if nodes had started at different times
         due = time.monotonic()
         first = Renewal(node=_name(index), run=RULES.run)
         KEY.sign_message(first, RULES.run)

@@ -1,11 +1,11 @@
-"""What a replica's loss in the middle of a step costs: going on with the step, or trying it again.
+"""Time that the loss of a replica within a step costs, if the step goes on or is tried again.
 
-A swarm with replicas of each stage loses three of them, one after the other, by SIGKILL, each when
-it has done half of its microbatches of a step; once for each way. The cost is the time from the
-commit before to the commit of that step, above the median of the steps around it, in steps. It is
-held against the lost replica's share of the step's microbatches, one part in as many as its stage
-has replicas: the time that it takes the stage to do them again with one replica's speed. Once with
-three replicas of each stage, once with four.
+A swarm loses three replicas, one after the other, by SIGKILL, each after half of its microbatches
+of a step. This is done with each setting of `recovery.masking`, and with three and with four
+replicas per stage. The cost is the time of that step from commit to commit, less the median of the
+steps around it, in steps. It is divided by the lost replica's share of the step's microbatches,
+which is one over the number of replicas. A stage needs that time to compute them again at the speed
+of one replica.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import train
 
 STAGES, REPLICAS = 2, (3, 4)
-LOST = {"1.1": 6, "2.0": 12, "1.0": 18}  # at which step
-AROUND = 4  # steps before and after
+LOST = {"1.1": 6, "2.0": 12, "1.0": 18}  # slot -> step in which it is lost
+AROUND = 4  # steps before and after a loss that give the usual time
 GOAL = 1.5
 RUN = f"""
 name = "loss"
@@ -45,7 +45,7 @@ validation_microbatches = 0
 
 
 def run_half(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; a number in front of them: dies in the middle of that step."""
+    """Run `planaria ARGUMENTS...`. With a number before them, die in the middle of that step."""
     from planaria.node.transaction.attempt import Attempt
 
     if not arguments[0].isdigit():
@@ -63,8 +63,8 @@ def run_half(arguments: list[str]) -> None:
 
 
 def costs(masking: str, replicas: int, data: Path, out: Path) -> tuple[list[float], float, int]:
-    """The cost of each loss in steps, the median of a step's seconds, and the number of attempts
-    aborted."""
+    """Train a swarm; return the cost of each loss in steps, the median seconds of a step, and the
+    number of aborted attempts."""
     changes = {"recovery__masking": masking, "swarm__replicas": replicas}
     run = resolve(override(loads(RUN), data__path=str(data), **changes))
     lines = train(run, run_half, out, {slot: [str(step)] for slot, step in LOST.items()})
@@ -77,6 +77,7 @@ def costs(masking: str, replicas: int, data: Path, out: Path) -> tuple[list[floa
 
 
 def cost(took: dict[int, float], lost_in: int) -> float:
+    """Return the time of the step `lost_in` above the usual time, in usual steps."""
     around = [took[lost_in + offset] for offset in range(-AROUND, AROUND + 1) if offset]
     usual = statistics.median(around)
     return (took[lost_in] - usual) / usual

@@ -1,4 +1,4 @@
-"""Where figures are kept: BENCH.jsonl in the folder that the environment's OUT names."""
+"""Write figures of benchmarks to BENCH.jsonl in the folder that the environment's OUT names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "out/bench"
-"""Without OUT."""
+"""The folder if OUT is not set."""
 
 
 def keep(bench: str, **figures: Any) -> None:
-    """Adds a row: its origin, how many processes want its cores, and these figures."""
-    from planaria_lab.origin import origin  # not in processes that only serve
+    """Append a row: its origin, the load average of one minute, and these figures."""
+    from planaria_lab.origin import origin  # here, since processes that only serve don't need it
 
     path = Path(os.environ.get("OUT") or FOLDER) / f"{bench}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

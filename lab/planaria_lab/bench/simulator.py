@@ -1,7 +1,7 @@
-"""100,000 nodes for 100 steps in simulated time, and events a second against simpy's.
+"""Seconds to simulate 100,000 nodes for 100 steps, and events per second over those of simpy.
 
-The reference is the same pipeline, one node a stage, written as simpy processes: priorities,
-links and the window of microbatches, nothing else. Both must find the same time.
+The reference of the latter is a pipeline with one node per stage, written as simpy processes with
+priorities, links and the in-flight window only. Both must find the same time of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from planaria_lab.simulator.swarm import (
 STAGES, REPLICAS, STEPS = 19, 5000, 100
 HOURLY = (0.0, 0.0005, 0.005)
 REPEATS, MICROBATCHES = 5, 512
-ON_WIRE = 1500 / 1448  # bytes on a wire for each of a payload
+ON_WIRE = 1500 / 1448  # bytes on a wire per byte of payload
 GOAL_SECONDS, GOAL_RATIO = 60.0, 1.0
 
 
@@ -75,8 +75,9 @@ policy = "checkpoint"
 
 
 def by_simpy(swarm: Swarm) -> tuple[float, int]:
-    """Seconds from the begin until all microbatches are home, and the number of events; of a swarm
-    with one node a stage, without a policy's traffic and without updates."""
+    """Simulate one step with simpy; return its seconds until all microbatches are back at stage 0,
+    and the number of events. The swarm has one node per stage. The traffic of its policy and
+    updates are left out."""
     return _Pipeline(swarm).run()
 
 

@@ -1,8 +1,8 @@
-"""Committed steps per second while each fsync of a node takes 5 s, over those while none does.
+"""Committed steps per second while each fsync of one node takes 5 s, over those with fast disks.
 
-One swarm of processes trains and saves every few steps. The disk of a body node, then that of
-stage 0, is slow for a while; between those, none is. Each rate is compared with the mean of the two
-beside it, so that the machine's other work counts for both.
+One swarm of processes trains, and saves every few steps. The disk of a body node is slow for 15 s,
+then that of stage 0, and so on; between these, all disks are fast for 15 s. Each rate is divided by
+the mean of the two rates around it, so that other load of the machine counts for both.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ start_grace = 2
 
 
 def run_on_disk(folder: Path, arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; a node's slot comes first, and its fsync takes FSYNC seconds while
-    `folder` has a file of that name."""
+    """Run `planaria ARGUMENTS...`. If they begin with a slot, its fsync takes FSYNC seconds more
+    while `folder` has a file of that name."""
     if arguments[0] in PLACES.values():
         slow, fsync = folder / arguments[0], os.fsync
 
@@ -60,12 +60,12 @@ def run_on_disk(folder: Path, arguments: list[str]) -> None:
             fsync(descriptor)
 
         vars(os)["fsync"] = slowly
-        arguments = [*arguments[1:], "--restart", "no"]  # another process would have a fast disk
+        arguments = [*arguments[1:], "--restart", "no"]  # a restart would make the disk fast
     run_planaria(arguments)
 
 
 def rate(look: Callable[[], Lines]) -> float:
-    """Committed steps per second from here on."""
+    """Return the committed steps per second of the next `SECONDS` seconds."""
     began = time.time()
     time.sleep(SECONDS)
     steps = [line for line in look() if line["time"] >= began]

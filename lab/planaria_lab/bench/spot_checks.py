@@ -1,7 +1,7 @@
-"""The cost of checks: tokens per second of a swarm with spot checks, or with audits of gradients,
-over those of one without.
+"""Tokens per second of a swarm with spot checks, or with audits of gradients, over those of a swarm
+without.
 
-Both train at the same time, so that whatever else the machine does is the same for both.
+Both swarms train at the same time, so that other load of the machine is the same for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planaria_lab.bench.trust import ALONE, RUN, STAGES, compare
 
 SHARE: Final = 0.02
 CHECKS: Final = {"spot_check": (2, 0.0, SHARE), "gradients": (3, "off", "name")}
-"""Replicas of a stage, and the setting without and with, by key of the section [trust]."""
+"""Key of [trust] -> replicas per stage, and the settings of the key without and with checks."""
 AS_FAST: Final = 0.97  # goal
 
 
@@ -44,6 +44,8 @@ def main() -> None:
 
 
 def compared(folder: Path, key: str, replicas: int, settings: Sequence[object]) -> list[float]:
+    """Train swarms with each setting of a key of [trust]; return the ratios of tokens per second,
+    the second swarm's over the first's, by round."""
     nodes = {
         f"{stage}.{replica}": ["node", "--stage", str(stage), "--threads", "1", *ALONE]
         for stage in range(STAGES + 1)

@@ -1,8 +1,9 @@
-"""A node's body stage against a plain loop of the same blocks, on any device.
+"""Tokens per second of a node's body stage, over those of a plain loop of the same blocks, on any
+device.
 
-The node's stage does all of a step but the network: it decodes frames, passes forward and
-backward, encodes frames, updates its weights and hashes them. The plain loop has its tensors on the
-device, and torch's AdamW. Both make a step in turns.
+The node's stage does a whole step without the network: it decodes frames, computes forward and
+backward passes, encodes frames, updates its weights and hashes them. The plain loop has its tensors
+on the device, and uses torch's AdamW. Both compute steps in turn.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ BALLOT: Final = Ballot(1, 1)
 ROUTE: Final = Route(("a", "b", "a"), (0, 1, 0))
 LR: Final = 1e-4
 ROUNDS: Final = 7
-"""Steps of each; the first two, in which kernels are compiled, don't count."""
+"""Steps of each."""
 WARM: Final = 2
+"""First steps, in which kernels are compiled; they are not counted."""
 
 
 class Drawn(InitialStages):
-    """Random weights, the same in each block: to draw and pack 7G values takes minutes, and 28 GB
-    in float32."""
+    """Initial stages with random weights that are the same in each block. To draw and pack 7G
+    values would take minutes, and 28 GB in float32."""
 
     def base(self, stage: int) -> Stage:
         module = empty_stage(self.config, stage)
@@ -61,15 +63,16 @@ def packed(shape: torch.Size, base: Base) -> Packed:
 
 
 def drawn(shape: torch.Size) -> Tensor:
-    """A matrix, or ones for the weights of a norm."""
+    """Return a random matrix, or ones for the weights of a norm."""
     generator = torch.Generator().manual_seed(0)
     values = torch.ones(shape)
     return values.normal_(0, 0.02, generator=generator) if len(shape) > 1 else values
 
 
 def compare(run: RunFile, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was compared, and what was measured: tokens/s of both, their median ratio, the share of
-    the device's own matrix product that the stage reaches (MFU), bytes of the device's memory."""
+    """Compare both on a device; return the sizes, and the figures. These are tokens/s of both, the
+    median ratio, and the peak bytes of the device's memory. `mfu`: the stage's FLOP/s over those of
+    the device's matrix product."""
     training, config = run.training, run.config
     beginning = Drawn(run, config)
     stage = TorchStage("b", 1, beginning, device)
@@ -101,7 +104,7 @@ def compare(run: RunFile, device: torch.device) -> tuple[dict[str, Any], dict[st
 
 
 def node_step(stage: TorchStage, run: RunFile, x: Tensor, gradient: Tensor) -> Callable[[], object]:
-    """A step of a node, without its network."""
+    """Return a function that computes a step of a node, without its network."""
     activation = Frame("activation", BALLOT, {}, *encode([x], run.wire.activations))
     at_output = Frame("gradient", BALLOT, {}, *encode([gradient], run.wire.gradients))
     ones = [1.0] * (run.config.stages + 1)
@@ -122,7 +125,7 @@ def node_step(stage: TorchStage, run: RunFile, x: Tensor, gradient: Tensor) -> C
 def plain_step(
     beginning: InitialStages, run: RunFile, device: torch.device, x: Tensor, gradient: Tensor
 ) -> Callable[[], object]:
-    """A step of a loop as one writes it."""
+    """Return a function that computes a step of a plain training loop."""
     module = beginning.stage(1).to(device)
     assert isinstance(module, BodyStage)
     if run.training.lora is not None:
@@ -145,7 +148,7 @@ def plain_step(
 
 
 def seconds(make: Callable[[], object], device: torch.device) -> float:
-    """Until the device is done."""
+    """Return the seconds of `make`, until the device has finished."""
     synchronize = torch.get_device_module(device).synchronize
     synchronize()
     started = time.perf_counter()
@@ -155,7 +158,7 @@ def seconds(make: Callable[[], object], device: torch.device) -> float:
 
 
 def product_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the device's product of two square matrices, the median of five."""
+    """Measure the FLOP/s of a product of two square matrices on the device, the median of five."""
     size = 512 if device.type == "cpu" else 8192
     a = torch.randn(size, size, device=device, dtype=dtype)
     times = [seconds(lambda: a @ a, device) for _ in range(8)]
@@ -163,6 +166,6 @@ def product_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def most_bytes(device: torch.device) -> int:
-    """The most that tensors of this process have taken of the device; 0 if that isn't counted."""
+    """Return the peak bytes of this process's tensors on the device; 0 if that isn't counted."""
     counted = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return 0 if counted is None else int(counted(device))

@@ -1,10 +1,12 @@
-"""What honest nodes notice of strangers that hold as many connections to the registry as they can:
-how long a join takes, and how late a member's renewals are, against the same without strangers. And
-to a node: how long a link takes to come up. Both with 1,024 descriptors, and with as many as this
-machine allows.
+"""Seconds of joins, renewals and links while strangers hold as many connections as they can, and
+without strangers.
 
-Registry and node are processes of their own; the strangers are another, on another address of
-loopback. They connect again when they are dropped, and every tenth sends a byte at a time.
+The strangers first flood the registry: how long does a join take, and how late are members'
+renewals? Then they flood a node: how long does a link take to come up? Both are measured with 1,024
+descriptors, and with as many as this machine allows.
+
+Registry and node are processes of their own. The strangers are another process, on another address
+of loopback. They connect again when they are dropped, and every tenth sends a byte per second.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from planaria_lab.bench.rows import keep
 
 STRANGERS = 10_000
 FEW = 1024  # descriptors, the usual soft limit
-JOINS = 200  # a phase
-GOAL = 1.0  # seconds, of 99 joins in 100
-AGAIN = 5.0  # seconds until a stranger that was let go is back
-FLOODED = 30.0  # seconds in which all strangers have come, or as many as can
+JOINS = 200  # joins with strangers, and without
+GOAL = 1.0  # seconds, for 99 joins of 100
+AGAIN = 5.0  # seconds until a stranger that was dropped connects again
+FLOODED = 30.0  # seconds that strangers have to connect
 START = 60.0  # seconds that a request may take
 RULES = MembershipRules("bench", stages=1, lease=5.0, max_replicas=64, joins_per_second=1e6)
 
 
 @dataclass(frozen=True)
 class Joins:
-    connections: int  # of strangers, as they see it; each has tried
+    connections: int  # open connections of strangers, by their count, after each has tried
     median: float  # seconds of a join
-    p99: float
-    silence: float  # seconds, the longest since any member was heard; its renewals are 1 s apart
+    p99: float  # seconds of a join
+    silence: float  # longest time in s since a member was heard; renewals are 1 s apart
 
     def __str__(self) -> str:
         return (
@@ -82,7 +84,7 @@ def at_the_registry(strangers: int, descriptors: int) -> None:
 
 
 def at_a_node(strangers: int, descriptors: int) -> None:
-    """Raises as `measure` does."""
+    """Measure, print and keep the seconds of a link to a node. Raises as `measure` does."""
     flood = None
     with answering(None, None, descriptors) as address:
         alone = handshakes(None, None, address).links
@@ -112,7 +114,8 @@ def at_a_node(strangers: int, descriptors: int) -> None:
 
 
 async def measure(strangers: int, descriptors: int) -> tuple[Joins, Joins]:
-    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    """Measure joins without and with strangers. Raises RuntimeError if a process ends early,
+    TimeoutError if one hangs."""
     registry, to_registry = start(_serve, descriptors)
     flood = None
     try:
@@ -177,13 +180,14 @@ def _serve(descriptors: int, connection: Connection) -> None:
 
 
 def _flood(port: int, count: int, connection: Connection) -> None:
-    """Sends the number of its open connections once it has tried them all, and goes on."""
+    """Be `count` strangers, for ever. Send the number of open connections once all have connected,
+    or after `FLOODED` seconds."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(_stranger_by_stranger(port, count, connection))
+    uvloop.run(_connect_strangers(port, count, connection))
 
 
-async def _stranger_by_stranger(port: int, count: int, connection: Connection) -> None:
+async def _connect_strangers(port: int, count: int, connection: Connection) -> None:
     tried = asyncio.Semaphore(0)
     connections = 0
 

@@ -17,20 +17,22 @@ from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.wire.seat_names import node_of
 
-PATIENCE = 600.0  # seconds that a swarm that isn't held up may take for its next step
-LOOK = 0.05  # seconds between two at the ledgers
+PATIENCE = 600.0  # seconds that a swarm may take for its next step while it is not stopped
+LOOK = 0.05  # seconds between two reads of the ledgers
 
 Lines = list[dict[str, Any]]
 
 
 class Living:
-    """Processes that train. Called, it gives the ledger's lines so far; it raises SystemExit when a
-    process has ended that isn't `mortal`, or when no step has been committed for PATIENCE."""
+    """The processes of a swarm that trains. A call returns the ledger's lines so far. It raises
+    SystemExit if a process has ended that isn't `mortal`, or if no step was committed for PATIENCE
+    seconds."""
 
     def __init__(
         self, processes: Processes, mortal: Collection[str] = (), where: Sequence[str] = ()
     ) -> None:
-        """`where`: arguments of a node that say where it joins and writes."""
+        """`mortal`: slots whose processes may end. `where`: a node's arguments for where it joins,
+        listens and writes."""
         self.processes, self.mortal, self.where = processes, mortal, where
         self._lines: Lines = []
         self._advanced = time.monotonic()
@@ -40,12 +42,12 @@ class Living:
         if ended := [
             process for process in self.processes.ended() if process.slot not in self.mortal
         ]:
-            raise SystemExit(f"ended: {ended}; see {logs}")
+            raise SystemExit(f"these processes ended early: {ended}; logs are in {logs}")
         before, self._lines = self._lines, _ledger(logs)
         if len(self._lines) > len(before):
             self._advanced = now
         if now > self._advanced + PATIENCE:
-            raise SystemExit(f"no step for {PATIENCE:.0f} s; see {logs}")
+            raise SystemExit(f"no step was committed for {PATIENCE:.0f} s; logs are in {logs}")
         return self._lines
 
     def stand_still(self) -> None:
@@ -61,13 +63,13 @@ class Living:
 
 
 class Watched:
-    """A swarm that trains."""
+    """A swarm that trains, seen through its ledgers and events."""
 
     def __init__(self, look: Callable[[], Lines], logs: Path) -> None:
         self._look, self._logs = look, logs
 
     def committed(self) -> Lines:
-        """The ledger's lines, in the order of time."""
+        """Return the ledger's lines, in the order of time."""
         return sorted(self._look(), key=lambda line: float(line["time"]))
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -77,21 +79,22 @@ class Watched:
         return sorted(chosen, key=lambda event: float(event["time"]))
 
     def train(self, steps: int) -> Lines:
-        """So many more; returns them. Their last one is under way when this returns."""
+        """Wait until more than `steps` steps have been committed from now on; return their lines.
+        The next step is in progress when this returns."""
         after = time.time()
         while len(trained := [o for o in self.committed() if o["time"] > after]) <= steps:
             time.sleep(LOOK)
         return trained
 
     def next_view(self, than: int) -> dict[str, Any]:
-        """The first commit in a view newer than `than`."""
+        """Wait for the first commit in a view newer than `than`, and return its line."""
         while not (newer := [commit for commit in self.committed() if commit["view"] > than]):
             time.sleep(LOOK)
         return newer[0]
 
     def serving(self, stage: int) -> tuple[str, int]:
-        """Node and process of the only node that serves the stage. Nodes with room for several
-        seats give some back as others join."""
+        """Return the name and the process id of the only node that serves the stage. Seats that
+        were given back as other nodes joined are left out."""
         given_back = {event["node"] for event in self.events("given back")}
         seats = [e["node"] for e in self.events("serving") if e["stage"] == stage]
         node = node_of(next(seat for seat in seats if seat not in given_back))
@@ -99,9 +102,9 @@ class Watched:
 
 
 def train(run: RunFile, work: Work, out: Path, before: Mapping[str, Sequence[str]]) -> Lines:
-    """The lines of the ledger, once the run has ended. Processes do `work`, each with the arguments
-    of `planaria`, behind those that `before` has for its slot: only there one may end early. Raises
-    SystemExit."""
+    """Train a run to its end, and return the lines of its ledger. Each process runs `work` with the
+    arguments of `planaria`. Those that `before` has for its slot precede them; only processes of
+    these slots may end early. Raises SystemExit."""
     slots = [
         (stage, f"{stage}.{replica}")
         for stage in range(run.model.body_stages + 1)
@@ -127,8 +130,9 @@ def swarm(
     tls: bool = False,
     homes: Mapping[str, ProcessHome] | None = None,
 ) -> Iterator[Living]:
-    """A registry and `nodes`, by slot with their arguments, but for those that say where to join
-    and to write. `tls`: they join by an invite. `homes`: of all of them, behind links."""
+    """Run a registry and nodes while the block lasts. `nodes`: slot -> arguments, without those for
+    where to join, listen and write. `mortal`: slots whose processes may end. `tls`: nodes join by
+    an invite. `homes`: slot, or registry -> its network namespace behind emulated links."""
     logs = out / "logs"
     logs.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
@@ -143,7 +147,7 @@ def swarm(
         joining = ["--join", f"@{joined_by}", *folder_options(run), "--out", str(logs)]
         living = Living(processes, mortal, [*joining, *_at_home(None, "")[0]])
         while not joined_by.exists():
-            living()  # unless the registry has ended
+            living()  # raises if the registry has ended
             time.sleep(0.05)
         for slot, arguments in nodes.items():
             listening, namespace = _at_home(homes, slot)
@@ -154,15 +158,15 @@ def swarm(
 
 
 def _at_home(homes: Mapping[str, ProcessHome] | None, slot: str) -> tuple[list[str], Path | None]:
-    """Arguments that say where it listens, and its network namespace."""
+    """Return a slot's arguments for where it listens, and its network namespace."""
     if homes is None:
         return ["--listen", "127.0.0.1:0"], None
     return ["--listen", f"{homes[slot].host}:0", "--insecure"], homes[slot].namespace
 
 
 def _ledger(logs: Path) -> Lines:
-    """The ledgers' steps in order, each once, as it was last made: nodes of stage 0 have a file
-    each, with a last line that may be half there."""
+    """Return the ledgers' lines in the order of steps, the newest line of each step. Each node of
+    stage 0 has a file, whose last line may be incomplete."""
     text = "\n".join(path.read_text().rpartition("\n")[0] for path in logs.glob("ledger-*.jsonl"))
     lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
     last = {line["step"]: line for line in sorted(lines, key=lambda line: float(line["time"]))}

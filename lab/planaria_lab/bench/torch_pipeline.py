@@ -1,6 +1,6 @@
-"""PyTorch's own pipeline engine (torch.distributed.pipelining, gloo, 1F1B) as a reference: the same
-model, windows and updates as a swarm's, a process for each body stage. Embedding is at the first of
-them, the head at the last."""
+"""Train with PyTorch's pipeline engine (torch.distributed.pipelining, gloo, 1F1B) as a reference:
+the same model, windows and updates as a swarm's. Each body stage has a process. The embedding is at
+the first of them, the head at the last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria_lab.bench.swarm import Lines, Living
 
 STEPS = "steps.jsonl"
-"""As a ledger's lines, in the folder of the last process."""
+"""File of lines as in a ledger, written by the last process."""
 
 
 class Part(nn.Module):
@@ -39,7 +39,8 @@ class Part(nn.Module):
         self.body, self.ends, self.first = body, ends, first
 
     def forward(self, x: Tensor) -> Tensor:
-        """int64 [B, T] at the first, float32 [B, T, dim] at the others, to float32 [B, T, dim]."""
+        """Map int64 [B, T] at the first process, float32 [B, T, dim] at the others, to float32
+        [B, T, dim]."""
         if self.first:
             assert self.ends is not None
             x = self.ends.embed(x)
@@ -48,6 +49,8 @@ class Part(nn.Module):
 
 
 class TorchPipeline(Living):
+    """The processes of PyTorch's pipeline. A call returns the lines of STEPS so far."""
+
     def __call__(self) -> Lines:
         super().__call__()
         path = self.processes.logs / STEPS
@@ -57,7 +60,7 @@ class TorchPipeline(Living):
 
 @contextmanager
 def torch_pipeline(run: RunFile, out: Path) -> Iterator[TorchPipeline]:
-    """Trains on until the block ends. `run`: as written, its data prepared."""
+    """Train while the block lasts. `run`: a run file, resolved or not, with its data prepared."""
     out.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
     processes = Processes(out, {"OMP_NUM_THREADS": "1"}, PLANARIA, train_part)
@@ -70,7 +73,7 @@ def torch_pipeline(run: RunFile, out: Path) -> Iterator[TorchPipeline]:
 
 
 def train_part(arguments: list[str]) -> None:
-    """A process's work: its number, and the folder of all."""
+    """Train the part of one process. `arguments`: its rank, and the folder of all processes."""
     rank, out = int(arguments[0]), Path(arguments[1])
     run = resolve(load(out / "run.toml"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,8 +1,8 @@
-"""The cost of security: tokens per second of a swarm under TLS over those of one in plain text, and
-the share of a node's processor time that signatures take.
+"""Tokens per second of a swarm under TLS over those of a swarm in plain text. Also, the share of
+the nodes' processor time for signatures.
 
-Both swarms train at the same time, so that whatever else the machine does is the same for both.
-Meanwhile each node writes the time that signatures have taken, its own and those that it checked.
+Both swarms train at the same time, so that other load of the machine is the same for both.
+Meanwhile each node writes the time that it took to make and check signatures.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from planaria_lab.bench.swarm import Lines, swarm
 STAGES, REPLICAS = 2, 2
 ROUNDS, SECONDS = 9, 10.0
 FIRST: Final = 10  # steps that aren't measured
-AS_FAST, SIGNING = 0.90, 0.01  # goals
+AS_FAST, SIGNING = 0.90, 0.01  # goals: ratio of tokens per second, share of signatures
 COUNTED: Final = "signatures"
 ALONE: Final = ("--save-dir", "none", "--cloud", "none")
 Look = Callable[[], Lines]
-"""What a swarm has committed by now."""
+"""Returns the ledger's lines of a swarm so far."""
 RUN: Final = f"""
 name = "trust"
 steps = 1000000
@@ -58,7 +58,7 @@ start_grace = 2
 
 
 class Spent:
-    """Signatures that this process made and checked, and the processor time that they took."""
+    """Counts of the signatures that this process made and checked, and their processor time."""
 
     def __init__(self) -> None:
         self.signed = self.checked = 0
@@ -73,7 +73,7 @@ class Spent:
             self.seconds += time.thread_time() - began
 
     def count(self) -> None:
-        """Counts from here on whatever is signed or checked by bootstrap/identity.py."""
+        """Count from now on all signatures that bootstrap/identity.py makes or checks."""
         sign, content = Identity.sign, identity._serialized
 
         def signing(own: Identity, purpose: str, *parts: bytes) -> bytes:
@@ -86,7 +86,7 @@ class Spent:
                 return content(message)
 
         class Checked:
-            """Stands for a public key."""
+            """A public key whose checks are counted."""
 
             @staticmethod
             def from_public_bytes(public: bytes) -> Checked:
@@ -108,7 +108,7 @@ class Spent:
             setattr(place, name, counted)
 
     def write(self, file: Path) -> None:
-        """Appends the totals to the file twice a second, as long as the process lives."""
+        """Append the totals to the file twice a second, for ever."""
         with file.open("a") as lines:
             while True:
                 totals = time.time(), time.process_time(), self.seconds, self.signed, self.checked
@@ -118,7 +118,8 @@ class Spent:
 
 
 def run_counted(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; a node's signatures are counted, beside its log."""
+    """Run `planaria ARGUMENTS...`. Of a node, count the signatures, and write the totals to a file
+    beside its log."""
     if arguments[0] == "node":
         spent = Spent()
         spent.count()
@@ -130,12 +131,12 @@ def run_counted(arguments: list[str]) -> None:
 class Signed(NamedTuple):
     """The signatures of all nodes in a period."""
 
-    share: float  # of their processor time
-    per_step: float  # signatures made and checked
+    share: float  # share of the nodes' processor time
+    per_step: float  # signatures made and checked per step
 
 
 def signed_in(folder: Path, began: float, steps: int) -> Signed:
-    """The signatures since `began`, while `steps` steps were committed."""
+    """Sum up the signatures since `began`, in which `steps` steps were committed."""
     sums = [0.0] * 4
     for file in folder.glob(f"{COUNTED}-*"):
         whole = file.read_text().rpartition("\n")[0]
@@ -150,8 +151,8 @@ def signed_in(folder: Path, began: float, steps: int) -> Signed:
 
 
 def measure_swarms(run: RunFile, out: Path) -> tuple[list[float], Signed]:
-    """Tokens a second under TLS over those in plain text, in each round; and what the nodes under
-    TLS have signed meanwhile."""
+    """Measure in each round tokens per second under TLS over those in plain text, and meanwhile the
+    signatures of the nodes under TLS."""
     nodes = {
         f"{stage}.{replica}": ["node", "--stage", str(stage), "--threads", "1", *ALONE]
         for stage in range(STAGES + 1)
@@ -168,8 +169,8 @@ def measure_swarms(run: RunFile, out: Path) -> tuple[list[float], Signed]:
 
 
 def compare(reference: Look, other: Look) -> tuple[float, list[float]]:
-    """When the measurement began, and the ratios of tokens a second, one swarm's to the other's, by
-    round."""
+    """Return when the measurement began, and for each round the tokens per second of `other` over
+    those of `reference`."""
     while min(len(reference()), len(other())) < FIRST:
         time.sleep(0.2)
     began, ratios = time.time(), []
@@ -181,7 +182,7 @@ def compare(reference: Look, other: Look) -> tuple[float, list[float]]:
 
 
 def _rate(lines: Lines, since: float) -> float:
-    """Tokens a second from the first commit since then."""
+    """Return the tokens per second from the first commit after `since` on."""
     first, *others = [line for line in lines if line["time"] >= since]
     return float(sum(line["tokens"] for line in others) / (others[-1]["time"] - first["time"]))
 

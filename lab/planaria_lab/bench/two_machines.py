@@ -1,11 +1,11 @@
 """Tokens per second before and after a second machine joins the first, which serves all stages.
 
-Each machine has a core and a network namespace of its own; between them is a link with 100 Mbit/s
-and a round trip of 20 ms. The second one joins after `ALONE` seconds. When seats have not changed
-for `STILL` seconds, both train for `BOTH`. In a small model links take longer than computing, so
-the second one should become a standby; in the larger one two machines should be faster. Arguments:
-the names of the models. It needs root, three cores (the third one emulates the link), and some four
-minutes a model.
+Each machine has a core and a network namespace of its own. Between them is a link with 100 Mbit/s
+and a round trip of 20 ms. The second machine joins after `ALONE` seconds. When seats have not
+changed for `STILL` seconds, both train for `BOTH` seconds. For the small model, links take longer
+than computing, so the second machine should become a standby. For the larger model, two machines
+should be faster. Arguments: names of models. It needs root, three cores (the third one emulates the
+link), and some four minutes per model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from planaria_lab.emulation.links import all_alike
 
 MBPS, ROUND_TRIP = 100.0, 20.0  # ms
 ALONE, STILL, BOTH = 40.0, 30.0, 40.0  # seconds
-LONGEST = 300.0  # seconds from the join on, within which seats have to settle
+LONGEST = 300.0  # seconds after the join within which seats must settle
 STAGES = 4
 RUN = f"""
 name = "two-machines"
@@ -52,7 +52,7 @@ MODELS: Final = {
         "training__microbatch": 2,
     },
 }
-"""The demo's, and one in which computing matters."""
+"""The model of the demo, and one in which computing takes longer than links."""
 GOALS: Final = {"tiny": 0.95, "midi": 1.2}
 FIRST, SECOND = "first", "second"
 CORES: Final = {FIRST: 0, SECOND: 1}
@@ -61,12 +61,12 @@ CORES: Final = {FIRST: 0, SECOND: 1}
 class Measured(NamedTuple):
     alone: float  # tokens per second
     both: float
-    seats: dict[str, list[int]]  # in the end, by node
+    seats: dict[str, list[int]]  # node -> stages at the end
 
 
 def run_pinned(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; a machine's name in front of them: on its core. The second one
-    starts when the file exists that is named next."""
+    """Run `planaria ARGUMENTS...`. With a machine's name and a file before them, run on the core of
+    that machine; the second machine starts when the file exists."""
     if arguments[0] in CORES:
         name, go = arguments.pop(0), Path(arguments.pop(0))
         cores = sorted(os.sched_getaffinity(0))
@@ -80,7 +80,7 @@ def run_pinned(arguments: list[str]) -> None:
 
 
 def measure(run: RunFile, out: Path) -> Measured:
-    """Raises EmulationError."""
+    """Train with the first machine, then with both, and measure. Raises EmulationError."""
     go = out / "go"
     node = ["node", "--threads", "1", "--cloud", "none", "--seats", str(STAGES + 1)]
     nodes = {
@@ -99,7 +99,7 @@ def measure(run: RunFile, out: Path) -> Measured:
 
 
 def rate(watched: Watched, seconds: float) -> float:
-    """Tokens per second of the steps from now on, of at least two."""
+    """Return the tokens per second of the steps of the next `seconds`, of at least two steps."""
     since = watched.committed()[-1]["time"]
     lines: Lines = []
     while len(lines) < 2 or lines[-1]["time"] < since + seconds:
@@ -109,7 +109,8 @@ def rate(watched: Watched, seconds: float) -> float:
 
 
 def settle(watched: Watched) -> None:
-    """Waits until the second machine has joined, and seats stay where they are."""
+    """Wait until the second machine has joined and seats have not changed for `STILL` seconds.
+    Raises SystemExit after `LONGEST` seconds."""
     since = time.time()
     while time.time() < since + LONGEST:
         changes = [event["time"] for event in watched.events("serving", "given back")]
@@ -117,11 +118,11 @@ def settle(watched: Watched) -> None:
         if copied and max(changes) > since and time.time() > max(changes) + STILL:
             return
         time.sleep(1.0)
-    raise SystemExit(f"after {LONGEST:.0f} s seats still move, or the second machine has none yet")
+    raise SystemExit(f"after {LONGEST:.0f} s seats still change, or the second machine has none")
 
 
 def seats(watched: Watched) -> dict[str, list[int]]:
-    """The stages of each node."""
+    """Map each node to the stages that it serves."""
     held: dict[str, set[int]] = {}
     for event in watched.events("serving", "given back"):
         stages = held.setdefault(node_of(event["node"]), set())

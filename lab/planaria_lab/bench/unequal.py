@@ -1,10 +1,10 @@
-"""Tokens per second of two nodes, one four times as fast, over the sum of what each does alone.
+"""Tokens per second of two nodes, one four times as fast, over the sum of those of each node alone.
 
-Each node has a core of its own. One of them is stopped and goes on again, sixty times a second.
-Alone a node holds all stages; together they hold what the registry gives them, by their speed. In
-each round both train alone, at the same time, each in a swarm of its own, and then together, so
-that whatever else the machine does is about the same for both. A node's core also carries what it
-sends and receives; alone it has nothing to send. It takes some minutes.
+Each node has a core of its own. The slow node is stopped and resumed sixty times a second. Alone, a
+node serves all stages; together, each serves the stages that the registry gives it by its speed. In
+each round both train alone, at the same time, each in a swarm of its own, and then together. So
+other load of the machine is about the same for both. A node's core also sends and receives; alone
+it has nothing to send. It takes some minutes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from planaria_lab.bench.swarm import Lines, swarm
 STAGES = 5
 TURN = 0.005  # seconds that the slow node runs at a time
 STILL = 2.6
-"""Seconds that it stands still for each that it runs. Being stopped costs more than that time (its
-caches are cold, its neighbour on the same physical core goes on): it is a quarter as fast."""
+"""Seconds that the slow node is stopped for each second that it runs. It is a quarter as fast then,
+since a stop costs more than its time: caches are cold, and the neighbour on the same physical core
+goes on."""
 ROUNDS = 3
-SECONDS = 40.0  # at least, from the end of the first steps on
-UNMEASURED = 1  # steps
+SECONDS = 40.0  # seconds of a measurement at least, after the first steps
+UNMEASURED = 1  # first steps, which are not measured
 GOAL = 0.85
 RUN = f"""
 name = "unequal"
@@ -57,7 +58,7 @@ CORES = {FAST: 0, SLOW: -1}
 
 
 def run_pinned(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; a node's name in front of them: on its core, at its speed."""
+    """Run `planaria ARGUMENTS...`. With a node's name before them, run on its core at its speed."""
     if arguments[0] in CORES:
         name = arguments.pop(0)
         if name == SLOW and not os.fork():
@@ -68,10 +69,10 @@ def run_pinned(arguments: list[str]) -> None:
 
 
 def stop_and_go(process: int) -> NoReturn:
-    """Lets a process run for a turn and stops it for a turn, as long as it lives; makes up for late
-    wake-ups."""
+    """Let a process run for `TURN` seconds and stop it for `STILL` times as long, in turn, as long
+    as it lives. Late wake-ups are made up for."""
     die_with_parent()
-    still, since = 0.0, time.monotonic()  # seconds that it is to stand still
+    still, since = 0.0, time.monotonic()  # seconds for which to stop it
     while True:
         time.sleep(TURN)
         os.kill(process, signal.SIGSTOP)
@@ -87,7 +88,8 @@ def node(name: str) -> list[str]:
 
 
 def train(run: RunFile, out: Path, *swarms: dict[str, list[str]]) -> list[float]:
-    """Tokens per second of swarms of such nodes, at the same time."""
+    """Train swarms at the same time, and return the tokens per second of each. A swarm is a map of
+    slots to arguments of nodes."""
     with ExitStack() as stack:
         looks = []
         for number, nodes in enumerate(swarms):
@@ -101,7 +103,7 @@ def train(run: RunFile, out: Path, *swarms: dict[str, list[str]]) -> list[float]
 
 
 def rate(lines: Lines) -> float:
-    """Tokens per second."""
+    """Return the tokens per second of all steps but the unmeasured ones."""
     before, *measured = lines[UNMEASURED - 1 :]
     seconds = float(measured[-1]["time"] - before["time"])
     return float(sum(line["tokens"] for line in measured)) / seconds

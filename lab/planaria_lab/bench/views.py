@@ -1,11 +1,12 @@
-"""What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends,
-and CPU seconds of its process, against the same when it sends all the whole view, and against
-a bare gRPC server that sends as many bytes to as many streams. And what a view
-costs the registry that makes it, and a member.
+"""Bytes and CPU seconds that one join costs a registry with 100, 1,000 or 10,000 members.
 
-A real registry process; its members are streams of two other processes, over loopback, each with
-its own connection, which count the bytes. Of thousands of members some have a stream; the cost of
-all is extrapolated from how the cost grows with those.
+They are compared with those of a registry that sends whole views. Its CPU seconds are also compared
+with those of a bare gRPC server that sends as many bytes to as many streams. Also measured: the
+time that a view takes at the registry that makes it, and at a member.
+
+A real registry process serves on loopback. Its members are streams of two other processes, each
+with a connection of its own, which count the bytes. Of thousands of members only some have a
+stream. The cost for all is extrapolated from its growth with the number of streams.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from planaria_lab.bench.registry import KEY, RULES, _name, serve
 from planaria_lab.bench.rows import keep
 
 MEMBERS = (100, 1_000, 10_000)
-JOINS = 5  # of which the mean is given
-TOGETHER = 20  # that come at a time
-WATCHING = 3_000  # members that get differences
+JOINS = 5  # joins one after the other; their mean is given
+TOGETHER = 20  # joins at the same time
+WATCHING = 3_000  # members with a stream, at most, if the registry sends differences
 DIFFERENCE = 400  # bytes of a difference that adds one member
-WATCHING_WHOLE = 100  # members that get whole views
-GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
-TIMES = 20  # that a view is made and checked
-OPENED = 200.0  # streams a second in each of two processes
+WATCHING_WHOLE = 100  # members with a stream, at most, if the registry sends whole views
+GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # goals of a join at 10,000 members
+TIMES = 20  # repetitions of making and checking a view
+OPENED = 200.0  # streams opened per second in each of two processes
 AGAIN = 1.0  # seconds until a refused stream is tried again
-LOOK = 0.02  # seconds between two looks whether all have it
+LOOK = 0.02  # seconds between two checks whether all have the view
 LONG = replace(
     RULES,
     lease=3600.0,
@@ -67,16 +68,17 @@ LONG = replace(
     max_nodes=20_000,
     joins_per_second=1e6,
 )
-"""Nobody renews here: what renewals cost is measured in bench/registry.py. A connection by which
-renewals come is never silent for so long that it is pinged, so these aren't either."""
+"""Rules with a long lease, since members don't renew here: bench/registry.py measures the cost of
+renewals. Connections with renewals are never idle long enough to be pinged, so the registry doesn't
+ping here, either."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of one join at the registry."""
 
-    bytes: float  # in messages to members and to the joiner
-    seconds: float  # of CPU
+    bytes: float  # bytes of messages to members and to the newcomer
+    seconds: float  # CPU seconds
 
     def __str__(self) -> str:
         return f"{self.bytes / 1e6:,.2f} MB, {self.seconds:.3f} CPU s"
@@ -86,9 +88,9 @@ class Cost:
 class JoinCost:
     members: int
     alone: Cost
-    together: Cost  # one of TOGETHER that come at a time
-    whole: Cost  # alone, by whole views
-    bare: Cost  # of sending to all, by a server that does nothing else
+    together: Cost  # one of TOGETHER joins at the same time
+    whole: Cost  # a join alone, if the registry sends whole views
+    bare: Cost  # of sending to all members, by a server that does nothing else
 
     def __str__(self) -> str:
         return (
@@ -102,7 +104,8 @@ class JoinCost:
 
 
 def cost_of_a_join(members: int) -> JoinCost:
-    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    """Measure the cost of a join. Raises RuntimeError if a process ends early, TimeoutError if one
+    hangs."""
     watching, few = min(members, WATCHING), min(members, WATCHING_WHOLE)
     alone, together = reckoned(members, watching, partial(measured, members))
     whole, _ = reckoned(members, few, partial(measured, members, whole=True))
@@ -111,7 +114,8 @@ def cost_of_a_join(members: int) -> JoinCost:
 
 
 def reckoned(members: int, watching: int, measure: Callable[[int], list[Cost]]) -> list[Cost]:
-    """The costs with `members`, extrapolated from those with `watching` and a tenth of it."""
+    """Extrapolate the costs with `members` streams from those with `watching`, and with a tenth of
+    these."""
     few = watching // 10
     pairs = zip(measure(few), measure(watching), strict=True)
     more = (members - watching) / (watching - few)
@@ -122,8 +126,8 @@ def reckoned(members: int, watching: int, measure: Callable[[int], list[Cost]]) 
 
 
 def measured(members: int, watching: int, whole: bool = False) -> list[Cost]:
-    """The costs of a join alone, and of one of many together, with `members` in the view, of whom
-    `watching` have a stream."""
+    """Measure the costs of a join alone, and of one of `TOGETHER`, with `members` in the view, of
+    which `watching` have a stream. `whole`: the registry sends whole views."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         admission = Admission(folder_beside(journal), certifies=False)
@@ -137,13 +141,13 @@ def measured(members: int, watching: int, whole: bool = False) -> list[Cost]:
 
 
 def cost_of_bare_server(watching: int) -> list[Cost]:
-    """The cost of sending to all, by a server that does nothing else."""
+    """Measure the cost of sending a message to all, by a server that does nothing else."""
     server = start(_broadcast)
     began = 0.0
     with _watching(server, b"", watching) as (_, watchers):
         for number in range(JOINS + 2):
-            cpu = float(ask(server[1]))  # before it sends to all
-            if number == 1:  # by the first one all streams are known to be open
+            cpu = float(ask(server[1]))  # CPU seconds before this message is sent
+            if number == 1:  # the first message has shown that all streams are open
                 began = cpu
             while any(_received_by(watcher)[0] <= number for watcher in watchers):
                 time.sleep(LOOK)
@@ -155,7 +159,7 @@ def cost_of_bare_server(watching: int) -> list[Cost]:
 def _watching(
     server: tuple[SpawnProcess, Connection], known: bytes, count: int
 ) -> Iterator[tuple[int, list[Connection]]]:
-    """The server's port, and the pipes of two processes with `count` watchers in all."""
+    """Start two processes with `count` watchers in all; yield the server's port and their pipes."""
     watchers = []
     try:
         port = int(receive(server[1]))
@@ -171,8 +175,8 @@ def _watching(
 
 
 async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> list[Cost]:
-    """The costs of a join that comes alone, and of one of many that come together. The first isn't
-    counted: it shows that all streams are open."""
+    """Measure the costs of a join alone, and of one of `TOGETHER`. The first join is not counted:
+    it shows that all streams are open."""
     numbers = itertools.count(1)
 
     async def join() -> tuple[int, int]:
@@ -207,19 +211,20 @@ async def _join_often(port: int, registry: Connection, watchers: list[Connection
 
 
 def _received_by(watcher: Connection) -> list[int]:
-    """The number of the oldest view that a member in this process has, and the bytes received."""
+    """Ask a process for the number of the oldest view that one of its members has, and for the
+    bytes received."""
     return [int(number) for number in ask(watcher).split()]
 
 
 @dataclass(frozen=True)
 class ViewCost:
-    """Milliseconds of a processor, the shortest of `TIMES`."""
+    """Milliseconds that a view takes, the shortest of `TIMES` repetitions."""
 
     nodes: int
-    signed: float  # at the registry, once a view
-    differed: float  # there, too, for all that have the one before
-    applied: float  # at each node, from the difference
-    checked: float  # at each node: its signature, and that it follows the last one
+    signed: float  # to sign it at the registry, once
+    differed: float  # to compute the difference to the view before, at the registry, once
+    applied: float  # to apply the difference, at each node
+    checked: float  # to check its signature, and that it follows the last view, at each node
 
     def __str__(self) -> str:
         return (
@@ -264,7 +269,7 @@ def main() -> None:
 
 
 def members_of(key: Identity, nodes: int) -> View:
-    """The view that a registry restarted with its journal begins with."""
+    """Make the view with `nodes` members that the registry finds in its journal when it starts."""
     stages = RULES.stages + 1
     members = [
         Member(
@@ -290,8 +295,8 @@ def members_of(key: Identity, nodes: int) -> View:
 
 
 def _serve(journal: Path, whole: bool, connection: Connection) -> None:
-    """The registry's process; answers a question with the CPU seconds it has used. `whole`: it
-    sends no differences."""
+    """Run the registry in its process; it answers each question with its CPU seconds so far.
+    `whole`: it sends no differences."""
     logging.basicConfig(level=logging.ERROR)
     service._OPTIONS = tuple(option for option in service._OPTIONS if "keepalive" not in option[0])
     if whole:
@@ -300,7 +305,8 @@ def _serve(journal: Path, whole: bool, connection: Connection) -> None:
 
 
 def _broadcast(connection: Connection) -> None:
-    """Answers a question with the CPU seconds it has used, and then sends all something new."""
+    """Run the bare server; it answers each question with its CPU seconds so far, and then sends a
+    new message to all streams."""
     content, numbers = b"", itertools.count(1)
     waiting: list[asyncio.Future[None]] = []
 
@@ -338,8 +344,8 @@ def _broadcast(connection: Connection) -> None:
 
 
 def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
-    """So many members with a stream of views; answers a question with the number of the oldest view
-    that they have now, and with the bytes received."""
+    """Run `count` members with a stream of views; answer each question with the number of the
+    oldest view that one of them has now, and with the bytes received."""
     have, size = [0] * count, 0
 
     async def member(index: int, method: grpc.aio.UnaryStreamMultiCallable[Any, bytes]) -> None:
@@ -351,7 +357,7 @@ def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
                     news, size = unpacked(NewView.FromString(content)), size + len(content)
                     view = news.difference.view if news.HasField("difference") else news.whole
                     have[index], request.known = view.number, view.signature
-            except grpc.aio.AioRpcError:  # more came at once than gRPC can take
+            except grpc.aio.AioRpcError:  # too many streams at once for gRPC
                 await asyncio.sleep(AGAIN)
 
     async def watch() -> None:

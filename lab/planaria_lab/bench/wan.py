@@ -1,18 +1,22 @@
-"""Tokens per second of a swarm whose links have delay, or lose packets too, against the same swarm
-without, and against simpler methods.
+"""Tokens per second of a swarm behind links with delay, over those of the same swarm without delay,
+and over those of simpler methods. Some links also lose packets.
 
-Five nodes train a model of width 256, in int8 on the links, each in a network namespace of its own.
-Three swarms take turns, as in bench/pipeline.py: one behind the links of `LINKS`; one behind the
-same links that has always stages + 1 microbatches out, where the sources of the others find out how
-many, or, where packets are lost, one with no more than one TCP connection for what a link carries;
-and one behind links of the same bandwidth without delay. A turn is two steps, of which the first
-has TCP find out again what its links can do; where packets are lost, some come before the first
-turn, in which links find out how many connections they take. It needs root.
+Five nodes train a model of width 256 with int8 on the links, each in a network namespace of its
+own. Three swarms take turns, as in bench/pipeline.py:
 
-Emulated links take of the same cores what real ones don't, and those with delay three times what
-the others do: packets come one by one. So each ratio is given twice, as it was, and without the
-seconds of processors that passing packets on has taken, divided by the cores, which are busy for
-most of it.
+- one behind the links of `LINKS`;
+- one behind the same links by a simpler method: always stages + 1 microbatches in flight, where
+  sources of the other swarms find their number; or, if packets are lost, one TCP connection a link;
+- one behind links of the same bandwidth without delay.
+
+A turn is two steps; only the second is timed, since in the first TCP adapts to its links again. If
+packets are lost, `FIRST` steps before the first turn let links find their number of connections. It
+needs root.
+
+Emulated links take time of the same cores, which real links don't. Those with delay take three
+times that of the others, since packets come one by one. So each ratio is given twice: as measured,
+and without the processor seconds of the relay of packets. These are divided by the number of cores,
+since cores are busy most of the time.
 """
 
 from __future__ import annotations
@@ -43,14 +47,13 @@ FAR, FIXED, ONE, NEAR = "far", "far, stages + 1 out", "far, one connection", "ne
 
 
 class Links(NamedTuple):
-    """`delay` in ms there and back, `jitter` one way; `loss`: a share. `goal`: of the ratio; 0:
-    none. `batch`: samples of a step, each of `context` tokens."""
+    """Links to emulate, and the sizes of a step. `batch`: samples, each of `context` tokens."""
 
-    delay: float
+    delay: float  # ms, round trip
     mbps: float
-    goal: float
-    jitter: float = 0.0
-    loss: float = 0.0
+    goal: float  # of the ratio; 0: none
+    jitter: float = 0.0  # ms, one way
+    loss: float = 0.0  # share of packets
     batch: int = 24
     microbatch: int = 2
     context: int = CONTEXT
@@ -71,20 +74,21 @@ LINKS: Final = (
     Links(50.0, 100.0, 0.9, batch=192),
 )
 FIRST: Final = 16
-"""Steps in which links that lose packets find out what they take."""
+"""Steps in which links that lose packets find their number of connections."""
 CHANGES: Final = {"wire__activations": "int8", "wire__gradients": "int8"}
-"""Of bench/pipeline.py's run; and microbatches are smaller, so that there is less to hide delays
-behind."""
+"""Changes of bench/pipeline.py's run. Microbatches are smaller, too, so that less computing hides
+delays."""
 
 
 class WarmedUp(Processes):
-    """Makes a step on cold links before each."""
+    """Processes that train a step before each timed step, since their links are cold after a
+    stop."""
 
     def __init__(self, living: Living, links: Emulation, first: int = 0) -> None:
         super().__init__(living)
         self._links = links
-        self.bytes: list[int] = []  # of each step, as on a wire, in all
-        self.emulating: list[float] = []  # seconds of each step that the links took of each core
+        self.bytes: list[int] = []  # bytes of each step, on all wires
+        self.emulating: list[float] = []  # seconds per core of each step that the relay took
         for _ in range(first):
             super().step()
 
@@ -102,27 +106,27 @@ class WarmedUp(Processes):
 
 
 def processor_seconds(process: int) -> float:
-    """Seconds of all cores that the process has taken so far."""
+    """Return the processor time of a process so far, in seconds."""
     after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     user, system = after_name[11:13]  # proc_pid_stat(5)
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def run_with_one(arguments: list[str]) -> None:
-    """Runs as `run_planaria` does, but with one stream on each link."""
+    """Run `planaria ARGUMENTS...` with one stream on each link."""
     with patch.object(streams, "MOST", 1):
         run_planaria(arguments)
 
 
 class Compared(NamedTuple):
-    rounds: list[dict[str, float]]  # seconds of a step of each, by turns
-    alone: list[dict[str, float]]  # ... without those that emulation took
-    bytes: float  # of a step behind these links
-    congestion: str  # TCP's control of it
+    rounds: list[dict[str, float]]  # for each round, seconds of a step of each swarm
+    alone: list[dict[str, float]]  # the same without the seconds that emulation took
+    bytes: float  # of a step behind the links with delay
+    congestion: str  # TCP's congestion control
 
 
 def compare(run: RunFile, profile: Links, out: Path) -> Compared:
-    """Raises EmulationError."""
+    """Train the three swarms behind such links, and measure. Raises EmulationError."""
     names = machines(run)
     nodes = {
         slot: ["node", "--stage", slot[0], "--threads", "1", "--cloud", "none"]

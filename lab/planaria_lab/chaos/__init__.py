@@ -1,17 +1,17 @@
-"""Swarms on this machine under injected faults, and the damage that these do.
+"""Swarms of real processes on this machine under injected faults, and the losses that these cause.
 
-`planaria lab chaos` (command.py) draws faults from a seed (schedule.py), carries them out on real
-processes (swarm.py), finds what was lost by them and which promises were broken (outcome.py), and
-makes tables of it (report.py). Two parts are of use by themselves, as in tests:
+`planaria lab chaos` (command.py) draws faults from a seed (schedule.py) and injects them into real
+processes (swarm.py). It then computes lost steps and broken promises from the records (outcome.py),
+and makes tables of them (report.py). Two modules are also used alone, for example in tests:
 
-proxy.py is in front of a node and breaks its links. A node is started with `--listen
-proxy.behind --advertise proxy.address`; then `reset()` breaks all connections with RST, `await
-blink(every, seconds)` does so again and again, `hold(Way.IN)` passes nothing on towards the node,
-`hold(Way.OUT)` nothing from it, and `release()` heals. `python -m planaria_lab.chaos.proxy` is the
-same as a process of its own, which prints where it is and obeys lines on its standard input.
+proxy.py is a TCP proxy in front of a node, which breaks the node's links. Start the node with
+`--listen proxy.behind --advertise proxy.address`. Then `reset()` breaks all connections with RST,
+and `await blink(every, seconds)` does so repeatedly. `hold(Way.IN)` stops all bytes to the node,
+`hold(Way.OUT)` all bytes from it, and `release()` ends both. `python -m planaria_lab.chaos.proxy`
+runs the proxy as a process of its own: it prints its addresses and obeys lines on standard input.
 
-sick_node.py is `planaria node` on a machine with faults: start `python -m
-planaria_lab.chaos.sick_node --faults FILE node ...`, or give `run_sick` to `Processes`, and
-`set_faults(FILE, {"hang": {}})`. It can hang and crawl, have a slow or a full disk, and send wrong
-numbers, shapes, dtypes and norms; its weights can flip.
+sick_node.py runs `planaria node` with faults that can be set from outside. Start `python -m
+planaria_lab.chaos.sick_node --faults FILE node ...`, or give `run_sick` to `Processes`; then call
+`set_faults(FILE, {"hang": {}})`. The node can hang, crawl, have a slow or full disk, or send wrong
+numbers, shapes, dtypes and norms. Bits of its weights can flip.
 """

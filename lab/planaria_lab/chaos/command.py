@@ -1,4 +1,4 @@
-"""`planaria lab chaos`. Modules are imported inside, so that --help is quick."""
+"""The command `planaria lab chaos`. Functions import modules themselves, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ class ChaosOptions:
     logs: Annotated[
         Path, typer.Option(help="Folder to write a folder of logs to for each run.")
     ] = PLACE
-    stages: Annotated[int, typer.Option(min=1, help="Body stages; of one layer each.")] = 2
-    replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2
+    stages: Annotated[
+        int, typer.Option(min=1, help="Number of body stages; one layer each without --run.")
+    ] = 2
+    replicas: Annotated[int, typer.Option(min=1, help="Nodes per stage.")] = 2
     seats: Annotated[
-        str, typer.Option(help="Seats that a node has room for, or auto, as of `planaria node`.")
+        str, typer.Option(help="The option --seats of each `planaria node`: a number, or auto.")
     ] = "auto"
     policy: Annotated[
         str | None, typer.Option(help="recovery.policy, in place of the run file's.")
@@ -44,7 +46,7 @@ class ChaosOptions:
     kind: Annotated[
         list[str] | None, typer.Option(help="Kind of fault to inject; repeatable. Default: all.")
     ] = None
-    rate: Annotated[float, typer.Option(min=0, help="Faults a minute; 0: none.")] = 6.0
+    rate: Annotated[float, typer.Option(min=0, help="Faults per minute; 0: none.")] = 6.0
     run_file: Annotated[
         Path | None,
         typer.Option("--run", metavar="RUN.toml", help="Run file. Default: a small model."),
@@ -55,8 +57,8 @@ class ChaosOptions:
 @flattened
 def chaos(context: typer.Context, options: ChaosOptions) -> None:
     """Train with a swarm on this machine under a random schedule of faults, each of which ends
-    after a while: nodes are killed, stopped, cut off, hung, slowed, or compute wrong results.
-    Prints a table; exit status 1: a promise was broken. Runs with a result in --out are skipped."""
+    after a while. Nodes are killed, stopped, cut off, hung, slowed, or compute wrong results.
+    Print a table, and exit with 1 if a promise was broken. Skip runs with a result in --out."""
     from planaria_lab.chaos.schedule import Shape, schedule
 
     if context.invoked_subcommand is not None:
@@ -67,16 +69,16 @@ def chaos(context: typer.Context, options: ChaosOptions) -> None:
     minutes = options.minutes
     failed = False
     for piece in range(options.seed, options.seed + options.pieces):
-        schedule(piece, minutes, shape)  # raises before the first run begins
+        schedule(piece, minutes, shape)  # raises for an unknown kind before this run begins
         failed |= not _run_one(run, shape, minutes, piece, options.out, options.logs)
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of the runs.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the results: --out.")],
 ) -> None:
-    """Write table.md of all the runs in a folder."""
+    """Write table.md, a table of all runs in a folder, into that folder, and print it."""
     from planaria_lab.chaos.report import TABLE, read_outcomes, table
 
     text = table(read_outcomes(folder))
@@ -107,7 +109,8 @@ progress = 20.0
 def _small_run(
     run_file: Path | None, shape: Shape, out: Path, policy: str | None = None
 ) -> RunFile:
-    """Resolved; the shipped prose is prepared, in `out`, when it asks for no other data. Raises
+    """Return the run file, or the small default, resolved and with the shape's stages and replicas.
+    If there is nothing at the default data path, prepare the shipped prose in `out`. Raises
     RunFileError, CorpusError."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
@@ -129,7 +132,8 @@ def _small_run(
 
 
 def _run_one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs: Path) -> bool:
-    """Whether all promises were kept."""
+    """Train one swarm, write its outcome, and return whether all promises were kept. If the outcome
+    is in `out` already, only read it."""
     import asyncio
     import json
     from dataclasses import asdict

@@ -1,7 +1,7 @@
 """The outcome of a swarm under faults: steps lost by fault, evictions, audit, replicas, resources.
 
-It follows from the files that swarm.py and the nodes wrote. `judge` makes the outcome, which is
-stored as JSON; `broken` says which promises were not kept.
+`judge` computes it from the files that swarm.py and the nodes wrote; it is stored as JSON. `broken`
+lists the promises that were not kept.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from planaria_lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
 from planaria_lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken
 
 AFTERMATH: Final = 10.0
-"""Seconds after a fault is healed in which steps that are lost are its doing."""
+"""Seconds after the end of a fault during which lost steps still count as its effect."""
 LATE: Final = 1.5
-"""Times the usual gap between two commits from which steps count as lost."""
+"""Steps count as lost if a gap between two commits is longer than this times the median gap."""
 REMEMBERED: Final = 30.0
-"""Seconds after a fault is healed in which its node may still pay for it."""
+"""Seconds after the end of a fault during which its node may still be evicted or end for it."""
 WARM: Final = 120.0
-"""Seconds of a process's life that don't count for the slope of its memory."""
+"""First seconds of a process's life, which the slope of its memory leaves out."""
 GONE: Final = re.compile(r"\b([0-9a-f]{12}) \([^)]*\) is gone: (.*?)(?=; [0-9a-f]{12} \(|$)")
 NOBODYS: Final = "no fault"
 COPIED: Final = {"replica", "handover"}
-"""Methods by which a stage that was not lost gets a node."""
+"""Rebuild methods by which a stage that was not lost gets another node."""
 
 
 class Began(NamedTuple):
-    """A fault that was carried out. Times in Unix seconds."""
+    """A fault that was injected, with its times in Unix seconds."""
 
     kind: str
     slot: str
@@ -66,7 +66,7 @@ class Began(NamedTuple):
     end: float
     pid: int | None
     others: Sequence[str] = ()
-    stages: Sequence[int] = ()  # that its nodes served
+    stages: Sequence[int] = ()  # stages that the nodes of its slots served
 
     @property
     def guilty(self) -> bool:
@@ -77,7 +77,7 @@ class Began(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A view. `members`: the stages of its seats, by their ids."""
+    """A view that the registry issued. `members`: seat id -> stage."""
 
     time: float
     number: int
@@ -87,14 +87,14 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of one run until its processes were ended."""
+    """What was recorded of one run, until its processes were ended."""
 
     faults: Sequence[Began]
     views: Sequence[Change]
     events: Sequence[Entry]
     taken: Sequence[Taken]
     gone: Mapping[str, str] = field(default_factory=dict)
-    """Node -> why the registry dropped it, by the registry's logs."""
+    """Node -> why the registry removed it, from the registry's logs."""
 
     @staticmethod
     def read(out: Path) -> RunRecord:
@@ -127,7 +127,7 @@ class RunRecord:
         )
 
     def slots(self) -> dict[str | None, str]:
-        """Node -> slot."""
+        """Map each node to the slot of its process."""
         by_pid = {e.event.pid: e.event.slot for e in self.events if isinstance(e.event, Started)}
         joined = [entry for entry in self.events if isinstance(entry.event, Joined)]
         return {
@@ -137,7 +137,8 @@ class RunRecord:
         }
 
     def guilty_of(self, slot: str, at: float) -> str:
-        """The kind of fault for which a node of the slot may pay at that time; empty: none."""
+        """Return the kind of the newest guilty fault at the slot that was active at most
+        `REMEMBERED` before the time `at`; empty: none."""
         kinds = [
             fault.kind
             for fault in self.faults
@@ -146,7 +147,8 @@ class RunRecord:
         return kinds[-1] if kinds else ""
 
     def wrong_at(self, slot: str, at: float) -> str:
-        """The kind of fault that was there or, if there was none, elsewhere; NOBODYS."""
+        """Return the kind of the newest fault at the slot that was active at most `AFTERMATH`
+        before the time `at`; if there was none, of a fault elsewhere, or NOBODYS."""
         near = [fault for fault in self.faults if fault.time <= at <= fault.end + AFTERMATH]
         near.sort(key=lambda fault: fault.hits(slot))
         return near[-1].kind if near else NOBODYS
@@ -161,11 +163,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, float]:
-    """Steps lost by each kind of fault, and by none (NOBODYS). `commits`: Unix seconds, in order.
+    """Compute the steps lost by each kind of fault, and without a fault (NOBODYS). `commits`: their
+    times in Unix seconds, in order.
 
-    The usual gap between two commits is their median. A gap of `LATE` times that or
-    more has lost the steps that would have fitted into the rest of it. Faults during the gap, or
-    healed at most `AFTERMATH` before, share them equally.
+    The usual gap between two commits is the median gap. A gap longer than `LATE` times that counts
+    as length / usual - 1 lost steps. They are shared equally among the faults during the gap and
+    those that ended at most `AFTERMATH` before it.
     """
     lost: defaultdict[str, float] = defaultdict(float)
     gaps = [later - earlier for earlier, later in pairwise(commits)]
@@ -180,8 +183,11 @@ def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, f
 
 
 class Toll(NamedTuple):
-    """Of one fault, in seconds: until others named its node, in an event or by dropping it from the
-    view (None: nobody did); and the longest time without a commit from then to its aftermath."""
+    """How long one fault went unnoticed, and how long it stopped commits, both in seconds.
+
+    `noticed`: until another node named the faulty one in an event, or a view was without it (None:
+    neither). `stop`: the longest gap between commits from the fault to `AFTERMATH` after its end.
+    """
 
     kind: str
     noticed: float | None
@@ -189,7 +195,8 @@ class Toll(NamedTuple):
 
 
 def tolls(record: RunRecord, commits: Sequence[float]) -> list[Toll]:
-    """The toll of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
+    """Compute the toll of each fault, in the order in which faults began. `commits`: as in
+    `steps_lost`."""
     measured = []
     for fault in record.faults:
         until = fault.end + AFTERMATH
@@ -201,16 +208,16 @@ def tolls(record: RunRecord, commits: Sequence[float]) -> list[Toll]:
 
 
 def _noticed(record: RunRecord, fault: Began) -> float | None:
-    been = [
+    joined = [
         entry.node
         for entry in record.events
         if isinstance(entry.event, Joined)
         and entry.event.pid == fault.pid
         and entry.time <= fault.time
     ]
-    if not been or been[-1] is None:
+    if not joined or joined[-1] is None:
         return None
-    node, last = been[-1], fault.end + AFTERMATH
+    node, last = joined[-1], fault.end + AFTERMATH
     named = [
         entry.time
         for entry in record.events
@@ -232,9 +239,12 @@ def _noticed(record: RunRecord, fault: Began) -> float | None:
 
 
 class Eviction(NamedTuple):
-    """`blame`: the kind of fault for which its node may pay; empty: it was innocent. `fault`: that,
-    or what else was wrong then, there or elsewhere. `last`: no other member of the stage had its
-    state."""
+    """A seat that the registry removed.
+
+    `blame`: the guilty fault of its node, or that its process had ended; empty: it was innocent.
+    `fault`: the same, or else the kind of any other fault at that time (`RunRecord.wrong_at`).
+    `last`: the seat had the stage's state, and no other member had it.
+    """
 
     node: str
     slot: str
@@ -247,8 +257,8 @@ class Eviction(NamedTuple):
 
 
 def evictions(record: RunRecord) -> list[Eviction]:
-    """Members that the registry dropped, by its views; those that left by themselves, moved, or
-    gave their seat back are not among them."""
+    """Return the members that the registry removed, from its views. Members that left by
+    themselves, moved, or gave back their seat are left out."""
     slots = record.slots()
     first_had: dict[str | None, float] = {}
     ended = {e.event.pid: e.time for e in record.events if isinstance(e.event, Exited)}
@@ -286,7 +296,7 @@ def evictions(record: RunRecord) -> list[Eviction]:
 
 
 class Exit(NamedTuple):
-    """A process that ended by itself."""
+    """A process that ended without being killed by the lab."""
 
     slot: str
     how: str
@@ -307,8 +317,11 @@ def exits(record: RunRecord) -> list[Exit]:
 
 
 class Differing(NamedTuple):
-    """`at_last`: stages whose nodes differ after the newest step that several of them have.
-    `steps`: at how many steps of any stage they did."""
+    """Differences between the weights of replicas, found by digests.
+
+    `at_last`: stages whose nodes differ after the newest step that several of them have applied.
+    `steps`: number of steps after which nodes of a stage differed, over all stages.
+    """
 
     at_last: list[int]
     steps: int
@@ -337,8 +350,8 @@ def differing(events: Iterable[Entry]) -> Differing:
 
 
 def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
-    """Rebuilds that were not exact: stage, method, and the fault that a node of it had (empty: no
-    node of it had died or done anything wrong)."""
+    """Return the rebuilds that were not exact: stage, method, and the guilty faults that its nodes
+    had (empty: no node of the stage had died or done anything wrong)."""
     inexact = {
         entry.event.node: entry.event.stage
         for entry in record.events
@@ -361,9 +374,13 @@ def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
 
 
 class Restored(NamedTuple):
-    """A stage whose state came from no replica. `late`: steps that it lacks, of a snapshot by the
-    mean of its rows, of a checkpoint those that all go back; None: it was guessed. `fault`: the
-    newest of a node's own before. `stall`: seconds without training. `reason`: the driver's."""
+    """A stage whose state was restored from another source than a replica.
+
+    `late`: by how many steps the restored state is old; None: it was guessed. For a snapshot it is
+    the mean over its rows, for a checkpoint the steps that all stages go back. `fault`: the newest
+    guilty fault before it, of any node. `stall`: seconds without training. `reason`: the driver's
+    reason for the rebuild.
+    """
 
     stage: int
     method: str
@@ -375,7 +392,7 @@ class Restored(NamedTuple):
 
 
 def restored(record: RunRecord) -> list[Restored]:
-    """In the order in which they trained again."""
+    """Return the restored stages, in the order in which they trained again."""
     orders: dict[str, RebuildOrdered] = {}
     stages, back = [], 0
     for entry in record.events:
@@ -414,9 +431,12 @@ def _late(rebuilt: StageRebuilt) -> float | None:
 
 
 class Appetite(NamedTuple):
-    """Of one process. Bytes of RSS, descriptors and threads: `first` when it had settled, `last` at
-    the end. `slope`: MiB of RSS a minute after the first `WARM` seconds; None: it did not live for
-    as long again."""
+    """The resources of one process over `seconds` of its life.
+
+    `rss` (bytes), `descriptors` and `threads` are pairs: after `SETTLED` seconds, and at the end.
+    `slope`: MiB of RSS per minute after the first `WARM` seconds; None: it lived for less than
+    twice `WARM`.
+    """
 
     slot: str
     seconds: float
@@ -427,11 +447,11 @@ class Appetite(NamedTuple):
 
 
 SETTLED: Final = 20.0
-"""Seconds after which a process has started up."""
+"""Seconds that a process has to start up."""
 
 
 def appetites(samples_taken: Sequence[Taken]) -> list[Appetite]:
-    """The appetite of every process that lived long enough to settle."""
+    """Return the resources of every process that lived for at least `SETTLED` seconds."""
     by_pid: defaultdict[int, list[Taken]] = defaultdict(list)
     for sample in samples_taken:
         by_pid[sample.pid].append(sample)
@@ -463,8 +483,8 @@ def appetites(samples_taken: Sequence[Taken]) -> list[Appetite]:
 
 
 def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
-    """The outcome of a run that has written to `out`, for JSON. `setting`: what it was. `stuck`:
-    what kept it from going on at the end."""
+    """Compute the outcome of the run that has written to `out`, for JSON. `setting`: the options of
+    the run. `stuck`: why it did not go on at the end; empty: it did."""
     for path in out.glob(f"{NODES}/*/*.jsonl"):
         shutil.copy(path, out / "logs")  # as if all nodes had one folder
     record = RunRecord.read(out)
@@ -509,13 +529,13 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
 
 
 def skipped(logs: Path) -> set[int]:
-    """Steps that were committed with no update, by any ledger."""
+    """Return the steps that any ledger has as committed without an update."""
     lines = [line for path in logs.glob("ledger-*.jsonl") for line in LineReader(path).lines()]
     return {line["step"] for line in lines if line.get("skipped")}
 
 
 def broken(outcome: Mapping[str, Any]) -> list[str]:
-    """Promises that were not kept, in sentences."""
+    """Return a sentence for each promise that was not kept."""
     sentences = []
     if outcome["stuck"]:
         sentences.append(f"the swarm stopped training: {outcome['stuck']}")

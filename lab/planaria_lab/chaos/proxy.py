@@ -1,15 +1,16 @@
-"""A TCP proxy in front of a node, which resets connections, stops passing one direction, or passes
-nothing of some dialling nodes.
+"""A TCP proxy in front of a node that can break its links. It resets connections, or holds back the
+bytes of one direction, or of connections from some nodes.
 
-It needs no root and carries bytes as they come, so TLS too. Only connections that others dial pass
-through it; those that the node dials pass through the proxies of the others. /proc has the process
-of this machine that dialled, by its port: a cut between two nodes is one at both proxies.
+It needs no root, and passes bytes on unread, so it works with TLS. Only connections that other
+nodes dial pass through it. Those that the node dials pass through the other nodes' proxies. So a
+cut between two nodes needs both their proxies. Each finds the process that dialled by its port, in
+/proc.
 
     python -m planaria_lab.chaos.proxy [HOST:PORT]
 
-prints `ADDRESS BEHIND`: what peers dial, and where the node is to listen, unless that was given.
-It obeys lines on its standard input until that ends: `reset`, `blink EVERY SECONDS`, `hold in`,
-`hold out`, `release`; each is answered with the number of connections there are then.
+prints `ADDRESS BEHIND`: the address for peers to dial, and the one for the node to listen at, which
+is HOST:PORT if given. It obeys lines on standard input until that ends: `reset`, `blink EVERY
+SECONDS`, `hold in`, `hold out`, `release`. It answers each with the number of connections left.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Self
 
 HOST = "127.0.0.1"
 CHUNK = 1 << 16
-"""Bytes that are passed on at a time."""
+"""Bytes that are passed on at a time, at most."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, no seconds
 
 
@@ -38,11 +39,11 @@ class Way(enum.Enum):
 
 
 def diallers(processes: Mapping[str, int]) -> dict[int, str]:
-    """The name of the process for each local TCP port, of these processes of this user. Processes
-    that have ended have none. Linux only; takes a tenth of a second where there are many
-    sockets."""
+    """Map local TCP ports to the names of the processes that use them. `processes`: name -> pid,
+    of this user's; those that have ended are left out. Linux only. It takes a tenth of a second if
+    there are many sockets."""
     ports: dict[str, int] = {}
-    for table in Path("/proc/self/net").glob("tcp*"):  # IPv4 by sockets of either kind
+    for table in Path("/proc/self/net").glob("tcp*"):  # tcp6 has IPv4 connections, too
         for line in table.read_text().splitlines()[1:]:
             fields = line.split()
             ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
@@ -57,18 +58,18 @@ def diallers(processes: Mapping[str, int]) -> dict[int, str]:
 
 
 class Proxy:
-    """A proxy in front of one node. `address`: HOST:PORT that peers dial; `behind`: HOST:PORT where
-    the node listens. All of it belongs to one event loop."""
+    """A proxy in front of one node. `address`: HOST:PORT that peers dial. `behind`: HOST:PORT where
+    the node listens. Use it in one event loop only."""
 
     def __init__(
         self, behind: str = "", processes: Callable[[], Mapping[str, int]] = lambda: {}
     ) -> None:
-        """Without `behind` a port is found, and kept for the node, whose server need not be there
-        yet, nor all the time. `processes`: for `cut`, the processes that dial, by name. Raises
-        OSError."""
+        """Without `behind`, reserve a free port for the node. The node need not listen yet, and may
+        stop and start again. `processes` returns name -> pid of the processes that dial, for `cut`.
+        Raises OSError."""
         self._kept: socket.socket | None = None
         if not behind:
-            # It is bound and never listens, so that nobody else gets the port meanwhile.
+            # This socket is bound and never listens, so that no other process gets the port.
             self._kept = socket.socket()
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._kept.bind((HOST, 0))
@@ -90,12 +91,12 @@ class Proxy:
         self.address = f"{HOST}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
-        """Connections are reset."""
+        """Stop listening, and reset all connections."""
         if self._server is not None:
             self._server.close()
         self.release()
         self.cut()
-        while self._carrying:  # those too that have just been dialled
+        while self._carrying:  # new connections may still have been accepted
             self.reset()
             await asyncio.wait(self._carrying, timeout=0.1)
         if self._kept is not None:
@@ -108,14 +109,14 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # --- sicknesses
+    # --- faults
 
     @property
     def connections(self) -> int:
         return len(self._ends)
 
     def reset(self) -> int:
-        """Both sides of every connection get RST. Returns how many connections there were."""
+        """Send RST to both sides of every connection. Return how many connections there were."""
         count = self.connections
         for end in (end for ends in self._ends.values() for end in ends):
             _abort(end)
@@ -124,21 +125,22 @@ class Proxy:
         return count
 
     async def blink(self, every: float, seconds: float) -> None:
-        """`reset` each `every` seconds, for so many seconds."""
+        """Call `reset` every `every` seconds, for `seconds` in all."""
         for _ in range(int(seconds / every)):
             self.reset()
             await asyncio.sleep(every)
 
     def hold(self, way: Way) -> None:
-        """Nothing passes in this direction until `release`; connections stay, and new ones are
-        taken. What waits comes then, as TCP would send it again."""
+        """Hold back all bytes of this direction until `release`. Connections stay open, and new
+        ones are accepted. After `release` the bytes arrive, as if TCP had sent them again."""
         self._passing[way].clear()
 
     def cut(self, *names: str) -> None:
-        """Nothing passes, either way, of what these have dialled, until a `cut` without them. Like
-        a firewall that drops: connections stay, and what waits comes later."""
+        """Hold back all bytes, both ways, of connections that these processes dialled, until a
+        `cut` without them. As behind a firewall that drops packets, connections stay open, and the
+        bytes arrive later."""
         self._cut = set(names)
-        self._names.clear()  # ports are used again
+        self._names.clear()  # another process may have got a port since
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -146,7 +148,7 @@ class Proxy:
         for passing in self._passing.values():
             passing.set()
 
-    # --- what it carries
+    # --- connections
 
     async def _dialled(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -163,7 +165,7 @@ class Proxy:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._pass(Way.IN, reader, onward, port))
                 both.create_task(self._pass(Way.OUT, beyond, writer, port))
-        except* OSError:  # one side is gone, and so the other
+        except* OSError:  # one side has closed, so the other side is closed, too
             pass
         finally:
             for end in ends:
@@ -174,15 +176,15 @@ class Proxy:
     async def _pass(
         self, way: Way, source: asyncio.StreamReader, sink: asyncio.StreamWriter, port: int
     ) -> None:
-        """`port`: from which it was dialled."""
+        """Pass bytes on in one direction until the source closes. `port`: the dialler's."""
         while chunk := await source.read(CHUNK):
             await self._may_pass(way, port)
             sink.write(chunk)
             await sink.drain()
         await self._may_pass(way, port)
         sink.close()
-        await sink.wait_closed()  # the last bytes arrive
-        raise ConnectionResetError("it is closed")
+        await sink.wait_closed()  # waits until the last bytes are sent
+        raise ConnectionResetError("the source has closed")
 
     async def _may_pass(self, way: Way, port: int) -> None:
         await self._passing[way].wait()
@@ -197,7 +199,7 @@ class Proxy:
 
 
 def _abort(end: asyncio.StreamWriter) -> None:
-    """Closed with RST."""
+    """Close a connection with RST."""
     if not end.transport.is_closing():
         end.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
@@ -206,7 +208,7 @@ def _abort(end: asyncio.StreamWriter) -> None:
 
 
 async def obey(proxy: Proxy, line: str) -> None:
-    """A line of the command. Raises ValueError for what is none."""
+    """Carry out one line of standard input. Raises ValueError for an unknown command."""
     match line.split():
         case ["reset"]:
             proxy.reset()
@@ -218,7 +220,7 @@ async def obey(proxy: Proxy, line: str) -> None:
             proxy.release()
         case _:
             raise ValueError(
-                f"{line!r} is none of: reset, blink EVERY SECONDS, hold in|out, release"
+                f"{line!r} is not a command: use reset, blink EVERY SECONDS, hold in|out or release"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tables of the outcomes of swarms under faults, one run or many."""
+"""Markdown tables of the outcomes of one or more swarms under faults."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ Outcome = Mapping[str, Any]
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """All outcomes in a folder, by name. Raises ValueError for a file that is no outcome."""
+    """Read all outcomes in a folder, sorted by file name. Raises ValueError for a JSON file that is
+    not an outcome."""
     outcomes = []
     for path in sorted(folder.glob("*.json")):
         try:
             outcomes.append(json.loads(path.read_text(encoding="utf-8")))
             outcomes[-1]["setting"]["seed"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no outcome of `planaria lab chaos`: {error}") from error
+            raise ValueError(
+                f"{path} is not an outcome of `planaria lab chaos`: {error}"
+            ) from error
     return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: faults, lost stages, evictions, what was kept, what processes take."""
+    """Return Markdown tables of the runs, faults, restored stages, evictions, and resources of
+    processes."""
     parts = [_runs(outcomes), _faults(outcomes)]
     if any(run.get("restored") for run in outcomes):
         parts.append(_restored(outcomes))
@@ -86,7 +90,7 @@ def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _restored(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Rows by policy, nodes a stage and fault."""
+    """Return a table of restored stages, with a row per policy, number of replicas and fault."""
     stages: defaultdict[tuple[str, int, str], list[Mapping[str, Any]]] = defaultdict(list)
     for run in outcomes:
         setting = run["setting"]
@@ -118,7 +122,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Rows by fault and by reason; names and counts are left out of reasons."""
+    """Return a table of evictions by fault and reason. Reasons are without names and numbers."""
     counts = Counter(
         (e["fault"], "innocent" * (not e["blame"]), "last" * e["last"], _gist(e["reason"]))
         for run in outcomes
@@ -134,14 +138,15 @@ def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _gist(reason: str) -> str:
-    """Its first part, without nodes, addresses and figures, by which alone two may differ."""
+    """Return the first part of a reason, with "..." for nodes, addresses and numbers, so that equal
+    reasons of different nodes are counted together."""
     words = reason.split(";")[0].split()
     gist = ["..." if any(letter.isdigit() for letter in word) else word for word in words]
     return re.sub(r"(\.\.\. )+", "... ", " ".join(gist)).replace("|", "/")
 
 
 def _appetites(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Rows of the processes with a slope; if there are none, of all."""
+    """Return a table of the processes that have a slope; if none has, of all processes."""
     rows = [(run["setting"]["seed"], a) for run in outcomes for a in run["appetites"]]
     long = [row for row in rows if row[1]["slope"] is not None]
     yield "| process | minutes | RSS, MiB | slope, MiB an hour | descriptors | threads |"

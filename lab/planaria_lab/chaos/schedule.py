@@ -1,8 +1,8 @@
-"""The faults that a swarm gets, and their times: a pure function of a seed.
+"""Draw a schedule of faults for a swarm from a seed: a pure function.
 
-Faults are drawn one after the other. One that would leave a stage of several nodes
-without a healthy one is drawn for another node, or left out: a swarm must be able to recover. The
-kinds in `LOSSES` leave none, and none of the others' nodes may be ill then.
+Faults are drawn one after the other. A swarm must be able to recover: if a fault would leave a
+stage of several nodes without a healthy one, it gets another node, or is left out. The kinds in
+`LOSSES` take all nodes of a stage; no other node may have a fault of its own then.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ REGISTRY: Final = "registry"
 EVERYBODY: Final = "everybody"
 STAGES: Final = "stages"
 QUIET_AT_FIRST, QUIET_AT_LAST = 5.0, 20.0
-"""Seconds in which no fault begins, and in which all are healed."""
+"""Seconds at the start before the first fault, and at the end after the last fault has ended."""
 RECOVERY: Final = 4.0
-"""Seconds from when a node is well again to when its stage may do without another."""
+"""Seconds from the end of a node's fault until another node of its stage may get one."""
 REGISTRY_RECOVERY: Final = 40.0
-"""Seconds between two kills of the registry: it lets nobody new join until it has found out who is
-there, and who waits for it gives up after 30."""
+"""Seconds from the end of one kill of the registry until the next. A new registry admits nobody
+until it knows its members, and nodes that wait to join give up after 30 s."""
 LOSS_RECOVERY: Final = 15.0
-"""Seconds from when others start in the place of lost nodes to when another node may be ill."""
+"""Seconds from the start of new nodes in place of lost ones until another node may get a fault."""
 
 Blame = Literal["guilty", "innocent"]
 
@@ -37,17 +37,17 @@ class FaultKind(NamedTuple):
     blame: Blame  # innocent: the node makes progress and does nothing wrong
     seconds: tuple[float, float]
     where: Literal["node", "registry", "everybody", "stages"] = "node"
-    needs_replica: bool = False  # without one, the run pauses, as it should
+    needs_replica: bool = False  # a stage without another replica pauses the run, as it should
     weight: float = 1.0
 
 
 BLINKS: Final = {f"blink {every} s": every for every in (1, 2, 4, 9)}
-"""Kinds of fault: seconds between two resets."""
+"""Kind of fault -> seconds between two resets."""
 LOSSES: Final = {
     kind: FaultKind("guilty", (0.0, 2.0), STAGES)
     for kind in ("lost stage", "lost neighbours", "lost stage 0", "lost driver")
 }
-"""Kinds of fault that leave no node of a stage."""
+"""Kinds of fault that kill all nodes of a stage."""
 KINDS: Final[Mapping[str, FaultKind]] = {
     "kill": FaultKind("guilty", (0.0, 2.0), weight=4.0),
     "stop": FaultKind("guilty", (1.0, 12.0)),
@@ -68,20 +68,26 @@ KINDS: Final[Mapping[str, FaultKind]] = {
     "flipped weight": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
     **LOSSES,
 }
-"""`kill`: SIGKILL, and another process in its place once it is healed. `stop`: SIGSTOP to SIGCONT.
-`reset`: RST for what was dialled to the node. `blink ...`: the same for all, again and again.
-`one way`: what was dialled to the node passes in one direction only. `cut`: the node and one that
-it needs can't reach each other, and everybody else can. `lost ...`: SIGKILL at once for all nodes
-of a body stage, of two body stages in a row, of stage 0; or for the driver and all nodes of the
-stage after its own. Others start in their places. The others: sick_node.py."""
+"""All kinds of fault.
+
+- `kill`: SIGKILL; a new process takes its place when the fault ends. `registry kill`: the same.
+- `stop`: SIGSTOP, and SIGCONT at the end.
+- `reset`: RST for connections dialled to the node. `blink ...`: the same for all nodes, repeatedly.
+- `one way`: connections dialled to the node pass bytes in one direction only.
+- `cut`: the node and one that it exchanges messages with can't reach each other; all others can.
+- `lost ...`: SIGKILL at once for all nodes of a body stage, of two neighbouring body stages, or of
+  stage 0; `lost driver`: for the driver and all nodes of the stage after its own. New processes
+  take their places.
+- All others: sick_node.py.
+"""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a swarm, and the faults that may happen to it. `rate`: faults a minute. `seats`:
-    option of each node."""
+    """The shape of a swarm, and the faults to draw for it. `rate`: faults per minute. `seats`: the
+    option --seats of each node."""
 
-    stages: int  # of the body
+    stages: int  # body stages
     replicas: int
     kinds: Sequence[str] = tuple(KINDS)
     rate: float = 6.0
@@ -94,10 +100,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Fault:
-    """`at`: seconds from the first committed step; healed `seconds` later. `slot`: STAGE.REPLICA,
-    REGISTRY, EVERYBODY, or STAGES until the swarm knows who serves them. `figures`: as sick_node.py
-    and the proxy have them; of a loss, the `first` and the `last` stage, and whether `saves` of its
-    nodes are "kept" or "gone". `others`: the slot that it is cut from; the slots lost with it."""
+    """A fault in the schedule.
+
+    `at`: seconds from the first committed step; it ends `seconds` later. `slot`: STAGE.REPLICA,
+    REGISTRY, EVERYBODY, or STAGES until the swarm knows which nodes serve these. `figures`: options
+    of the fault in sick_node.py or the proxy; of a loss, the `first` and `last` stage, and whether
+    `saves` of its nodes are "kept" or "gone". `others`: the slot that it is cut from, or the slots
+    that are lost with it.
+    """
 
     at: float
     kind: str
@@ -124,10 +134,10 @@ class Fault:
 
 
 def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
-    """Faults in the order in which they begin. The same for the same arguments, on any machine.
-    Raises ValueError for an unknown kind."""
+    """Return faults in the order in which they begin, the same on any machine for the same
+    arguments. Raises ValueError for an unknown kind."""
     if unknown := set(shape.kinds) - KINDS.keys():
-        raise ValueError(f"{min(unknown)!r} is no kind of fault: choose of {', '.join(KINDS)}")
+        raise ValueError(f"{min(unknown)!r} is not a kind of fault: choose from {', '.join(KINDS)}")
     chance = random.Random(seed)
     kinds = [k for k in KINDS if k in shape.kinds]
     kinds = [k for k in kinds if shape.replicas > 1 or not KINDS[k].needs_replica]
@@ -181,14 +191,14 @@ def _figures(kind: str, chance: random.Random, shape: Shape) -> dict[str, float 
 
 
 def _needs(slot: str, other: str, shape: Shape) -> bool:
-    """Whether two nodes exchange messages in every step."""
+    """Return whether nodes of two different slots exchange messages in every step."""
     a, b = (int(name.partition(".")[0]) for name in (slot, other))
     return slot != other and related(a, b, shape.stages, swapped=False)
 
 
 def _bearable(fault: Fault, others: Sequence[Fault], shape: Shape) -> bool:
-    """Whether there is nothing else wrong there, and every stage keeps a node that is well. Nothing
-    else is wrong with nodes around a loss."""
+    """Return whether the fault's slots have no other fault, and the fault leaves its stage a
+    healthy node. With one replica, or near a loss, no other guilty fault is allowed anywhere."""
     recovery = REGISTRY_RECOVERY if fault.slot == REGISTRY else RECOVERY
     near = [
         other

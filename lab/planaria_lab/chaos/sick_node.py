@@ -1,25 +1,25 @@
-"""`planaria node` on a machine whose faults can be set while it runs.
+"""Run `planaria node` with faults that can be set while it runs.
 
     python -m planaria_lab.chaos.sick_node --faults FILE node --join ...
 
-does what `planaria node --join ...` does, by the very code that ships. A few of its functions are
-wrapped, and obey FILE, which need not be there yet: `set_faults(FILE, {"crawl": {"factor": 10},
-"nan": {"times": 1}})` from another process makes the node sick, `set_faults(FILE, {})` heals it. A
-fault lasts until FILE is written without it; with `times` it ends after so many occurrences,
-counted anew each time that FILE is written.
+runs the code of `planaria node --join ...` as it ships, with a few functions wrapped. These obey
+FILE, which need not exist yet. From another process, `set_faults(FILE, {"crawl": {"factor": 10},
+"nan": {"times": 1}})` sets faults, and `set_faults(FILE, {})` ends them. A fault lasts until FILE
+is written without it. With `times` it ends after so many occurrences; each write of FILE starts the
+count again.
 
 | kind | figures | what is wrong |
 | --- | --- | --- |
-| `hang` | | the compute thread does not come back; the event loop lives |
-| `crawl` | `factor` (10) | each task of the compute thread takes so many times as long |
-| `slow disk` | `seconds` (0.5) | each write to event log or ledger, and each fsync, takes so long |
-| `stalled disk` | | each write to event log or ledger, and each fsync, waits until it is healed |
+| `hang` | | the compute thread stops; the event loop goes on |
+| `crawl` | `factor` (10) | each task of the compute thread takes `factor` times as long |
+| `slow disk` | `seconds` (0.5) | each write to event log or ledger and each fsync waits that long |
+| `stalled disk` | | each write to event log or ledger, and each fsync, waits for the fault's end |
 | `full disk` | | the kernel refuses each write to a file (EFBIG, by RLIMIT_FSIZE) |
-| `nan` | `of`, `times` | a value of what goes to another stage is NaN |
-| `wrong shape` | `of`, `times` | what goes to another stage lacks its last column |
-| `wrong dtype` | `of`, `times` | what goes to another stage is in whole numbers |
-| `wild norm` | `value` (1e300), `times` | the squared norm that is told of the stage's gradient |
-| `flipped weight` | `times` (1) | a bit of any of the stage's weights flips |
+| `nan` | `of`, `times` | the first value of a tensor for another stage is NaN |
+| `wrong shape` | `of`, `times` | a tensor for another stage lacks its last column |
+| `wrong dtype` | `of`, `times` | a tensor for another stage is of int32 |
+| `wild norm` | `value` (1e300), `times` | the node reports `value` as its gradient's squared norm |
+| `flipped weight` | `times` (1) | one bit of a random weight of the stage flips |
 
 `of`: "activation" or "gradient"; without it, both.
 """
@@ -51,40 +51,43 @@ KINDS: Final[Mapping[str, Figures]] = {
     "wild norm": {"value": 1e300},
     "flipped weight": {"times": 1},
 }
-"""With the figures that hold where none are given."""
+"""Kind of fault -> default figures."""
 LOOK: Final = 0.02
-"""Seconds between two looks at the file by whoever waits for a change."""
+"""Seconds between two reads of the file by threads that wait for a change."""
 
 
 def set_faults(file: Path, faults: Mapping[str, Figures]) -> None:
-    """Gives the node that obeys `file` these faults and no others; {} heals it. Raises ValueError
-    for an unknown fault."""
+    """Give these faults and no others to the node that obeys `file`; {} ends all. Raises ValueError
+    for an unknown fault or figure."""
     for kind, figures in faults.items():
         allowed = {"of", "times", *KINDS.get(kind, ())}
         if kind not in KINDS or figures.keys() - allowed:
-            raise ValueError(f"{kind!r} with {dict(figures)} is no fault: choose of {dict(KINDS)}")
+            raise ValueError(
+                f"{kind!r} with {dict(figures)} is an unknown fault: choose from {dict(KINDS)}"
+            )
     unfinished = file.with_name(f"{file.name}.unfinished")
     unfinished.write_text(json.dumps([secrets.token_hex(8), faults]), encoding="utf-8")
     unfinished.replace(file)
 
 
 class Faults:
-    """The faults of this process now, by the file. Any thread may ask."""
+    """The faults that the file sets for this process now. All methods are thread-safe."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._lock = threading.Lock()
-        self._stamp = ""  # of the version of the file that was read last
+        self._stamp = ""  # stamp in the file when it was last read
         self._faults: dict[str, dict[str, Any]] = {}
 
     def active(self, kind: str) -> Figures | None:
-        """The figures of a fault that is there now; None: it isn't."""
+        """Return the figures of a fault; None: it is not set now."""
         with self._lock:
             self._look()
             return self._faults.get(kind)
 
     def take(self, kind: str, of: str = "") -> Figures | None:
-        """The figures of a fault as `active` returns them; counts as one occurrence of it."""
+        """Return the figures of a fault as `active` does, and count one occurrence. `of`: the kind
+        of frame, for faults that may be of one kind only."""
         with self._lock:
             self._look()
             figures = self._faults.get(kind)
@@ -97,7 +100,8 @@ class Faults:
             return figures
 
     def watch(self) -> None:
-        """For ever: the disk's limit is the process's, and no call asks for it."""
+        """Read the file again and again, for ever. The process's limit of file sizes follows
+        `full disk`, which no wrapped function asks for."""
         while True:
             self.active("full disk")
             time.sleep(LOOK)
@@ -118,7 +122,7 @@ class Faults:
 
 
 def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Makes the node's code in this process obey `faults` from here on."""
+    """Wrap functions of the node's code in this process so that they obey `faults`."""
     import torch
 
     from planaria.node.machine.compute import ComputeThread, kind_of
@@ -150,7 +154,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
                     took = time.perf_counter() - started
                     time.sleep((float(crawl["factor"]) - 1) * took)
 
-        sick.__name__ = kind_of(work)  # the node's watch tells tasks apart by it
+        sick.__name__ = kind_of(work)  # the node's watch tells tasks apart by name
         return post(thread, sick, *arguments, **named)
 
     def sent(work: Any, kind: str, visit: Any, tensor: torch.Tensor, *arguments: Any) -> Any:
@@ -188,14 +192,15 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
 
 
 def run_sick(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; behind `--faults FILE`, with these. For `Processes`."""
+    """Run `planaria ARGUMENTS...`, under the faults of FILE if the arguments begin with
+    `--faults FILE`. For `Processes`."""
     from planaria.node.machine.processes import run_planaria
 
     if arguments[0] == "--faults":
         faults = Faults(Path(arguments[1]))
         arm(faults)
         threading.Thread(target=faults.watch, name="faults", daemon=True).start()
-        arguments = [*arguments[2:], "--restart", "no"]  # another process would not be armed
+        arguments = [*arguments[2:], "--restart", "no"]  # a restarted process would have no faults
     run_planaria(arguments)
 
 

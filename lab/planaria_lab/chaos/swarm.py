@@ -1,9 +1,9 @@
-"""A swarm of processes under a schedule of faults, and a record of all that happens to it.
+"""Run a swarm of processes under a schedule of faults, and record all that happens to it.
 
-`SickSwarm` starts a registry and nodes, each node behind a proxy and under sick_node.py, carries
-out the faults when they are due and heals them, and puts another process wherever one has ended. A
-fault waits for as long as its stage could not bear it yet, and a loss of stages until all is well.
-It judges nothing: what it writes to its folder is for outcome.py.
+`SickSwarm` starts a registry and nodes, each node behind a proxy and under sick_node.py. It injects
+the faults when they are due, ends them, and replaces each process that has ended. A fault waits
+until its stage can bear it, and a loss of stages until all nodes are healthy. The class draws no
+conclusions: outcome.py does, from the files that it writes.
 """
 
 from __future__ import annotations
@@ -51,37 +51,39 @@ from planaria_lab.chaos.sick_node import KINDS as SICK
 from planaria_lab.chaos.sick_node import run_sick, set_faults
 
 LOOK: Final = 0.05
-"""Seconds between two looks at what there is to do."""
+"""Seconds between two rounds of the loop."""
 SAMPLE: Final = 2.0
-"""Seconds between two looks at what the processes take."""
+"""Seconds between two samples of the processes' resources."""
 AGAIN: Final = 0.5
-"""Seconds until a process that has ended by itself gets another in its place."""
+"""Seconds until a process that has ended by itself is replaced."""
 START: Final = 120.0
-"""Seconds that a swarm has for its first step."""
+"""Seconds that the registry has to listen, and then the swarm to commit its first step."""
 END: Final = 120.0
-"""Seconds that it has, once everything is healed, until all its nodes have the newest step."""
+"""Seconds after the last fault in which `STEPS_AT_THE_END` steps must be committed, and again
+seconds in which all nodes must apply them."""
 STEPS_AT_THE_END: Final = 3
-"""Committed once everything is healed."""
+"""Steps that must be committed after all faults have ended."""
 OWN_STEPS: Final = 3
-"""A node takes part once it has applied so many: the first ones as a newcomer, without a vote. When
-only such are left, they can't know whether the others have gone on, and the run goes back."""
+"""Steps that a node must have applied to count as taking part. It applies the first ones as a
+newcomer, without a vote. If only newcomers are left, they can't know whether the others have gone
+on, and the run goes back."""
 BETWEEN_LOSSES: Final = 23
-"""Steps before a loss of stages: a snapshot is whole after 8 or more. Saves are 10 apart, so that
-they are not of the very step which is lost."""
+"""Steps between two losses of stages. A snapshot needs 8 or more to be whole. Saves are 10 apart,
+so that a loss is not at the step of a save."""
 KILLS: Final = {"kill", "registry kill", *LOSSES}
 FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
 CHECKPOINTS: Final = "checkpoints"
 NODES: Final = "nodes"
-"""Folder of the nodes' folders, which have the names of their slots."""
+"""Name of the folder that has a folder for each node, named by its slot."""
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class ChaosError(UserError):
-    """A swarm can't be made sick here; the message says why and what to do."""
+    """A swarm under faults can't start; the message says why and what to do."""
 
 
 class Taken(NamedTuple):
-    """What a process takes of its machine at a time (Unix seconds)."""
+    """The resources that a process uses at a time (Unix seconds)."""
 
     time: float
     slot: str
@@ -92,7 +94,11 @@ class Taken(NamedTuple):
 
 
 class SickSwarm:
-    """`run` is resolved. All of it is over, processes and all, when the block ends."""
+    """A swarm under faults, as an async context manager, which ends all processes at its end.
+
+    `run` is a resolved run file, `out` the folder for all files. `say` gets a sentence for each
+    event.
+    """
 
     def __init__(
         self,
@@ -103,9 +109,9 @@ class SickSwarm:
         out: Path,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """Raises ChaosError when `out` is not empty."""
+        """Remove the files of an interrupted run from `out`. Raises ChaosError if it has others."""
         if (out / FAULTS).exists():
-            shutil.rmtree(out)  # of a run like this one, which was interrupted
+            shutil.rmtree(out)
         if out.exists() and any(out.iterdir()):
             raise ChaosError(f"{out} is not empty: remove it, or choose another --logs")
         self.run, self.shape, self.minutes, self.out, self.say = run, shape, minutes, out, say
@@ -114,8 +120,8 @@ class SickSwarm:
         self.sick.mkdir()
         (out / RUN_FILE).write_text(dumps(run), encoding="utf-8")
         self.due = sorted(faults, key=lambda fault: fault.at)
-        self.healing: list[tuple[float, Fault, int | None]] = []  # when (loop time), process id
-        self.starting: dict[str, float] = {}  # slot -> when (loop time) it gets a process
+        self.healing: list[tuple[float, Fault, int | None]] = []  # end (loop time), fault, pid
+        self.starting: dict[str, float] = {}  # slot -> when (loop time) to start its process
         self.processes = Processes(
             self.logs,
             {"OMP_NUM_THREADS": "1"},
@@ -128,9 +134,9 @@ class SickSwarm:
         self.story = RunStory(run.steps)
         self.tails: dict[Path, LineReader] = {}
         self.quarantined: set[str] = set()  # instances, see node/launch/instance.py
-        self.seats: dict[str | None, set[int]] = {}  # node -> its stages, by the newest view
+        self.seats: dict[str | None, set[int]] = {}  # node -> its stages in the newest view
         self.driver: str | None = None  # node
-        self.lost_at = 0  # step
+        self.lost_at = 0  # step of the last loss of stages
         self.applied: dict[str | None, range] = {}  # node -> steps that it has applied
         self.blinking: set[asyncio.Task[None]] = set()
         self.sampled = 0.0
@@ -161,7 +167,8 @@ class SickSwarm:
     # --- the run
 
     async def train(self) -> str:
-        """Returns what keeps the swarm from going on; empty: nothing does."""
+        """Train under the faults for the given minutes, and then until all nodes have the newest
+        step. Return why the swarm did not go on; empty: it did. Raises ChaosError."""
         clock = asyncio.get_running_loop().time
         self._start(REGISTRY)
         address = await self._registry_address(clock)
@@ -179,7 +186,8 @@ class SickSwarm:
                 await asyncio.sleep(LOOK)
             wanted = self.story.committed + STEPS_AT_THE_END
             if not await self._until(lambda: self.story.committed >= wanted, END, clock):
-                return self._stuck(f"no {STEPS_AT_THE_END} steps were committed in {END:.0f} s")
+                few = f"fewer than {STEPS_AT_THE_END} steps were committed in {END:.0f} s"
+                return self._stuck(few)
             await self._until(lambda: {*self._behind(wanted)} <= {*self._kept_out()}, END, clock)
             missing = sorted({*self._behind(wanted)} - {*self._kept_out()})
             return (
@@ -195,8 +203,8 @@ class SickSwarm:
         return f"the run was stopped: {stopped.reason}" if stopped else failure
 
     def _behind(self, step: int) -> list[str]:
-        """Slots whose node does not take part, or has not applied this step yet. A standby is not
-        among them."""
+        """Return the slots whose node does not take part, or has not applied this step yet.
+        Standbys are left out."""
         nodes = {
             slot: node for slot, node in self._nodes().items() if self.seats.get(node) != set()
         }
@@ -204,16 +212,16 @@ class SickSwarm:
         return [s for s, steps in applied.items() if steps.stop <= step or len(steps) < OWN_STEPS]
 
     def _nodes(self) -> dict[str, str | None]:
-        """Slot -> node."""
+        """Map each slot to the node that its process has joined as."""
         running = self.processes.running()
         return {slot: self.story.node_of(running.get(slot, 0)) for slot in self.shape.slots}
 
     def _serves(self, slot: str) -> set[int]:
-        """The stages of its node."""
+        """Return the stages that the slot's node serves."""
         return self.seats.get(self._nodes().get(slot), set())
 
     def _kept_out(self) -> list[str]:
-        """Slots whose node is in quarantine for what it has done."""
+        """Return the slots whose node is in quarantine."""
         return [
             path.parent.name
             for path in self.out.glob(f"{NODES}/*/instance-*")
@@ -223,7 +231,8 @@ class SickSwarm:
     async def _until(
         self, condition: Callable[[], bool], seconds: float, clock: Callable[[], float]
     ) -> bool:
-        """Whether the condition holds before `seconds` are over or the run is stopped."""
+        """Wait until the condition holds and return True, or return False after `seconds` or when
+        the run is stopped."""
         deadline = clock() + seconds
         while not condition():
             if clock() > deadline or self.story.stopped is not None:
@@ -233,7 +242,7 @@ class SickSwarm:
         return True
 
     def _attend(self, now: float) -> None:
-        """Does everything but begin new faults."""
+        """Do all work of one round except starting new faults."""
         self._read()
         self._heal(now)
         self._replace_ended(now)
@@ -264,11 +273,11 @@ class SickSwarm:
     # --- faults
 
     def _make_sick(self, passed: float, now: float) -> None:
-        """`passed`: seconds since the first step."""
+        """Start the faults that are due and bearable. `passed`: seconds since the first step."""
         for due in [fault for fault in self.due if fault.at <= passed]:
             fault = self._placed(due) if due.slot == STAGES else due
             if fault is None or not self._bears(fault):
-                continue  # it waits
+                continue  # it must wait
             self.due.remove(due)
             pid = self.processes.running().get(fault.slot)
             where = " and ".join((fault.slot, *fault.others))
@@ -281,8 +290,8 @@ class SickSwarm:
             self.healing.append((now + fault.seconds, fault, pid))
 
     def _placed(self, loss: Fault) -> Fault | None:
-        """The loss with the slots of its nodes; None: not now, since states that a rebuild needs
-        may not be whole yet, or a node of the stages has another one, too."""
+        """Return the loss with the slots of its nodes. None: it must wait, since the states that a
+        rebuild needs may not be whole yet, or a node of its stages serves another stage, too."""
         if self.story.committed < self.lost_at + BETWEEN_LOSSES:
             return None
         driving = set[str]()
@@ -299,9 +308,9 @@ class SickSwarm:
         return replace(loss, slot=slot, others=tuple(others))
 
     def _bears(self, fault: Fault) -> bool:
-        """Whether the slots have no other fault. For a fault that is a node's own, the node must
-        also take part in steps, and a healthy replica of it; without replicas, and for a loss of
-        stages, all others."""
+        """Return whether the fault can begin now: its slots have no other fault. For a guilty
+        fault, its nodes must also take part in steps, and so must a healthy replica. Without
+        replicas, or for a loss of stages, all other nodes must."""
         if any(not other.slots.isdisjoint(fault.slots) for _, other, _ in self.healing):
             return False
         if fault.blame == "innocent":
@@ -406,7 +415,7 @@ class SickSwarm:
         ]
 
     async def _registry_address(self, clock: Callable[[], float]) -> str:
-        """The registry's address, as soon as it listens. Raises ChaosError."""
+        """Wait until the registry listens, and return its address. Raises ChaosError."""
         file, deadline = self.out / ADDRESS, clock() + START
         while not file.exists():
             if self.processes.ended() or clock() > deadline:
@@ -415,12 +424,12 @@ class SickSwarm:
             await asyncio.sleep(LOOK)
         return file.read_text().strip()
 
-    # --- what is written for later
+    # --- records
 
     async def _watch(self, address: str) -> None:
-        """Writes down every view that the registry issues, until cancelled."""
+        """Record every view that the registry issues, until cancelled."""
         while True:
-            with suppress(grpc.aio.AioRpcError):  # it was killed: soon there is another
+            with suppress(grpc.aio.AioRpcError):  # the registry was killed; another will start
                 async with grpc.aio.insecure_channel(address) as channel:
                     watch: Any = channel.unary_stream(f"/{SERVICE}/Watch")
                     call = watch(WatchRequest().SerializeToString(), wait_for_ready=True)
@@ -445,7 +454,7 @@ class SickSwarm:
 
 
 def take(slot: str, pid: int) -> Taken:
-    """The resources that process `pid` uses now. Raises OSError when it has ended."""
+    """Return the resources that process `pid` uses now. Raises OSError if it has ended."""
     folder = Path("/proc") / str(pid)
     rss = int((folder / "statm").read_text().split()[1]) * _PAGE
     descriptors = len(os.listdir(folder / "fd"))  # noqa: PTH208 (names are enough)

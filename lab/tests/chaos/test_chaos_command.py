@@ -1,4 +1,4 @@
-"""What `planaria lab chaos` trains."""
+"""The run that `planaria lab chaos` trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the records of a run."""
+"""Outcomes of runs, computed from their records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def event(time: float, kind: str, node: str = "", **fields: Any) -> dict[str, An
 
 
 def record(*lines: dict[str, Any], **parts: Any) -> RunRecord:
-    """Of alice at 1.0 and bob at 1.1, who both had stage 1 at time 10."""
+    """Return the record of a run with alice at slot 1.0 and bob at 1.1, which both serve stage 1
+    from the first seconds on."""
     lives = [
         event(1.0 + number, kind, name, **fields)
         for number, name in enumerate((ALICE, BOB))
@@ -79,7 +80,7 @@ def record(*lines: dict[str, Any], **parts: Any) -> RunRecord:
 
 
 def test_steps_are_lost_in_long_gaps_and_by_what_was_there():
-    """A step takes a second; 4 and 2 are lost."""
+    """A step takes a second; 4, 87 and 2 steps are lost in the three gaps."""
     commits = [0.0, 1.0, 2.0, 3.0, 8.0, 9.0, 10.0, 11.0, 12.0, 100.0, 101.0, 104.0, 105.0]
     kill, blink = Began("kill", "1.0", 3.5, 4.0, 1), Began("blink 9 s", EVERYBODY, 2.0, 9.0, None)
     assert steps_lost(commits, [kill, blink]) == {"kill": 45.5, "blink 9 s": 45.5, NOBODYS: 2.0}
@@ -89,7 +90,7 @@ def test_steps_are_lost_in_long_gaps_and_by_what_was_there():
 
 
 def test_a_fault_is_noticed_when_others_name_its_node():
-    """Bob says so himself too early; the view is without him later."""
+    """Bob reports his own lost link first, which does not count; the view is without him later."""
     lines = [
         event(21.0, "link lost", BOB, peer=ALICE, reason="closed"),
         event(21.5, "link lost", ALICE, peer=BOB, reason="closed"),
@@ -102,7 +103,7 @@ def test_a_fault_is_noticed_when_others_name_its_node():
 
 
 def test_who_is_evicted_and_why():
-    """Bob was killed, alice cut off; then carol, who never had the state, is gone too."""
+    """Bob is killed, and alice's connections are reset. Carol leaves by herself later."""
     views = [
         Change(20.0, 1, "", {ALICE: 1, BOB: 1}),
         Change(30.0, 2, "bob is gone", {ALICE: 1}),
@@ -202,7 +203,7 @@ def test_replicas_are_compared_after_their_newest_common_step():
 
 
 def test_a_process_grows_by_so_many_mib_a_minute():
-    """It takes a lot in its first two minutes, then 3 MiB a minute."""
+    """The process grows fast in its first two minutes, then by 3 MiB a minute."""
     mib = 2**20
     taken = [
         Taken(1000.0 + s, "1.0", 7, mib * int(100 + min(s, WARM)) + mib * 3 * s // 60, 30, 9)
@@ -313,5 +314,5 @@ def test_a_table_sums_what_a_folder_has(tmp_path):
 
 def test_a_file_that_is_no_outcome_is_named(tmp_path):
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"other.json is no outcome of `planaria lab chaos`"):
+    with pytest.raises(ValueError, match=r"other.json is not an outcome of `planaria lab chaos`"):
         read_outcomes(tmp_path)

@@ -14,7 +14,7 @@ from planaria_lab.chaos.proxy import HOST, Proxy, Way, diallers, obey
 
 
 class Echo:
-    """A server that says again what it hears, and remembers how its connections ended."""
+    """A server that sends back what it receives, and records how its connections ended."""
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()
@@ -148,7 +148,7 @@ async def test_a_node_that_is_not_there_is_a_reset(echo):
 
 
 async def test_a_line_that_is_no_command_is_refused(proxy):
-    with pytest.raises(ValueError, match="'restart' is none of: reset, "):
+    with pytest.raises(ValueError, match="'restart' is not a command: use reset, "):
         await obey(proxy, "restart")
 
 

@@ -96,7 +96,7 @@ def test_a_lone_node_is_spared_what_would_rightly_pause_the_run():
 
 
 def test_a_kind_that_there_is_not():
-    with pytest.raises(ValueError, match="'fever' is no kind of fault: choose of kill, stop, "):
+    with pytest.raises(ValueError, match="'fever' is not a kind of fault: choose from kill, "):
         schedule(0, 1, Shape(1, 1, ("fever",)))
 
 

@@ -64,7 +64,7 @@ def stage() -> TorchStage:
 
 
 def forward(trained: TorchStage) -> torch.Tensor:
-    """What the stage sends of a microbatch [2, 4, 8] to the next stage."""
+    """Return the tensor that the stage sends for a microbatch [2, 4, 8] to the next stage."""
     trained.work.begin(BEGAN, pb.Begin(step=1))
     visit = Visit(3, 1, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
     descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
@@ -99,12 +99,12 @@ def test_a_fault_lasts_until_it_is_healed_or_has_occurred_so_often(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"fever": {}}, {"crawl": {"seconds": 1.0}}])
 def test_what_is_no_fault_is_refused(tmp_path, wrong):
-    with pytest.raises(ValueError, match="is no fault: choose of "):
+    with pytest.raises(ValueError, match="is an unknown fault: choose from "):
         set_faults(tmp_path / "faults.json", wrong)
 
 
 async def test_a_hung_thread_does_nothing_until_it_is_healed(control, monkeypatch):
-    """And the node's watch can set_faults what it is at."""
+    """A posted task keeps its kind, so that the node's watch can name it."""
     posted: list[str] = []
     post = ComputeThread.post
 
@@ -119,7 +119,7 @@ async def test_a_hung_thread_does_nothing_until_it_is_healed(control, monkeypatc
     waiting = thread.run(partial(str, "done"))
     done, _ = await asyncio.wait([waiting], timeout=0.1)
     assert not done
-    assert posted == ["str"]  # by the wrapper, to what it wraps
+    assert posted == ["str"]  # from the fault's wrapper to the wrapped function
     set_faults(control, {})
     assert await waiting == "done"
     thread.stop()
@@ -199,7 +199,7 @@ def test_a_stalled_disk_takes_nothing_until_it_is_healed(control, monkeypatch, t
 
 
 def test_a_full_disk_refuses_writes_until_there_is_room(tmp_path):
-    """In a process of its own, since the limit is one of the process."""
+    """The writer is a process of its own, since the limit holds for a whole process."""
     file = tmp_path / "faults"
     command = [sys.executable, "-c", WRITER, str(file), str(tmp_path / "out")]
     with subprocess.Popen(
