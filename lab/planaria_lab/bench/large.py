@@ -37,8 +37,6 @@ batch = 2
 microbatch = 1
 lr = 3e-4
 validation_microbatches = 0
-[swarm]
-progress = 600
 [saves]
 every = 1
 """

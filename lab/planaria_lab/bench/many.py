@@ -58,13 +58,13 @@ def nodes(replicas: int) -> dict[str, list[str]]:
 
 
 def memory(look: Living) -> float:
-    """Return the MiB of all processes. Each counts its share of a shared page (PSS)."""
+    """Return the megabytes of all processes. Each counts its share of a shared page (PSS)."""
     summaries = [
         Path(f"/proc/{process}/smaps_rollup").read_text()
         for process in look.processes.running().values()
     ]
     lines = [line.split() for text in summaries for line in text.splitlines()]
-    return sum(int(words[1]) for words in lines if words[0] == "Pss:") / 1024
+    return sum(int(words[1]) for words in lines if words[0] == "Pss:") * 1024 / 1e6
 
 
 def computed(look: Living) -> float:
@@ -106,7 +106,7 @@ def train(run: RunFile, out: Path, one_each: float) -> None:
         aborted = len(watched.events("aborted"))
     usual = statistics.median(line["seconds"] for line in quiet)
     print(
-        f"{len(slots)} nodes train {started:.0f} s after their start, and need {need / 1024:.1f} "
+        f"{len(slots)} nodes train {started:.0f} s after their start, and need {need / 1e3:.1f} "
         f"GB; {usual:.2f} s a step, {of_processors:.2f} of processors; ratio to a node for each "
         f"stage ({one_each:.2f} s): {usual / one_each:.2f}",
         flush=True,

@@ -170,9 +170,6 @@ def _run_one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, l
     for sentence in outcome["broken"]:
         errors.print(f"broken: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if outcome["broken"]:
-        again = f"planaria lab chaos --minutes {minutes:g} --seed {seed} --stages {shape.stages} "
-        again += f"--replicas {shape.replicas} --rate {shape.rate:g} --policy {policy} "
-        again += f"--seats {shape.seats}"
-        again += "".join(f" --kind {kind!r}" for kind in shape.kinds)
-        errors.print(f"to repeat this run: {again}", markup=False, highlight=False, soft_wrap=True)
+        again = f"give the same options with --seed {seed} --pieces 1, and another --out"
+        errors.print(f"to repeat this run, {again}", highlight=False, soft_wrap=True)
     return not outcome["broken"]
