@@ -117,8 +117,7 @@ class DrivenRun:
     def views(
         self, members: dict[str, int] | None = None, leaving: str = "", **fields: object
     ) -> list[Effect]:
-        """Gives the driver the next view, which names `a` as driver unless `fields` say
-        otherwise."""
+        """The driver gets the next view; `a` drives unless `fields` say otherwise."""
         self.number += 1
         if members is not None:
             self.members = members
@@ -146,8 +145,7 @@ class DrivenRun:
         return pb.Status(committed=standing.committed, last=standing.last, **more)
 
     def statuses(self, committed: int | None = None, **differing: pb.Status) -> list[Effect]:
-        """All members answer, with the status in `differing`, else with step `committed` or the
-        newest state."""
+        """All members answer: as in `differing`, else with this step or the newest state."""
         usual = self.has() if committed is None else at(committed)
         effects: list[Effect] = []
         for node in list(self.driver.members):
@@ -177,8 +175,7 @@ class DrivenRun:
         return self.hears(node, ready=pb.Ready(squared_norm=squared_norm, finite=finite, **figures))
 
     def votes(self, but: str = "", **differing: dict[str, Any]) -> list[Effect]:
-        """All members `but` one vote, some with other figures; returns the effects of the last
-        vote."""
+        """All members `but` one vote, some with other figures; returns the last effects."""
         effects: list[Effect] = []
         for node in [node for node in self.driver.members if node != but]:
             effects = self.ready(node, **differing.get(node, {}))
@@ -737,8 +734,7 @@ class Relearning(Joined):
         return self.statuses(c=self.has(relearning=self.left), new=pb.Status(**status))
 
     def trains_with(self, relearned: int, left: int) -> list[Effect]:
-        """All members that train vote; `c` offers `relearned` updates and has `left` more to
-        learn."""
+        """All members that train vote; `c` offers `relearned` updates and has `left` more."""
         self.left = left
         self.comes_home()
         return self.votes(but="new", c={"relearned": relearned, "relearning": left})
@@ -1131,8 +1127,7 @@ def late(rules: TransactionRules = PAIRED_RULES, members: dict[str, int] = PAIRE
 
 
 def accounts(run: DrivenRun, seconds: float, hanging: str) -> list[Effect]:
-    """Members answer the driver's inquiries for `seconds`; those `hanging` have work and do
-    none."""
+    """Members answer inquiries for `seconds`; those `hanging` have work and do none."""
     effects: list[Effect] = []
     end, computed = run.now + seconds, 0
     while run.now < end:
@@ -1275,8 +1270,7 @@ def test_a_step_is_tried_again_when_who_gives_up_a_microbatch_is_alone_by_then()
 def test_nobody_gets_again_what_it_has_given_up(
     happens: list[tuple[str, bool, set[int]]],
 ) -> None:
-    """Whoever else of its stage is lost, another node computes the microbatch, or the step is tried
-    again."""
+    """Whatever replicas are lost, others compute the microbatch, or the step is tried again."""
     run = late(members={"a": 0, "y": 1, "v": 1, "w": 1, "c": 2})
     given_up: set[tuple[str, int]] = set()
     left = set("yvw")
@@ -1783,8 +1777,7 @@ def test_what_is_said_of_links_costs_nothing_while_microbatches_come_home():
 
 
 def says_again(run: DrivenRun, peer: str, node: str) -> list[Effect]:
-    """`peer` reports that it can't reach `node`, which is there, until the attempt fails; tries
-    again."""
+    """`peer` says that it can't reach `node`, which is there; the attempt fails and is repeated."""
     run.hears(peer, cut=pb.Cut(node=node, reason="reset"))
     effects = run.waits(UNREACHED)
     tries_again(run)
@@ -1915,8 +1908,7 @@ def served_by(run: DrivenRun) -> set[str]:
 
 
 def two_refuse(run: DrivenRun, node: str) -> list[Effect]:
-    """`b` refuses data of `node`. One step later, `node` serves others again, and `b2` refuses,
-    too."""
+    """`b` refuses data of `node`; so does `b2` a step later, when `node` serves others again."""
     refuses(run, "b", node)
     run.statuses()
     run.commits()
@@ -2080,8 +2072,7 @@ class Differing(DrivenRun):
             self.commits()
 
     def differs(self, node: str = "c") -> list[Effect]:
-        """All members vote, `node` with weights that changed since its update; returns the last
-        effects."""
+        """All vote, `node` with weights changed since its update; returns the last effects."""
         self.comes_home()
         self.votes(but=node)
         return self.ready(node, digest=b"flipped")

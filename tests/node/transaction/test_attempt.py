@@ -179,9 +179,8 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     losses: list[tuple[int, int, bool]],
     checked: float,
 ) -> None:
-    """Gradients equal those of an undisturbed swarm bit for bit. A gradient may be half summed
-    before a loss. Visits may be computed twice, to be compared, or wait for `room` (0: no
-    limit)."""
+    """Gradients equal an undisturbed swarm's bit for bit. A gradient may be half summed before a
+    loss. Visits may be computed twice, to be compared, or wait for `room` (0: no limit)."""
     chance = random.Random(seed)
     work: Any = partial(Cramped, room) if room else VirtualWork
     swarm = Swarm(replicas, chance, make_work=work, swapped=swapped)

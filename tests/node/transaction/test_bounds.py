@@ -1,5 +1,4 @@
-"""Messages of any content: no state machine of the transaction raises, and the sender of an invalid
-message is charged."""
+"""Messages of any content: no state machine raises, and senders of invalid ones are charged."""
 
 from __future__ import annotations
 
