@@ -276,7 +276,7 @@ def test_replicas_that_have_applied_different_commits_do_not_sum() -> None:
 
 
 class Alone:
-    """A replica without the others."""
+    """One replica of a stage; the test plays the others."""
 
     def __init__(self, send: Callable[[str, Frame], bool] = lambda peer, frame: True) -> None:
         self.time = Nodes()
@@ -585,7 +585,7 @@ def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
 
 
 def test_who_tells_of_its_row_what_is_not_so_is_found_by_its_row() -> None:
-    """n04 reports the microbatches of its row: n03, n04 and n05."""
+    """n04 reports the microbatches of its row's nodes: n03, n04 and n05."""
     nodes, teller = many(9), "n04"
     network = Network(nodes)
 

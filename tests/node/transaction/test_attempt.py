@@ -133,7 +133,7 @@ def test_what_a_slow_node_has_not_begun_others_do_once(
 
 
 class Cramped(VirtualWork):
-    """Work with room for `room` microbatches at a time."""
+    """The work of a node that has room for `room` microbatches at a time."""
 
     def __init__(self, room: int, node: str, stage: int) -> None:
         super().__init__(node, stage)
@@ -162,7 +162,7 @@ class Cramped(VirtualWork):
     losses=LOSSES,
     checked=st.sampled_from([0.0, 0.5]),
 )
-@example(  # the lost source's are at the head, and its successor's window is full
+@example(  # microbatches of the lost source are at the head; its successor's window is full
     seed=346,
     replicas=3,
     room=1,

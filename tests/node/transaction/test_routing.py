@@ -230,7 +230,7 @@ def test_routes_go_along_links_where_nodes_have_a_few_each(faster: float, least:
 def test_a_thousand_nodes_that_come_and_go_have_at_most_fifty_links_for_tensors(faster: float):
     """Links to members that may drive don't count. Views come half a minute apart, each with two
     losses and two joins. Links used in the last view aren't idle yet: requested links, hops off the
-    lanes, ways of copies, and sources of joiners' states."""
+    lanes, paths of copies, and sources of joiners' states."""
     drawn = Random(3)
 
     def member(stage: int) -> Member:

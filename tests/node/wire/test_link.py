@@ -157,7 +157,7 @@ async def nine_frames(a: Node, b: Node) -> None:
 
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(DEADLINE):
-        while not holds():  # noqa: ASYNC110  it tells nobody
+        while not holds():  # noqa: ASYNC110  no event tells
             await asyncio.sleep(0.001)
 
 

@@ -70,8 +70,7 @@ async def node(
 async def asking(
     address: str, run: str = "run", token: str = "", credentials: Credentials | None = None
 ) -> AsyncIterator[ObserverClient]:
-    """A client that reaches seats `node/1` directly and `hidden/2` through it; `heard`: what
-    comes."""
+    """A client that reaches seat `node/1` directly and `hidden/2` through it; `heard`: input."""
     heard: asyncio.Queue[Any] = asyncio.Queue()
 
     def tell(*of: Any) -> None:
