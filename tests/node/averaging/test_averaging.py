@@ -105,19 +105,19 @@ def test_pieces_are_the_gradient_and_cut_no_row_in_two(replicas: int, size: int)
             assert all(start in firsts for start, stop in pieces if start < stop)
 
 
-# What is held back
+# Error feedback
 
 LOSSY: list[Averaged] = ["int8", "int4", "lowrank"]
 
 
 def held_by(network: Network) -> torch.Tensor | float:
-    """By all of them together."""
+    """The sum of the error feedback of all nodes."""
     rows = [node.feedback.row for node in network.nodes.values()]
     return sum((row.double() for row in rows if row is not None), torch.zeros(1).double())
 
 
 def one_step(network: Network, values: Sequence[torch.Tensor], step: int) -> torch.Tensor:
-    """Of all who are there; the sum."""
+    """All nodes of the network sum these values; returns the sum."""
     nodes = list(network.nodes)
     exchanges = [
         network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0)
@@ -144,7 +144,7 @@ def commit(network: Network, step: int) -> None:
 def test_what_was_left_out_of_committed_sums_is_held_back(
     replicas: int, length: int, codec: Averaged, committed: list[bool]
 ) -> None:
-    """Also in rows; and of those that were not committed nothing is."""
+    """Also with replicas in rows. Sums that weren't committed leave no error feedback."""
     nodes = many(replicas)
     network = Network(nodes, codec)
     wanted, applied = torch.zeros(length).double(), torch.zeros(length).double()
@@ -162,7 +162,7 @@ def test_what_was_left_out_of_committed_sums_is_held_back(
 
 
 def test_what_is_small_comes_in_time_and_without_feedback_never_would() -> None:
-    """Of a constant gradient the mean of what is applied becomes what it is."""
+    """The mean of the applied sums of constant gradients approaches the exact sum."""
     network = Network(NODES[:3], "lowrank")
     once = [10.0 ** torch.linspace(0, -1, 40) * (i + 1) for i in range(3)]
     total = torch.zeros(40)
@@ -178,7 +178,7 @@ def test_of_one_ballot_only_that_commit_counts() -> None:
     commit(network, 1)
     before = [node.feedback.row for node in network.nodes.values()]
     kept = [row.clone() for row in before if row is not None]
-    one_step(network, gradients("ab", 40, seed=2), 2)  # which is not committed
+    one_step(network, gradients("ab", 40, seed=2), 2)  # not committed
     commit(network, 1)
     commit(network, 3)
     for node, row in zip(network.nodes.values(), kept, strict=True):
@@ -197,7 +197,7 @@ def test_of_one_ballot_only_that_commit_counts() -> None:
 def test_a_joiner_begins_with_nothing_and_whoever_is_left_keeps_what_it_holds(
     codec: Averaged, first: list[str], left: list[str], joined: list[str]
 ) -> None:
-    """Parts change owners then, and nothing of what those hold who are there is lost."""
+    """Parts change owners then, and no error feedback of the nodes that stay is lost."""
     network = Network(first, codec)
     for step, nodes in enumerate((first, first, left, joined), start=1):
         for gone in network.nodes.keys() - set(nodes):
@@ -276,7 +276,7 @@ def test_replicas_that_have_applied_different_commits_do_not_sum() -> None:
 
 
 class Alone:
-    """One replica, without the others."""
+    """One replica of a stage; the test plays the others."""
 
     def __init__(self, send: Callable[[str, Frame], bool] = lambda peer, frame: True) -> None:
         self.time = Nodes()
@@ -292,12 +292,12 @@ class Alone:
         self.time.outcome(self.start(*arguments))
 
     def of_two(self, patience: float = 60.0, ballot: Ballot = BALLOT) -> None:
-        """Sums with b."""
+        """Sums a gradient with that of `b`."""
         self.reduce(ballot, ["a", "b"], torch.ones(8), [0, 1], 4, patience)
 
 
 def of_b(size: int = 8) -> Frame:
-    """The first part of its contribution."""
+    """The first frame of b's contribution."""
     return replica("b", ["a", "b"], torch.ones(size), [2, 3]).contribute(0)[0][1]
 
 
@@ -475,17 +475,17 @@ def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
         assert torch.equal(values, torch.full((4,), value))
 
 
-# More than eight: rows
+# More than eight replicas: rows
 
 
 def of_many(nodes: Sequence[str], length: int, seed: int = 0) -> list[torch.Tensor]:
-    """Such that the order of additions shows."""
+    """Gradients whose sum shows the order of additions."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(length, generator=generator) * 10.0 ** (i % 4) for i, _ in enumerate(nodes)]
 
 
 def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their sum: of each row in the order of its nodes, then of the rows in theirs."""
+    """The sum of the values: each row in the order of its nodes, then the rows in theirs."""
     by_node = dict(zip(nodes, values, strict=True))
     return reduce(torch.add, [reduce(torch.add, [by_node[n] for n in row]) for row in rows(nodes)])
 
@@ -497,7 +497,7 @@ def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tenso
 )
 @settings(max_examples=12, deadline=None)
 def test_the_sum_in_the_order_of_nodes_and_rows(count: int, length: int, seed: int) -> None:
-    """With partners only."""
+    """Only partners send each other frames."""
     nodes = many(count)
     network, talks = Network(nodes, seed=seed), {node: partners(node, nodes) for node in nodes}
 
@@ -537,7 +537,7 @@ def test_replicas_are_bit_identical_whatever_comes_when(count: int, codec: Avera
 def test_as_many_bytes_travel_as_are_planned_with(
     count: int, codec: Literal["none", "bf16", "lowrank"]
 ) -> None:
-    """And of a node in rows not many more than the mean."""
+    """In rows, no node sends or receives many more bytes than the mean."""
     nodes, sent, came = many(count), Counter[str](), Counter[str]()
     network = Network(nodes, codec)
 
@@ -557,23 +557,23 @@ def test_as_many_bytes_travel_as_are_planned_with(
 
 
 def ids_of(nodes: Sequence[str], other: dict[str, list[int]]) -> list[list[int]]:
-    """One of six microbatches each, as far as they go, but for those that have others."""
+    """The microbatches of each node: those in `other`, else one of six while they last."""
     return [other.get(node, [i] if i < 6 else []) for i, node in enumerate(nodes)]
 
 
 @pytest.mark.parametrize(
     ("ids", "accused", "named"),
     [
-        ({"n01": [1, 2]}, ["n01", "n02"], "more than once: 2 (n01, n02)"),  # of one row
+        ({"n01": [1, 2]}, ["n01", "n02"], "more than once: 2 (n01, n02)"),  # in one row
         ({"n05": [5, 6]}, ["n05"], "not of this window: 6 (n05)"),
-        ({"n00": [0, 3]}, None, "more than once: 3 (n00, n03)"),  # of two
+        ({"n00": [0, 3]}, None, "more than once: 3 (n00, n03)"),  # in two rows
         ({"n04": []}, [], "in nobody's gradient: 4"),
     ],
 )
 def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
     ids: dict[str, list[int]], accused: list[str] | None, named: str
 ) -> None:
-    """Of two rows, who has told of a microbatch is accused; of one it is who has it."""
+    """A microbatch in two rows accuses its reporters; in one row, the nodes that have it."""
     nodes, complaints = many(10), 0
     for outcome in reduce_all(Network(nodes), of_many(nodes, 200), ids_of(nodes, ids)):
         assert isinstance(outcome, ComplaintError)
@@ -585,7 +585,7 @@ def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
 
 
 def test_who_tells_of_its_row_what_is_not_so_is_found_by_its_row() -> None:
-    """n04 tells of n03, n04 and n05."""
+    """n04 reports the microbatches of its row's nodes: n03, n04 and n05."""
     nodes, teller = many(9), "n04"
     network = Network(nodes)
 
@@ -662,7 +662,7 @@ def test_in_rows_a_frame_that_cannot_be_right_accuses_its_sender(phase: str, cha
 def test_who_contributes_what_is_not_finite_is_named(
     count: int, who: int, codec: Averaged, bad: float
 ) -> None:
-    """To whomever owns that part; if that is itself, to all who get the sum."""
+    """The owner of the part names the node; if that is itself, all that receive the sum do."""
     nodes = many(count)
     for at in (0, 70, 143):
         values = of_many(nodes, 144)
@@ -720,7 +720,7 @@ def _passes_until(
     target: str,
     frame: Frame,
 ) -> bool:
-    """The link is lost when so many frames have come through it."""
+    """Loses the link after `through` frames have come over it; returns whether this frame comes."""
     if (source, target) == link:
         came.append(frame)
         if len(came) == through + 1:

@@ -1,4 +1,4 @@
-"""Audits of sums: who lies is named, and nobody else, whatever it says."""
+"""Audits of sums: a liar is named, and no other replica, whatever the liar says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.harness.reducing import (
 
 SIZE, PIECE, BLOCK = 9000, 1000, 256
 ALL = range(40)
-"""Numbers that draw each block once, of 40 in 9 or 10 pieces."""
+"""Numbers that draw each of the 36 blocks of a gradient at least once."""
 Alter = Callable[[str, pb.AuditAnswer], None]
 
 
@@ -49,7 +49,7 @@ def nodes_of(count: int) -> list[str]:
 
 
 def values_of(nodes: list[str], seed: int = 0) -> list[torch.Tensor]:
-    """Noisy estimates of one gradient."""
+    """Noisy estimates of one gradient, one for each node."""
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(SIZE, generator=generator)
     return [gradient + torch.randn(SIZE, generator=generator) for _ in nodes]
@@ -62,7 +62,8 @@ def audited(
     away: str = "",
     left: str = "",
 ) -> AuditResult:
-    """The result of an audit of all blocks, in which some answer is altered, or missing."""
+    """The result of an audit of all blocks. `alter` changes answers, that of `away` is missing, and
+    `left` is no member any more."""
     network = Network(nodes, codec, signed=True)
     assert set(reduce_all(network, values_of(nodes))) == {None}
     answers = {}
@@ -119,7 +120,7 @@ def adds_up(
     phase: str = "_send_sum",
     fits: bool = True,
 ) -> None:
-    """The liar multiplies the sums that it makes. `fits`: it claims the contribution that fits."""
+    """`liar` multiplies its sums by `factor`. `fits`: it also claims a contribution that fits."""
     honest = getattr(reduction.Reduction, phase)
     step = {"_send_sum": 1, "_coded": 3}[phase]
 
@@ -157,7 +158,7 @@ def test_an_adder_whose_own_part_makes_its_sum_fit_stands_out(
 ) -> None:
     adds_up(monkeypatch, "n01", factor)
     result = audited(nodes_of(3))
-    assert result.wrong.keys() <= {"n01"}  # what it claims is rounded
+    assert result.wrong.keys() <= {"n01"}  # the contribution that it claims is rounded
     assert {*standing_out(result)} == {"n01"}
     assert {"adder against", "adder long"} <= {*standing_out(result)["n01"]}
 
@@ -180,13 +181,13 @@ def forged(signed: pb.SignedBlocks, node: str, digests: bytes) -> pb.SignedBlock
 
 
 def other_bytes(node: str, answer: pb.AuditAnswer) -> None:
-    """It shows a contribution that would have been right, not the one that it sent."""
+    """n01 shows another contribution than the one that it sent, of zeros."""
     for block in answer.blocks if node == "n01" else ():
         block.contribution = bytes(len(block.contribution))
 
 
 def two_digests(node: str, answer: pb.AuditAnswer) -> None:
-    """It signs another contribution afterwards, so that the adder's sum doesn't fit it."""
+    """n01 signs another contribution afterwards, so that the adder's sum doesn't fit it."""
     for block in answer.blocks if node == "n01" else ():
         for signed in block.signed:
             if (signed.node, signed.phase) == ("n01", "contribution"):
@@ -194,7 +195,7 @@ def two_digests(node: str, answer: pb.AuditAnswer) -> None:
 
 
 def frames_contributor(node: str, answer: pb.AuditAnswer) -> None:
-    """As adder, it says that n00 has signed something else, and that n02 has sent nothing."""
+    """As adder, n01 says that n00 has signed something else, and that n02 has sent nothing."""
     for block in answer.blocks if node == "n01" and answer.blocks else ():
         signed = [s for s in block.signed if s.node != "n02"]
         for each in signed:
@@ -210,7 +211,7 @@ def unreadable(node: str, answer: pb.AuditAnswer) -> None:
 
 
 def no_gradient(node: str, answer: pb.AuditAnswer) -> None:
-    """It shows less than a block."""
+    """n01 shows less than a block."""
     for block in answer.blocks if node == "n01" else ():
         block.contribution = block.contribution[:-4]
 
@@ -241,13 +242,13 @@ def test_nobody_is_named_for_what_another_says_of_it() -> None:
 def test_nobody_is_named_when_a_replica_has_left_before_the_audit_began(
     count: int, away: str
 ) -> None:
-    """Its signatures can't be verified any more, whoever shows them."""
+    """The signatures of n02 can't be verified any more, whoever shows them."""
     result = audited(nodes_of(count), left="n02", away=away)
     assert result.wrong == {}
 
 
 def test_an_adder_that_hides_what_a_silent_replica_has_signed_is_named() -> None:
-    """The contributor doesn't answer. Its adder must have had its signature."""
+    """The contributor n02 doesn't answer. Its adder n01 must have had its signature."""
 
     def hides(node: str, answer: pb.AuditAnswer) -> None:
         for block in answer.blocks if node == "n01" else ():
@@ -309,7 +310,7 @@ def test_who_sends_without_a_valid_signature_is_accused(
 
     network.passes = passes
     error = first_failure(network, start_all(network, values_of(nodes)))
-    if phase == "row sum" and count == 3:  # there is one row
+    if phase == "row sum" and count == 3:  # all replicas are in one row
         assert (error, liars) == (None, [])
         return
     assert isinstance(error, ComplaintError)

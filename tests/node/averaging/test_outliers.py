@@ -19,14 +19,14 @@ class Stage:
     """Replicas whose gradients are audited in each step."""
 
     def __init__(self, shares: Shares, signal: float = 1.0, seed: int = 0, steps: int = 10_000):
-        """`signal`: norm of the gradient that all estimate; that of a token's noise is 16."""
+        """`signal`: norm of the gradient that replicas estimate; a token's noise has norm 16."""
         self.generator = torch.Generator().manual_seed(seed)
         self.names = [f"n{number}" for number in range(len(shares))]
         self.shares, self.signal = shares, signal
         self.suspicions = SuspicionScores(steps)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Sums over tokens, of which some have far more noise than others."""
+        """Each replica's sum over its tokens, with up to 1.5 times the usual noise."""
         common = torch.randn(WIDTH, generator=self.generator)
         common *= self.signal / common.norm()
         gradients = {}
@@ -61,7 +61,7 @@ class Stage:
 @pytest.mark.parametrize("signal", [0.0, 0.1, 1.0, 16.0])
 @pytest.mark.parametrize("shares", [(4, 4, 4), (1, 4, 40), (1, 1, 2, 8), (3, 0, 5, 5, 6)])
 def test_correct_replicas_are_never_named(shares: Shares, signal: float) -> None:
-    """Whatever part of their gradients is noise, and however unequal their shares are."""
+    """The part of the gradients that is noise and the shares of tokens make no difference."""
     assert Stage(shares, signal).named(1000) == {}
 
 

@@ -78,7 +78,7 @@ SWARM = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}  # a drives
 
 
 def sent(effects: Sequence[Effect], body: str) -> dict[str, pb.Message]:
-    """The messages of that body, by whom they go to."""
+    """Returns the messages with this body, by recipient."""
     sends = [effect for effect in effects if isinstance(effect, Send)]
     return {s.to: s.message for s in sends if s.message.WhichOneof("body") == body}
 
@@ -96,12 +96,12 @@ def without(members: dict[str, int], *nodes: str) -> dict[str, int]:
 
 
 def at(step: int, **more: Any) -> pb.Status:
-    """Of a member that has committed this step."""
+    """The status of a member that has committed this step."""
     return pb.Status(committed=step, last=pb.Commit(step=step), **more)
 
 
 class DrivenRun:
-    """A run as its driver, node a, sees and hears it. `now` goes on only where a test says so."""
+    """A run as its driver, node `a`, sees it. Only a test advances `now`."""
 
     def __init__(self, rules: TransactionRules = RULES, members: dict[str, int] = SWARM) -> None:
         self.driver = Driver("a", rules, Random(0))
@@ -117,7 +117,7 @@ class DrivenRun:
     def views(
         self, members: dict[str, int] | None = None, leaving: str = "", **fields: object
     ) -> list[Effect]:
-        """The next view; a drives where `fields` don't say otherwise."""
+        """The driver gets the next view; `a` drives unless `fields` say otherwise."""
         self.number += 1
         if members is not None:
             self.members = members
@@ -133,19 +133,19 @@ class DrivenRun:
         return self.driver.received(peer, pb.Message(ballot=ballot.message(), **body), self.now)
 
     def hears_all(self, **body: object) -> list[Effect]:
-        """The same from each member; returns the effects of the last one."""
+        """Delivers this message from each member; returns the effects of the last one."""
         effects: list[Effect] = []
         for node in list(self.driver.members):
             effects = self.hears(node, **body)
         return effects
 
     def has(self, **more: Any) -> pb.Status:
-        """Of a member that has the newest state."""
+        """The status of a member that has the newest state."""
         standing = self.driver.standing
         return pb.Status(committed=standing.committed, last=standing.last, **more)
 
     def statuses(self, committed: int | None = None, **differing: pb.Status) -> list[Effect]:
-        """All answer; whoever doesn't differ has this step, or the newest state."""
+        """All members answer: as in `differing`, else with this step or the newest state."""
         usual = self.has() if committed is None else at(committed)
         effects: list[Effect] = []
         for node in list(self.driver.members):
@@ -153,7 +153,7 @@ class DrivenRun:
         return effects
 
     def whole(self, message: pb.Message) -> pb.Begin:
-        """What a member makes of it that has the newest view, in which it was asked last."""
+        """Decodes the message's plan as a member does that was queried in the newest view."""
         heard = PlanDecoder()
         heard.queried(self.number, self.members)
         return heard.whole(self.driver.ballot, message.step.begin)
@@ -175,7 +175,7 @@ class DrivenRun:
         return self.hears(node, ready=pb.Ready(squared_norm=squared_norm, finite=finite, **figures))
 
     def votes(self, but: str = "", **differing: dict[str, Any]) -> list[Effect]:
-        """All are ready `but` one, some with other figures; returns the effects of the last one."""
+        """All members `but` one vote, some with other figures; returns the last effects."""
         effects: list[Effect] = []
         for node in [node for node in self.driver.members if node != but]:
             effects = self.ready(node, **differing.get(node, {}))
@@ -193,21 +193,21 @@ class DrivenRun:
 def asked(
     rules: TransactionRules = RULES, members: dict[str, int] = SWARM, **view: object
 ) -> DrivenRun:
-    """All are asked what they have, in its first view."""
+    """A run whose driver has queried all members in the first view."""
     run = DrivenRun(rules, members)
     run.views(**view)
     return run
 
 
 def begun(rules: TransactionRules = RULES, members: dict[str, int] = SWARM) -> DrivenRun:
-    """Its first step has begun."""
+    """A run whose first step has begun."""
     run = DrivenRun(rules, members)
     run.begins()
     return run
 
 
 def tries_again(run: DrivenRun) -> None:
-    """The step, after whatever pause."""
+    """The step begins again: all members answer, and the longest pause passes."""
     run.statuses()
     run.waits(LONGEST_PAUSE)
 
@@ -219,7 +219,7 @@ TWO_ENDS = {**SWARM, "z": 0}
 
 
 def reduced(run: DrivenRun, **ledgers: pb.Recording) -> list[Effect]:
-    """All are ready, and report this about their ledgers."""
+    """All members vote and report these ledgers, or none; returns the effects of the last vote."""
     run.comes_home()
     recording = {node: ledgers.get(node, pb.NO_LEDGER) for node in run.members}
     return run.votes(**{node: {"recording": ledger} for node, ledger in recording.items()})
@@ -247,7 +247,7 @@ def test_a_run_pauses_when_no_ledger_can_be_written(
 def test_a_paused_run_says_why_and_goes_on_when_a_ledger_is_written() -> None:
     run = begun(members=TWO_ENDS)
     reduced(run, a=pb.LEDGER_FAILING, z=pb.LEDGER_FAILING)
-    failing = at(1, recording=pb.LEDGER_FAILING)  # committed by some under the driver before
+    failing = at(1, recording=pb.LEDGER_FAILING)  # some committed step 1 under the previous driver
     written = at(1, recording=pb.LEDGER_WRITTEN)
     (paused,) = events(run.statuses(1, a=failing, z=failing), Paused)
     assert paused.reason.startswith("no node of stage 0 can write its ledger (--out): free space")
@@ -343,7 +343,7 @@ def test_reduce_waits_for_the_last_microbatch_and_a_repeated_one_is_not_another(
 
 
 def scored(run: DrivenRun, peer: str) -> list[Effect]:
-    """It knows the losses of all its microbatches."""
+    """The source `peer` reports the losses of all its microbatches."""
     mine = [m.id for m in run.attempt.begin.plan if m.source == peer]
     homes = [pb.Home(microbatch=m, loss=4.0, tokens=2) for m in mine]
     return run.hears(peer, scored=pb.Scored(microbatches=homes))
@@ -447,10 +447,10 @@ def test_late_and_foreign_messages_have_no_effect():
     assert run.driver.phase is DriverPhase.RUNNING
 
 
-# --- another driver's legacy
+# --- commits of the previous driver
 
 THIRD = Ballot(7, 5).message()
-"""The attempt that made step 3."""
+"""The ballot of the attempt that made step 3."""
 
 
 def of_third_step() -> pb.Status:
@@ -535,7 +535,7 @@ def test_when_everything_is_lost_the_run_does_not_begin_anew():
 
 
 def test_when_only_joiners_are_left_the_run_goes_back_to_what_all_of_them_have():
-    """Those who trained may have gone on, so what comes now is another thing."""
+    """The members that trained may have committed more, so the run opens a new lineage."""
     run = asked(committed=7)
     last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
     joiner = pb.Status(committed=5, last=last, following=4, heard=5)
@@ -555,7 +555,8 @@ def test_when_only_joiners_are_left_the_run_goes_back_to_what_all_of_them_have()
 
 
 def test_joiners_are_told_the_newest_commit_once_more_before_all_go_back() -> None:
-    """Some may lack only that, and who never gets its gradient is not waited for."""
+    """A joiner may lack only that commit. The driver doesn't wait for one that never gets its
+    gradient."""
     run = asked(committed=5)
     last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
     has = pb.Status(committed=5, last=last, following=3, heard=5)
@@ -665,7 +666,7 @@ def test_a_newcomer_whose_link_is_dialled_anew_is_asked_again():
 
 
 class Joined(DrivenRun):
-    """Stage 2 gets a second node, `new`, after step 1."""
+    """A run whose stage 2 gets a second node, `new`, after step 1."""
 
     def __init__(self, rules: TransactionRules = RULES) -> None:
         super().__init__(rules)
@@ -676,16 +677,16 @@ class Joined(DrivenRun):
         self.effects = self.gathered()
 
     def gathered(self, **status: object) -> list[Effect]:
-        """Everybody answers; `new` with that status."""
+        """All members answer, `new` with this status; returns the effects of the last answer."""
         return self.statuses(new=pb.Status(**status), newer=pb.Status())
 
     def trains(self) -> list[Effect]:
-        """All who train become ready; returns the effects of the last one."""
+        """All members that train vote; returns the effects of the last vote."""
         self.comes_home()
         return self.votes(but="new")
 
     def loses_stage_2(self) -> dict[str, int]:
-        """All that trained there; returns who is left."""
+        """Drops `c`, which trained at stage 2; returns the members that are left."""
         self.views(without(SWARM, "c") | {"new": 2})
         return self.members
 
@@ -725,7 +726,7 @@ def test_a_joiner_copies_a_replica_while_the_others_go_on():
 
 
 class Relearning(Joined):
-    """Stage 2 has a lesson to go on with when it gets its second node."""
+    """A run whose stage 2 is still relearning when it gets its second node."""
 
     left = 9
 
@@ -733,7 +734,7 @@ class Relearning(Joined):
         return self.statuses(c=self.has(relearning=self.left), new=pb.Status(**status))
 
     def trains_with(self, relearned: int, left: int) -> list[Effect]:
-        """All who train become ready, with so many updates of the lesson."""
+        """All members that train vote; `c` offers `relearned` updates and has `left` more."""
         self.left = left
         self.comes_home()
         return self.votes(but="new", c={"relearned": relearned, "relearning": left})
@@ -947,9 +948,9 @@ def test_weights_of_a_stage_that_a_node_does_not_serve_are_none() -> None:
 
 
 def test_who_followed_a_stage_that_is_rebuilt_copies_it_anew():
-    """Its gradients are those of the replicas that are gone."""
+    """The gradients that the joiner holds are those of the lost replicas."""
     run = asked(members={**SWARM, "new": 2})
-    follows = pb.Status(following=3, heard=4)  # its state is still to come
+    follows = pb.Status(following=3, heard=4)  # its copy of the state hasn't arrived
     assert sent(run.statuses(5, c=pb.Status(), new=follows), "sync").keys() == {"c"}
     run.hears("c", synced=pb.Synced(step=5, method="checkfree"))
     effects = run.statuses(5, new=follows)
@@ -960,7 +961,7 @@ def test_who_followed_a_stage_that_is_rebuilt_copies_it_anew():
 
 @pytest.mark.parametrize("digest", [b"rebuilt", b"of those that are gone"])
 def test_a_joiner_with_other_weights_does_not_enter_at_a_gather_either(digest: bytes):
-    """Another driver may have had the stage rebuilt."""
+    """An earlier driver may have ordered a rebuild of the stage."""
     run = asked(members={**SWARM, "new": 2})
     last = pb.Commit(step=5)
     rebuilt = pb.Status(committed=5, last=last, digest=b"rebuilt")
@@ -1033,7 +1034,7 @@ def test_who_drives_no_longer_is_silent():
     assert run.waits(1000) == []
 
 
-# --- patience
+# --- deadlines
 
 
 def test_a_silent_member_is_asked_again_and_then_suspected():
@@ -1051,7 +1052,7 @@ def test_who_says_that_it_cannot_answer_yet_is_suspected_only_once_it_is_silent(
     run = asked()
     for node in "bcd":
         run.hears(node, status=pb.Status())
-    for _ in range(30):  # its seat is being built from a large model
+    for _ in range(30):  # the seat of `a` is being built from a large model
         assert suspected(run.waits(QUERY_AGAIN)) in ([], ["e"])
         run.hears("a", account=pb.Account(computing=True))
     effects = run.waits(QUERY_AGAIN)
@@ -1118,7 +1119,7 @@ PAIRED_RULES = replace(RULES, stages=2, microbatches=6)
 
 
 def late(rules: TransactionRules = PAIRED_RULES, members: dict[str, int] = PAIRED) -> DrivenRun:
-    """In the second step, whose first has taken a second."""
+    """A run in its second step, whose first step took a second."""
     run = begun(rules, members)
     run.now += 1.0
     run.commits()
@@ -1126,7 +1127,7 @@ def late(rules: TransactionRules = PAIRED_RULES, members: dict[str, int] = PAIRE
 
 
 def accounts(run: DrivenRun, seconds: float, hanging: str) -> list[Effect]:
-    """Everybody answers the driver's inquiries; who hangs has something to do, and does nothing."""
+    """Members answer inquiries for `seconds`; those `hanging` have work and do none."""
     effects: list[Effect] = []
     end, computed = run.now + seconds, 0
     while run.now < end:
@@ -1244,12 +1245,12 @@ def test_what_a_slow_node_has_given_up_goes_to_its_replicas_and_who_had_voted_do
 
 
 def share(attempt: AttemptState, node: str) -> list[int]:
-    """The microbatches that it has by the plan."""
+    """The microbatches that the plan gives to `node`."""
     return [m for m, route in routes(attempt.begin).items() if node in route.nodes]
 
 
 def test_a_step_is_tried_again_when_who_gives_up_a_microbatch_is_alone_by_then() -> None:
-    """It is asked in the middle of a long pass, and answers after that."""
+    """`y` is asked during a long pass, and answers after its replica is lost."""
     run = late()
     mine = share(run.attempt, "y")
     run.driver.link_lost("b", "given back", run.now)
@@ -1269,8 +1270,7 @@ def test_a_step_is_tried_again_when_who_gives_up_a_microbatch_is_alone_by_then()
 def test_nobody_gets_again_what_it_has_given_up(
     happens: list[tuple[str, bool, set[int]]],
 ) -> None:
-    """Whoever of its stage is lost before and afterwards: somebody else does it, or the step is
-    tried again."""
+    """Whatever replicas are lost, others compute the microbatch, or the step is tried again."""
     run = late(members={"a": 0, "y": 1, "v": 1, "w": 1, "c": 2})
     given_up: set[tuple[str, int]] = set()
     left = set("yvw")
@@ -1295,7 +1295,7 @@ def test_a_slow_node_is_not_asked_to_give_up_what_only_it_can_do() -> None:
     run = late()
     run.hears("z", account=pb.Account(given_up=share(run.attempt, "z"), computing=True))
     asked: list[str] = []
-    for computed in range(8):  # a has all of it by now, and z waits
+    for computed in range(8):  # a has all microbatches of stage 0, and z is idle
         inquiries = sent(run.waits(ASK), "inquiry")
         asked += [node for node, message in inquiries.items() if message.inquiry.relieve]
         for node in inquiries:
@@ -1328,7 +1328,7 @@ def test_after_the_last_step_comes_a_validation_and_then_the_end():
 
 
 def test_the_end_is_told_when_the_last_step_is_in_the_ledger():
-    """The driver may be gone a moment later, and its ledger is the only one."""
+    """The only ledger is the driver's, and the driver may be gone right after the halt."""
     run = begun(replace(RULES, steps=1))
     run.commits()
     writing = run.has(recording=pb.LEDGER_WRITING)
@@ -1369,11 +1369,11 @@ def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
     assert run.driver.phase is DriverPhase.HALTED
 
 
-# --- every policy
+# --- recovery policies
 
 
 def lost(*nodes: str) -> dict[str, pb.Status]:
-    """These have joined just now."""
+    """Statuses of nodes that have just joined."""
     return dict.fromkeys(nodes, pb.Status())
 
 
@@ -1393,7 +1393,7 @@ def test_with_swapped_orders_and_one_microbatch_a_step_every_second_step_swaps()
 
 
 def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
-    """What is lost together is decided together."""
+    """The driver decides about all lost stages together."""
     run = asked(LOOSE, {"a": 0, "b": 1, "c": 2, "e": 4}, committed=5)
     effects = run.statuses(5, **lost("c"))
     assert not sent(effects, "sync")
@@ -1430,7 +1430,7 @@ def test_relearning_takes_no_longer_than_a_share_of_the_time_since_the_last_loss
     assert seconds("c") == {2.0}, "nobody knows how often stages are lost"
     run.now += 1.5
     run.driver.link_lost("e", "gone", run.now)
-    run.now += 10.0  # in which nobody was at its stage
+    run.now += 10.0  # in this time the stage had no node
     assert seconds("c", "e") == {0.5}, "1.5 are spent"
     run.now += 3.0
     run.driver.link_lost("c", "gone", run.now)
@@ -1537,7 +1537,7 @@ def on_the_way(rules: TransactionRules = FOUR, members: dict[str, int] = PAIRS) 
 
 
 def goes_on(run: DrivenRun, effects: Sequence[Effect]) -> pb.Begin:
-    """The plan by which all that are left go on; each is told where it has a part."""
+    """Checks that each node left is told its part of the new plan; returns the whole plan."""
     whole, parts = run.attempt.begin, sent(effects, "step")
     assert parts.keys() == {place.node for place in whole.members}
     for node, message in parts.items():
@@ -1603,7 +1603,7 @@ def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before()
     assert steps.keys() == run.members.keys()
     commit = steps["a"].step.commit
     assert (commit.step, len(run.driver.standing.last.microbatches)) == (1, 4)
-    assert run.driver.phase is DriverPhase.GATHERING  # for the view without it
+    assert run.driver.phase is DriverPhase.GATHERING  # to take up the view without g
 
 
 def test_a_node_that_is_no_member_any_more_need_not_have_lost_its_link():
@@ -1672,7 +1672,7 @@ def test_homes_that_were_sent_before_the_new_plan_was_heard_of_count():
     ("rules", "lost"),
     [
         (replace(FOUR, masking=False), ["g"]),
-        (FOUR, ["c", "g"]),  # its stage is lost
+        (FOUR, ["c", "g"]),  # stage 2 is lost
     ],
 )
 def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(
@@ -1713,7 +1713,7 @@ def test_who_stays_out_of_reach_for_some_costs_the_attempt_but_who_is_no_member_
 
 
 def meet(begin: pb.Begin, node: str, other: str) -> bool:
-    """Whether any microbatch goes from one of them to the other, or back."""
+    """Whether the route of any microbatch has both nodes."""
     return any({node, other} <= set(route.nodes) for route in routes(begin).values())
 
 
@@ -1777,7 +1777,7 @@ def test_what_is_said_of_links_costs_nothing_while_microbatches_come_home():
 
 
 def says_again(run: DrivenRun, peer: str, node: str) -> list[Effect]:
-    """That it can't reach the other one, which is there; until the attempt is over."""
+    """`peer` says that it can't reach `node`, which is there; the attempt fails and is repeated."""
     run.hears(peer, cut=pb.Cut(node=node, reason="reset"))
     effects = run.waits(UNREACHED)
     tries_again(run)
@@ -1785,7 +1785,7 @@ def says_again(run: DrivenRun, peer: str, node: str) -> list[Effect]:
 
 
 def closes_its_link(run: DrivenRun, *nodes: str) -> list[Effect]:
-    """To the driver, each of them once."""
+    """Each of these nodes closes its link to the driver once, and dials it again."""
     effects: list[Effect] = []
     for node in nodes:
         effects += run.driver.link_lost(node, f"{node} closed the link", run.now)
@@ -1795,7 +1795,7 @@ def closes_its_link(run: DrivenRun, *nodes: str) -> list[Effect]:
 
 @pytest.mark.parametrize(("nodes", "times"), [("b", HELD_UP), ("bc", HELD_UP_BY_SEVERAL)])
 def test_because_of_whose_links_nothing_is_ever_committed_is_wrong(nodes: str, times: int):
-    """Be it in an attempt, or while all are asked what they have."""
+    """Links lost in an attempt count, and so do links lost while the driver gathers."""
     run = begun()
     for _ in range(times - 1):
         assert charges(closes_its_link(run, *nodes)) == []
@@ -1828,7 +1828,7 @@ def test_a_driver_that_never_votes_leaves_after_the_second_time_if_another_node_
 
 
 def passed_on(run: DrivenRun, source: str, *nodes: str) -> list[Effect]:
-    """All of these say that they have done their part of the first microbatch, and wait."""
+    """Each of these nodes reports its forward pass of microbatch 0; then nothing progresses."""
     run.hears(source, account=pb.Account(done=[pb.Pass(microbatch=0, position=0)]))
     for position, node in enumerate(nodes, start=1):
         done = [pb.Pass(microbatch=0, position=position)]
@@ -1858,7 +1858,7 @@ def test_who_loses_things_to_one_after_the_other_is_the_one():
 
 
 def test_by_one_members_word_no_driver_goes():
-    """A node that suspects itself ends."""
+    """A node that suspects itself ends, so the driver must not suspect itself on one report."""
     run = begun()
     assert charges(run.hears("b", cut=pb.Cut(node="a", reason="so I say"))) == []
     failed = pb.Failed(reason="so I say", accused=["a"])
@@ -1884,11 +1884,11 @@ def test_of_two_that_say_so_of_each_other_nobody_is_wrong():
         assert charges(says_again(run, "b", "c") + says_again(run, "c", "b")) == []
 
 
-# --- what can't be used
+# --- data that a member can't use
 
 
 def replicated() -> DrivenRun:
-    """A step of a swarm with two nodes a stage has begun."""
+    """A run with two nodes a stage, whose first step has begun."""
     return begun(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2})
 
 
@@ -1901,14 +1901,14 @@ def refuses(run: DrivenRun, peer: str, node: str, cause: Cause = SHAPE) -> list[
 
 
 def served_by(run: DrivenRun) -> set[str]:
-    """Who has microbatches."""
+    """The nodes that have microbatches."""
     begin = run.attempt.begin
     nodes = {begin.members[place].node for microbatch in begin.plan for place in microbatch.places}
     return nodes | {microbatch.source for microbatch in begin.plan}
 
 
 def two_refuse(run: DrivenRun, node: str) -> list[Effect]:
-    """One after the other; the second time it had work from others again."""
+    """`b` refuses data of `node`; so does `b2` a step later, when `node` serves others again."""
     refuses(run, "b", node)
     run.statuses()
     run.commits()
@@ -1945,7 +1945,7 @@ def test_one_word_takes_a_replica_its_work_for_a_step_and_twice_as_many_the_next
 
 
 def test_whom_a_replica_of_its_stage_accuses_follows_until_others_are_to_find_out():
-    """No plan keeps the two from averaging with each other."""
+    """A plan can't prevent that two replicas of one stage average with each other."""
     run = replicated()
     run.commits()
     effects = refuses(run, "c2", "c")
@@ -2063,7 +2063,7 @@ BY_TWO = {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2}
 
 
 class Differing(DrivenRun):
-    """A step has been committed, and the next is under way."""
+    """A run that has committed `steps` steps and is in the next one."""
 
     def __init__(self, members: dict[str, int] = BY_TWO, steps: int = 1) -> None:
         super().__init__(replace(RULES, stages=max(members.values())), members)
@@ -2072,7 +2072,7 @@ class Differing(DrivenRun):
             self.commits()
 
     def differs(self, node: str = "c") -> list[Effect]:
-        """All is ready, and that node has other weights than it had; returns the last effects."""
+        """All vote, `node` with weights changed since its update; returns the last effects."""
         self.comes_home()
         self.votes(but=node)
         return self.ready(node, digest=b"flipped")
@@ -2126,7 +2126,7 @@ def test_who_differed_and_is_the_last_of_its_stage_is_better_than_a_guess():
     assert members(run.whole(sent(run.statuses(), "step")["a"])) == {"a", "b", "c"}
 
 
-# --- weights that nobody can vouch for
+# --- weights that no replica can confirm
 
 ALONE = {"a": 0, "b": 1, "c": 2}
 
@@ -2137,7 +2137,7 @@ class Alone(Differing):
         self.driver.rules = replace(self.driver.rules, policy=POLICIES[policy])
 
     def ready_with(self, **digests: tuple[bytes, bytes]) -> list[Effect]:
-        """All is ready; `told`: what the weights were after the update, and what they are now."""
+        """All members vote; `digests` has a node's digests after the update and now."""
         self.comes_home()
         pairs = digests.items()
         return self.votes(**{n: {"applied": then, "digest": now} for n, (then, now) in pairs})
@@ -2235,11 +2235,11 @@ def test_two_replicas_of_which_neither_is_as_it_was_go_back_to_what_others_keep(
     assert (sync.method, [s.node for s in sync.sources]) == ("replica", ["c2"])
 
 
-# --- what is not finite
+# --- values that are not finite
 
 
 def spoils(run: DrivenRun, node: str) -> list[Effect]:
-    """A neighbour got what isn't finite from that node."""
+    """A neighbour of `node` reports values from it that are not finite."""
     cut = pb.Cut(node=node, reason="microbatch 0 is not finite", cause=NONFINITE)
     return run.hears("a" if node != "a" else "b", cut=cut)
 
@@ -2335,7 +2335,7 @@ def test_after_three_skipped_steps_in_a_row_the_run_pauses_and_says_why():
     halt = halts["a"].halt
     assert "3 steps in a row were skipped, since the gradient of stage 2" in halt.reason
     assert not halt.finished
-    run.views()  # as when somebody says that it will leave soon
+    run.views()  # as when a member announces that it will leave soon
     again = sent(run.statuses(), "halt")
     assert [message.halt for message in again.values()] == [halt] * len(run.members)
     fewer = without(run.members, "b")
@@ -2396,7 +2396,7 @@ THREES = {**SWARM, "b2": 1, "b3": 1, "c2": 2, "z": 0, "y": 0}
 
 
 def audits(run: DrivenRun) -> tuple[list[AuditSum], pb.Commit]:
-    """Audits that follow from the commit of the attempt, and the commit."""
+    """Commits the attempt; returns the audits that follow from the commit, and the commit."""
     run.comes_home()
     effects = run.votes()
     commit = sent(effects, "step")["a"].step.commit
@@ -2430,7 +2430,7 @@ def test_a_commit_names_blocks_of_stages_with_three_replicas_for_one_audit_at_a_
     assert (audit.ballot, audit.step) == (Ballot.of(commit.ballot), 1)
     assert audit.stages.keys() == {1}, "the owners' is not audited"
     assert audit.stages[1].keys() == {"b", "b2", "b3"}
-    assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch is at one of them
+    assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch visits one of them
     assert audits(run)[0] == []
     run.driver.audit_over(AuditResult(1, {}, {}))
     (audit,), _ = audits(run)

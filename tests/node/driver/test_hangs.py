@@ -1,4 +1,4 @@
-"""Who holds up an attempt, by what its members say of themselves, in virtual time."""
+"""Which members hold up an attempt, by their own accounts, in virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def done(*passes: tuple[int, int, bool]) -> list[pb.Pass]:
 
 
 class Asked:
-    """Members that answer regularly; what they have computed is counted here."""
+    """Members that answer inquiries regularly; `computed` counts their passes."""
 
     def __init__(self) -> None:
         self.inquest, self.now = StragglerDetector(), 100.0

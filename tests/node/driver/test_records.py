@@ -1,4 +1,4 @@
-"""Who is told what became of each microbatch, and what becomes of it when those are lost."""
+"""Which members keep the records of a step, and what happens when all records are lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
     assert fault_to_member(message, 1) == ""
 
 
-# --- who
+# --- record holders
 
 
 def test_a_few_of_stage_0_are_told_and_as_many_of_the_others() -> None:
@@ -115,7 +115,7 @@ def test_somebody_notes_the_last_step_when_no_ledger_has_it() -> None:
 
 
 def votes(run: DrivenRun, ledger: pb.Recording) -> list[Effect]:
-    """All are ready; y and z report this about their ledgers, and a's is gone."""
+    """All members vote and report this about their ledgers, but `a`, whose ledger is gone."""
     run.comes_home()
     recording = {**dict.fromkeys(run.driver.members, ledger), "a": pb.NO_LEDGER}
     return run.votes(**{node: {"recording": own} for node, own in recording.items()})
@@ -181,7 +181,7 @@ def test_a_commit_has_the_records_that_were_told_before_the_vote() -> None:
 
 
 def test_a_commit_of_other_records_than_were_told_is_applied_and_its_driver_accused() -> None:
-    """Others have applied it, since they were told none."""
+    """Members that were told no records have applied the commit."""
     bare = without_records(recorded())
     replica = Replica(keeps=[pb.Home(microbatch=7, loss=4.0, tokens=2)])
     refused, suspect, apply = replica.decided(bare)

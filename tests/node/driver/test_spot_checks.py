@@ -1,4 +1,4 @@
-"""Visits that are done twice: who is drawn, who is told, and whose word counts for what."""
+"""Spot checks: which visits are drawn, which nodes are told, and whose comparisons count."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_of_three_the_one_that_differs_is_wrong_once_a_visit_and_has_to_go_after
 
 
 def test_a_machine_that_finds_a_node_wrong_again_is_no_more_evidence() -> None:
-    """Else it would have accused alone so often that it is taken for the liar."""
+    """If each counted, the machine would accuse alone so often that it is taken for the liar."""
     checks = SpotChecks(1.0, 0.05, Random(0))
     news = []
     for step, finder in enumerate(("x/1", "x/1", "x/2", "y/1", "x/1", "z/1")):

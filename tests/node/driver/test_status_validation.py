@@ -1,4 +1,4 @@
-"""What members say that they have, and what of that can be."""
+"""Which claims in the statuses of members a driver believes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planaria.node.wire.commit_chain import hash_of, seal
 
 RUN = "run"
 MADE = Ballot(3, 8)
-"""The attempt that made the newest step."""
+"""The ballot of the attempt that made the newest step."""
 
 
 def at(step: int, lineage: int = 0, made: Ballot = MADE, **more: object) -> pb.Status:
@@ -23,7 +23,7 @@ def at(step: int, lineage: int = 0, made: Ballot = MADE, **more: object) -> pb.S
 
 
 def ready(step: int, under: Ballot = MADE) -> pb.Status:
-    """For that step."""
+    """The status of a member that has voted for this step."""
     return at(step - 1, made=Ballot(3, 7), ready=step, ready_ballot=under.message())
 
 
@@ -33,7 +33,7 @@ NEW = pb.Status(weightless=True)
 def judged(
     own: pb.Status, *others: pb.Status, registered: int = 0, decided: int = -1
 ) -> StatusVerdict:
-    """`own`: of the driver's own seat; the others are of b/1, c/2, ..."""
+    """The verdict on `own`, the status of the driver's seat, and on those of b/1, c/2, ..."""
     statuses = {f"{'bcdefg'[i]}/{i + 1}": status for i, status in enumerate(others)}
     knows = (0, decided) if decided >= 0 else None
     drove = {MADE.view: Member(node="gone/0", key=DRIVER.public)}
@@ -97,7 +97,7 @@ def test_a_lineage_that_nobody_knows_of_is_not_gone_on_from_and_may_have_been() 
 
 
 def told_by(identity: Identity, clip_scale: float, **more: object) -> pb.Status:
-    """Who has step 7, as whoever has this key has told of it."""
+    """The status of a member at step 7 whose commit is signed with this key."""
     status = at(7, **more)
     status.last.clip_scale.append(clip_scale)
     seal(status.last, identity, RUN)

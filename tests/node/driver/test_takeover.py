@@ -1,4 +1,4 @@
-"""The driver when the last node of a stage is lost in a step, and others have its twin."""
+"""The driver when a stage loses its last node in a step and another node has the stage's twin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.node.transaction.test_member import view
 TWINS = replace(RULES, stages=3, policy=POLICIES["redundant"])
 ONE_EACH = {"a": 0, "b/1": 1, "c/2": 2, "d/3": 3}
 TAKEN = {"a": 0, "b/1": 1, "b/2.3": 2, "d/3": 3}
-"""Without c, whose seat b has got."""
+"""The members without c, whose seat b has got."""
 
 
 def in_second_step(members: dict[str, int] = ONE_EACH, **rules: object) -> DrivenRun:
@@ -138,8 +138,8 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     [
         (TAKEN, {"policy": POLICIES["checkfree"]}),
         (TAKEN, {"masking": False}),
-        ({"a": 0, "b/1": 1, "b/2.3": 2, "b/3.3": 3}, {}),  # two of them, in a row
-        ({"a": 0, "d/1.3": 1, "d/2.3": 2, "d/3": 3}, {}),  # with who had the twin
+        ({"a": 0, "b/1": 1, "b/2.3": 2, "b/3.3": 3}, {}),  # two stages in a row are lost
+        ({"a": 0, "d/1.3": 1, "d/2.3": 2, "d/3": 3}, {}),  # the node with the twin is lost, too
     ],
 )
 def test_else_the_step_begins_anew(left: dict[str, int], rules: dict[str, object]) -> None:
@@ -180,7 +180,7 @@ def driven_by(driver: str, number: int) -> registry.View:
 
 
 def member(committed: int) -> MemberSide:
-    """A seat that has the state of that step."""
+    """A seat that has fetched the state of step `committed`."""
     seat = new_member()
     seat.received("a", pb.Message(ballot=Ballot(1, 4).message(), query=pb.Query()))
     sync = pb.Sync(step=committed, method="redundant")

@@ -1,4 +1,4 @@
-"""An attempt without a tensor: what is computed, sent and sent again, in any order."""
+"""An attempt without tensors: what it computes, sends and sends again, in any order of events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def started(replicas: int = 2, seed: int = 0) -> Swarm:
 
 
 def check_it_ends_well(swarm: Swarm) -> None:
-    """All is done once, and each gradient is that of a swarm in which nothing happens."""
+    """Ends the attempt; checks that all is done once and gradients equal an undisturbed swarm's."""
     swarm.ends()
     swarm.check_everything_is_there_once()
     assert same_gradients(swarm, undisturbed())
@@ -107,8 +107,8 @@ def test_a_third_does_what_two_have_done_differently() -> None:
 def test_what_a_slow_node_has_not_begun_others_do_once(
     seed: int, replicas: int, events: list[tuple[int, str]]
 ) -> None:
-    """At whatever moment it is told to give it up, and whoever is lost besides, before it answers
-    or afterwards."""
+    """The node is told at any moment to give up its work. Nodes are lost before it answers or
+    afterwards."""
     chance = random.Random(seed)
     swarm = Swarm(replicas, chance)
     swarm.starts()
@@ -133,7 +133,7 @@ def test_what_a_slow_node_has_not_begun_others_do_once(
 
 
 class Cramped(VirtualWork):
-    """Has room for so many microbatches at a time."""
+    """The work of a node that has room for `room` microbatches at a time."""
 
     def __init__(self, room: int, node: str, stage: int) -> None:
         super().__init__(node, stage)
@@ -162,7 +162,7 @@ class Cramped(VirtualWork):
     losses=LOSSES,
     checked=st.sampled_from([0.0, 0.5]),
 )
-@example(  # what began at the lost source is at the head, and its successor has enough out
+@example(  # microbatches of the lost source are at the head; its successor's window is full
     seed=346,
     replicas=3,
     room=1,
@@ -179,8 +179,8 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     losses: list[tuple[int, int, bool]],
     checked: float,
 ) -> None:
-    """Bit for bit, also where a gradient had been half summed before a loss, whatever is done twice
-    to be compared, and where microbatches have to wait for `room` (0: there is always some)."""
+    """Gradients equal an undisturbed swarm's bit for bit. A gradient may be half summed before a
+    loss. Visits may be computed twice, to be compared, or wait for `room` (0: no limit)."""
     chance = random.Random(seed)
     work: Any = partial(Cramped, room) if room else VirtualWork
     swarm = Swarm(replicas, chance, make_work=work, swapped=swapped)
@@ -200,7 +200,7 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
 
 
 def test_what_there_is_no_memory_for_is_no_peers_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another attempt takes less, it fails; where none ever will, the node ends."""
+    """The attempt fails without blame if another one may need less memory; else the node ends."""
 
     def lacks(ends: bool, *_: object) -> None:
         raise NoRoomError("out of memory", ends=ends)
@@ -277,7 +277,7 @@ def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> 
     check_it_ends_well(swarm)
 
 
-# --- what can't be
+# --- bad frames, failures and plans
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_source_tells_of_its_losses_before_the_last_gradient_is_back() -> None
         assert all(source.homes[home.microbatch] == home for home in source.scored)
 
 
-# --- what goes before what, and how much at a time
+# --- priorities and the in-flight window
 
 
 def test_a_source_has_so_many_microbatches_out_and_the_next_when_one_is_home() -> None:
@@ -410,7 +410,7 @@ def test_a_source_finds_out_how_many_to_have_out_by_what_is_trained(kind: Any) -
 
 
 def working(swarm: Swarm, name: str) -> tuple[Node, Compute]:
-    """A node that has begun, and nothing else has come to it yet."""
+    """A node that has begun an attempt and received nothing yet, and its compute thread."""
     swarm.starts()
     node = swarm.nodes[name]
     exhaust(node.compute)
@@ -450,7 +450,7 @@ def test_what_comes_before_what_it_needs_waits_for_that() -> None:
     assert compute.posted == []
     assert [len(early) for early in node.attempt._early.values()] == [1]
     comes(node, "0.0", "activation", 0, 1)
-    comes(node, "0.0", "activation", 0, 1)  # once more
+    comes(node, "0.0", "activation", 0, 1)  # a repetition
     assert compute.posted == [Priority.FORWARD]
     exhaust(compute)
     assert node.attempt.applied == {0}
@@ -458,7 +458,7 @@ def test_what_comes_before_what_it_needs_waits_for_that() -> None:
     assert sent == [("2.0", "activation"), ("0.0", "gradient")]
 
 
-# --- attempts, one after the other
+# --- successive attempts
 
 
 @given(seed=st.integers(0, 2**32), after=st.integers(0, 150), drops=st.booleans())

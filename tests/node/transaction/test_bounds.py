@@ -1,4 +1,4 @@
-"""Messages of any content: no machine of the transaction raises, and nonsense is its sender's."""
+"""Messages of any content: no state machine raises, and senders of invalid ones are charged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = [*WHOLES, 1 << 53, (1 << 53) + 1, (1 << 64) - 1]
 
 
 def drawn(draw: Callable[[Any], Any], kind: type[Message], depth: int = 3) -> Any:
-    """A message of that type with some of its fields set to anything."""
+    """Draws a message of type `kind` with any values in some of its fields."""
     message = kind()
     body = kind.DESCRIPTOR.oneofs_by_name.get("body")
     within = [field.name for field in body.fields] if body is not None else []

@@ -25,14 +25,14 @@ ATTEMPT, NEXT = Ballot(1, 1), Ballot(1, 2)
 
 
 def view() -> registry.View:
-    """With the driver's key."""
+    """The run's first view, with the driver's key."""
     signed = test_member.view(1, SWARM)
     signed.run, signed.members[0].key = RUN, DRIVER.public
     return signed
 
 
 def commit(step: int = 1, after: pb.Commit | None = None, loss: float = 2.0) -> pb.Commit:
-    """As the driver has decided it."""
+    """A commit as the driver decides and signs it."""
     decided = pb.Commit(
         step=step,
         ballot=ATTEMPT.message(),
@@ -46,7 +46,7 @@ def commit(step: int = 1, after: pb.Commit | None = None, loss: float = 2.0) -> 
 
 
 class Replica:
-    """A member that is ready for step 1."""
+    """A member that has voted for step 1."""
 
     def __init__(self, keeps: Sequence[pb.Home] = ()) -> None:
         self.member = MemberSide("self", 1)

@@ -9,7 +9,7 @@ names = st.text("abcdef", min_size=1, max_size=3)
 placed = st.lists(st.tuples(names, st.integers(0, 3)), max_size=12, unique_by=lambda p: p[0])
 
 
-# --- who feeds whom
+# --- feeders
 
 
 @given(placed, placed)
@@ -37,7 +37,7 @@ def test_every_joiner_has_a_replica_of_its_stage_and_the_work_is_shared(
     assert feeders(begin) == assigned, "whatever the order"
 
 
-# --- what a joiner keeps in mind
+# --- commits and gradients that a joiner keeps
 
 
 def commit(step: int, attempt: int) -> pb.Commit:

@@ -1,4 +1,4 @@
-"""How many microbatches a source has out, by trips and homecomings."""
+"""How large the in-flight window of a source is, by trips and returns of microbatches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LEAST, MOST_OUT = STAGES + 1, MOST * (STAGES + 1)
 
 
 def step(filling: InFlightWindow, trip: float, between: float, microbatches: int = 200) -> float:
-    """An attempt in a pipe through which a microbatch takes `trip` seconds at least, and of which
-    one comes out every `between` seconds at most. Returns microbatches a second."""
+    """Simulates an attempt; returns microbatches a second. A microbatch takes at least `trip`
+    seconds, and returns are at least `between` seconds apart."""
     filling.begin()
     now = last = 0.0
     under_way: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""How long a node that has to leave waits, and for whom."""
+"""How long a leaving node waits, and for which other node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planaria.node.wire.seat_names import seated
 def view(
     seats: Mapping[str, Iterable[int]], leaving: Iterable[str] = (), room: int = 1
 ) -> registry.View:
-    """Stages by node."""
+    """A view in which each node has seats at these stages."""
     members = [
         registry.Member(
             node=node,

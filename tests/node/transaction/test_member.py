@@ -71,7 +71,7 @@ def status(effects: Sequence[Effect]) -> pb.Status:
 
 
 class Told:
-    """A member of stage 1 of 2, and what the driver tells it."""
+    """A member of stage 1 of 2 that receives the driver's messages."""
 
     def __init__(self) -> None:
         self.member = MemberSide("self", 1)
@@ -81,7 +81,7 @@ class Told:
         return self.member.received(peer, message(ballot, **body))
 
     def queried(self, ballot: Ballot) -> list[Effect]:
-        """By the driver of a view that has come, too."""
+        """Receives a query under this ballot, and first its view if that is newer."""
         if ballot.view > self.member.view.number:
             self.member.viewed(view(ballot.view))
         return self.hears(ballot, query=pb.Query())
@@ -92,7 +92,7 @@ class Told:
         return self.member.reduced(ballot, READY)
 
     def commits(self, step: int, ballot: Ballot) -> list[Effect]:
-        """The commit of what is ready, in the next ballot."""
+        """Receives the commit of attempt `ballot`, under the next ballot."""
         after = Ballot(ballot.view, ballot.attempt + 1)
         decided = commit(step, ballot, self.member.last)
         return self.hears(after, step=pb.Step(commit=decided))
@@ -405,7 +405,7 @@ class Follows(Told):
         (self.fetch,) = self.hears(Ballot(1, 1), sync=state)
 
     def begun(self, attempt: int, step: int, commit: pb.Commit | None = None) -> list[Effect]:
-        """The others begin an attempt, with the commit of the one before."""
+        """The members begin an attempt, with the commit of the step before."""
         begin = pb.Begin(step=step, members=STAGE, joining=JOINING)
         return self.hears(Ballot(1, attempt), step=pb.Step(commit=commit, begin=begin))
 
@@ -418,7 +418,7 @@ class Follows(Told):
 
 
 def adopts(effects: Sequence[Effect]) -> list[tuple[int, int]]:
-    """The attempt of each gradient that is adopted, and the step of the commit applied with it."""
+    """Pairs the attempt of each adopted gradient with the step of the commit applied with it."""
     pairs = list(pairwise(effects))
     return [(a.ballot.attempt, b.commit.step) for a, b in pairs if isinstance(b, Apply)]
 
@@ -611,10 +611,10 @@ def test_a_halted_member_goes_on_when_a_driver_asks(seat: Told):
     assert (seat.member.phase, seat.member.halt) == (MemberPhase.RUNNING, None)
 
 
-# --- whatever comes
+# --- messages in any order
 
 kinds = ["query", "begin", "ready", "commit", "sync", "halt", "failed", "changed", "arrived"]
-ahead = st.sampled_from([0, 0, 1, 1, 1, -1])  # of the ballot promised, and of the next step
+ahead = st.sampled_from([0, 0, 1, 1, 1, -1])  # offset from the promised ballot
 events = st.tuples(st.sampled_from(kinds), ahead, st.sampled_from([0, 0, 0, 1, -1]), st.booleans())
 
 
@@ -686,10 +686,10 @@ def test_an_attempt_goes_on_from_wherever_it_stands(seat: Told, phase: MemberPha
     attempting(seat, phase)
     step = going_on(1, Ballot(1, 1))
     assert seat.hears(Ballot(1, 2), step=step) == [GoOn(Ballot(1, 2), step.begin)]
-    assert seat.member.reduced(Ballot(1, 1), READY) == []  # of the sum that came to nothing
+    assert seat.member.reduced(Ballot(1, 1), READY) == []  # the sum of the old ballot doesn't count
     assert seat.hears(Ballot(1, 2), reduce=pb.Reduce()) == [AllHome(Ballot(1, 2))]
     assert bodies(seat.member.reduced(Ballot(1, 2), READY)) == ["ready"]
-    assert seat.commits(1, Ballot(1, 1)) == []  # it is ready for another one
+    assert seat.commits(1, Ballot(1, 1)) == []  # the member voted under another ballot
     assert Apply(commit(1, Ballot(1, 2))) in seat.hears(
         Ballot(1, 4), step=pb.Step(commit=commit(1, Ballot(1, 2)))
     )
@@ -730,7 +730,7 @@ def test_a_failure_under_the_first_ballot_fails_the_attempt_that_goes_on(seat: T
 
 
 def test_who_is_told_to_copy_what_it_has_has_nothing(seat: Told) -> None:
-    """Its replicas have something else."""
+    """Its replicas have another state of this step."""
     seat.member.committed = 4
     sync = pb.Sync(step=4, method="replica", follow=True)
     seat.member.received("driver", message(Ballot(1, 1), sync=sync))

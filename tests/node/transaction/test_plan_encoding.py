@@ -1,4 +1,4 @@
-"""What each member is told of an attempt, and what it makes of it."""
+"""The part of a plan that each member is told, and what the member decodes from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begun(members: Swarm, microbatches: int = 4, joining: Swarm | None = None) -
 def parts(
     telling: PlanEncoder, ballot: Ballot, begin: pb.Begin, stages: Swarm
 ) -> dict[str, pb.Begin]:
-    """What each of these is told."""
+    """The part of the plan that each of these nodes is told."""
     begins = {node: pb.Begin() for node in stages}
     telling.tell(ballot, begin, begins, stages)
     return begins
@@ -59,7 +59,7 @@ trains = st.sets(st.sampled_from(names)).map(
 def test_each_has_all_that_concerns_it_whoever_came_and_went(
     attempts: list[tuple[Swarm, bool, int]],
 ) -> None:
-    """Those who don't train follow. Whose numbers are odd hasn't had the view that is asked in."""
+    """Nodes that don't train follow. Nodes with odd numbers lack the view of the query."""
     telling, heard = PlanEncoder(), defaultdict[str, PlanDecoder](PlanDecoder)
     for number, (members, gathered, microbatches) in enumerate(attempts):
         if gathered:

@@ -1,4 +1,4 @@
-"""How many updates of a lesson enter with which commit."""
+"""How many updates of a lesson enter with each commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planaria.node.wire import stage_pb2 as pb
 
 
 def made(tally: RelearningProgress, most: int) -> int:
-    """Makes as many as it may, up to so many."""
+    """Makes up to `most` updates, as far as `tally` allows; returns how many."""
     before = tally.made
     while tally.may_update and tally.made < before + most:
         tally.made += 1

@@ -66,7 +66,7 @@ def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():
 
 
 def hops(planned: Sequence[Route], apart: Collection[Pair]) -> int:
-    """How often a microbatch goes between two of these."""
+    """Counts hops of microbatches between the nodes of a pair in `apart`."""
     return sum(frozenset(hop) in apart for route in planned for hop in pairwise(route.nodes))
 
 
@@ -108,16 +108,16 @@ def test_shares_stay_and_no_more_go_between_those_that_are_apart(counts, count, 
         assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
 
 
-# Nodes with several seats: 7f3a/2 is the one of 7f3a at stage 2
+# Nodes with several seats: 7f3a/2 is the seat of node 7f3a at stage 2
 
 
 def seats_of(*nodes: str, stages: int) -> list[list[str]]:
-    """Each of these nodes has a seat at each of the stages."""
+    """The seats of these nodes, by stage; each node has one at each stage."""
     return [[seat_id(node, str(stage)) for node in nodes] for stage in range(stages)]
 
 
 def seconds_of(planned: Sequence[Route], seconds: Mapping[str, float]) -> dict[str, float]:
-    """How long each node computes."""
+    """The seconds that each node computes."""
     busy: dict[str, float] = {}
     for route in planned:
         for seat in route.nodes[:-1]:
@@ -126,7 +126,7 @@ def seconds_of(planned: Sequence[Route], seconds: Mapping[str, float]) -> dict[s
 
 
 def crossing(planned: Sequence[Route]) -> int:
-    """Microbatches that leave the node of their source."""
+    """Counts the microbatches that leave their source's node."""
     return sum(len(set(map(node_of, route.nodes))) > 1 for route in planned)
 
 
@@ -182,7 +182,7 @@ def test_no_visit_could_go_where_it_ends_sooner(seated, count, swapped, data):
     shuffled = dict(data.draw(st.permutations(list(seconds.items()))))
     assert plan(orders, replicas, shuffled) == planned, "another driver plans the same"
     if len({node_of(seat) for seat in seats}) == len(seats):
-        return  # each stage for itself: see above
+        return  # each stage is shared out by itself: tested above
     busy = {node_of(seat): 0.0 for seat in seats} | seconds_of(planned, seconds)
     for route in planned:
         for seat, stage in zip(route.nodes[:-1], route.stages, strict=False):
@@ -228,9 +228,9 @@ def test_routes_go_along_links_where_nodes_have_a_few_each(faster: float, least:
 
 @pytest.mark.parametrize("faster", [1.0, 4.0])
 def test_a_thousand_nodes_that_come_and_go_have_at_most_fifty_links_for_tensors(faster: float):
-    """Besides those to who may drive. Views come half a minute after each other, each with two
-    losses and two joins, and what was used in the one before doesn't rest yet: links that were
-    asked for, hops off the lane, ways of copies, and sources of the states that joiners copy."""
+    """Links to members that may drive don't count. Views come half a minute apart, each with two
+    losses and two joins. Links used in the last view aren't idle yet: requested links, hops off the
+    lanes, paths of copies, and sources of joiners' states."""
     drawn = Random(3)
 
     def member(stage: int) -> Member:

@@ -1,4 +1,4 @@
-"""A copy and what is urgent, through an outbox over a link that is figures: a rate and a delay."""
+"""A copy and urgent frames, through an outbox over a link that is simulated: a rate and a delay."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ COPY: Final = bytes(MEBIBYTE)
 
 
 class SlowLink:
-    """One byte after the other at `rate` bytes a second, then `delay` seconds; acknowledgements
-    take that delay alone. Time is what the events say."""
+    """A link that sends bytes one after the other at `rate` bytes a second, and delays all by
+    `delay` seconds. Acknowledgements are only delayed. Time advances with the events."""
 
     def __init__(self, rate: float, delay: float) -> None:
         self.rate, self.delay = rate, delay
@@ -39,7 +39,7 @@ class SlowLink:
         self.inbox = ChunkInbox(PAYLOAD_LIMIT, 16 << 20)
         self.now = self.free = 0.0
         self.carried = 0  # bytes of copies that have arrived
-        self.under_way: Counter[str] = Counter()  # by kind, bytes that have left and not arrived
+        self.under_way: Counter[str] = Counter()  # bytes sent that haven't arrived, by kind
         self.copying = True
         self._kinds: dict[int, str] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -57,7 +57,7 @@ class SlowLink:
         self.now = until
 
     def urgent(self, kind: str = "gradient", size: int = URGENT) -> list[float]:
-        """Sent now; in the list, when it is there, its seconds."""
+        """Sends an urgent frame; returns a list that gets the seconds until its acknowledgement."""
         began, took = self.now, []
         frame = Frame(kind, (1, 1), {}, [], bytes(size))
         self.outbox.push(frame, lambda: took.append(self.now - began))
@@ -106,7 +106,7 @@ def test_urgent_frames_wait_tens_of_milliseconds_and_the_link_is_full(
         took = link.urgent()
         link.run(link.now + 1.0)
         assert took
-        longest = max(1.5 * wait, (round_trip + wait) / 2)  # the latter when it begins again
+        longest = max(1.5 * wait, (round_trip + wait) / 2)  # the latter after a pause
         assert took[0] < round_trip + longest + (URGENT + LEAST) / rate
 
 
@@ -114,7 +114,7 @@ def test_urgent_frames_wait_tens_of_milliseconds_and_the_link_is_full(
 def test_whatever_a_peer_answers_the_copy_goes_on_within_bounds(
     answers: list[tuple[int, float]],
 ) -> None:
-    """`answers`: to how many bytes of those under way, after how many seconds."""
+    """`answers`: how many bytes under way are acknowledged next, after how many seconds."""
     outbox, now = ChunkOutbox(2 * MEBIBYTE, 16 * MEBIBYTE), 0.0
     outbox.push(Frame("copy", (1, 1), {}, [], bytes(16 * MEBIBYTE)))
     sent = answered = 0

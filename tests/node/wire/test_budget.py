@@ -1,4 +1,4 @@
-"""What may wait, whoever sends."""
+"""Limits of what waits to be read: for each peer, and for all together."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -49,7 +49,7 @@ def test_every_frame_arrives_whole_whatever_the_timing(
     outbox, inbox = ChunkOutbox(chunk, window * chunk), ChunkInbox(PAYLOAD_LIMIT, 16 << 20)
     frames = [frame(size, kind, number) for number, (kind, size) in enumerate(sizes)]
     to_push, arrived = deque(frames), []
-    forth: deque[bytes] = deque()  # on the way to the inbox, and back
+    forth: deque[bytes] = deque()  # to the inbox; `back` has acknowledgements
     back: deque[tuple[int, int]] = deque()
     while True:
         moves = []
@@ -261,7 +261,7 @@ def test_so_many_frames_are_under_way_as_the_other_end_keeps_heads_of() -> None:
 
 
 class Room(Background):
-    """For so many bytes, whatever happens."""
+    """A window of `size` bytes that never changes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
     assert outbox.unacknowledged == 0
 
 
-# Their order
+# The order of chunks
 
 WINDOW = 1 << 16
 

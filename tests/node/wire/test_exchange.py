@@ -21,7 +21,7 @@ from tests.harness.network import Nodes
 
 
 class Later:
-    """A compute thread that works when the test says so."""
+    """A compute thread that does a task when the test calls `work`."""
 
     def __init__(self) -> None:
         self.posted: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
@@ -56,7 +56,7 @@ def test_it_runs_at_once_up_to_its_first_wait() -> None:
     exchanges.start(work())
     assert len(compute.posted) == 1
     compute.work()
-    assert done == []  # never inside of the call that brings what it waits for
+    assert done == []  # an exchange never resumes inside the call that ends its wait
     nodes.catch_up()
     assert done == ["worked"]
 
@@ -185,7 +185,7 @@ def test_the_first_that_fails_ends_the_others(nodes: Nodes, exchanges: Exchanges
 def taking(
     exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any
 ) -> tuple[list[Letter[str]], Exchange[None]]:
-    """All letters that come, and the exchange that takes them."""
+    """Starts an exchange that takes all letters; returns the letters and the exchange."""
     letters: list[Letter[str]] = []
 
     async def work() -> None:

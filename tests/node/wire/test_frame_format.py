@@ -37,7 +37,7 @@ def joined(buffers: tuple[memoryview, ...]) -> bytearray:
 
 
 def sent(tensor: torch.Tensor, codec: frame_format.Codec) -> torch.Tensor:
-    """As it arrives."""
+    """The tensor as it arrives."""
     descriptors, buffers = encode([tensor], codec)
     (read,) = decode(descriptors, joined(buffers))
     assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
@@ -97,8 +97,8 @@ def test_int8_is_wrong_by_half_a_scale_at_most(values: list[float], factor: floa
     st.sampled_from([1.0, 2.0**-140, 0.0]),
 )
 def test_int4_is_wrong_by_less_than_a_seventh_of_a_tile(values: list[float], factor: float) -> None:
-    """As vectors: half a scale in each of 32 directions, where the scale is a seventh of the
-    largest turned value, which is no longer than the tile."""
+    """The error of a tile, as a vector: half a scale in each of 32 directions. The scale is a
+    seventh of the largest rotated value, which is no longer than the tile."""
     tensor = torch.tensor(values, dtype=torch.float32) * factor
     read = sent(tensor, "int4")
     for before, after in zip(torch.split(tensor, 32), torch.split(read, 32), strict=True):
@@ -108,7 +108,7 @@ def test_int4_is_wrong_by_less_than_a_seventh_of_a_tile(values: list[float], fac
 
 
 def test_int4_spreads_what_is_far_out() -> None:
-    """As a rule the error is a tenth of what is sent, whatever is large in it."""
+    """The error is small beside the tensor, and beside its outliers."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(64, 32, generator=generator)
     tensor[:, 3] *= 100
@@ -305,7 +305,7 @@ def test_chunks_are_written_byte_for_byte_as_protobuf_does(
 def test_any_flipped_bit_of_a_chunk_beside_its_data_is_noticed(
     fields: dict[str, Any], position: int
 ) -> None:
-    """The checksums of the data are in the head."""
+    """The head has checksums of the data."""
     data = fields["data"]
     packed = pack_chunk(**fields | {"data": [data]})
     behind = pack_chunk(order=fields["order"])

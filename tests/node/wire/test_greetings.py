@@ -1,4 +1,4 @@
-"""Who says hello on a link."""
+"""Each end of a link proves its identity with its hello."""
 
 from __future__ import annotations
 

@@ -42,17 +42,17 @@ def test_whatever_a_peer_says_who_needs_it_does_not_hang_up(word: int) -> None:
 
 
 class Connection:
-    """What is on its way to each end: messages, and heartbeats as how many of them have come, and
-    what they say of need."""
+    """A pipe to each end, with messages and heartbeats. A heartbeat is a pair: how many messages
+    have come, and the need that its sender states."""
 
     def __init__(self) -> None:
         self.over = False
-        self.agreed = False  # that it was to be over
+        self.agreed = False  # an end has closed it by agreement
         self.pipes: tuple[deque[bytes | tuple[int, int]], ...] = deque(), deque()
 
 
 class End:
-    """As `Link` in connection.py."""
+    """One end of a link, simpler than `Link` in connection.py."""
 
     def __init__(self) -> None:
         self.session, self.idle = Session(1, BOUNDS), IdleEnd(PATIENCE, 0.0)
@@ -80,9 +80,9 @@ class End:
 
 
 class TwoEnds(RuleBasedStateMachine):
-    """Whatever is sent, asked for, lost or breaks while they agree, all that is sent comes once and
-    in order, no end of a connection that both have agreed to is a fault, and in the end both rest
-    or neither does."""
+    """Messages arrive once and in order, whatever is sent, requested, lost or breaks while the ends
+    agree to close. A connection closed by agreement is no fault. In the end both ends rest, or
+    neither does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 1.0, PATIENCE]))
     def pass_time(self, seconds: float) -> None:
-        if seconds < PATIENCE or not self.on_its_way():  # which takes much less
+        if seconds < PATIENCE or not self.on_its_way():  # messages take much less time
             self.now += seconds
 
     @rule(which=st.integers(0, 1))
@@ -147,7 +147,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), left=st.integers(0, 3))
     def notice(self, which: int, left: int) -> None:
-        """That the other one has hung up; some of what was on its way has come."""
+        """An end notices that its connection is over; some of what was on its way has come."""
         end = self.ends[which]
         if end.connection is not None and end.connection.over:
             pipe = end.connection.pipes[which]
@@ -158,8 +158,8 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def hear_nothing(self, which: int) -> None:
-        """Nor that the other has hung up. It is a fault only if there is something to send, or the
-        connection is asked for."""
+        """The end hears nothing, not even that its connection is over. That is a fault only if the
+        end has something to send, or the connection is requested."""
         end = self.ends[which]
         if end.connection is None or not end.connection.over or end.connection.pipes[which]:
             return
@@ -170,7 +170,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), left=st.integers(0, 3))
     def break_off(self, which: int, left: int) -> None:
-        """Nobody has wanted that."""
+        """The connection breaks, though no end closed it."""
         end = self.ends[which]
         if end.connection is not None:
             end.connection.over = True
@@ -178,7 +178,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def dial(self, which: int) -> None:
-        """Where dials cross or are late: test_session.py."""
+        """A dial succeeds at once. test_session.py has dials that cross or are late."""
         end, other = self.ends[which], self.ends[1 - which]
         if end.connection is not None or end.rests:
             return

@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
-        self.causes: list[Cause] = []  # of links lost
+        self.causes: list[Cause] = []  # why links were lost
 
     def on_message(self, peer: str, message: Message, now: float) -> None:
         self.queue.put_nowait(("message", peer, message))
@@ -124,7 +124,7 @@ async def linked(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Node, No
 
 @asynccontextmanager
 async def relayed(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Node, Node, Wire]]:
-    """Nodes a and b, whose link goes through a wire."""
+    """Nodes a and b, whose link goes through a `Wire`."""
     a, b = Node("a", settings=settings), Node("b", settings=settings)
     async with started(a, b), Wire(b.address) as wire:
         b.address = wire.address
@@ -134,7 +134,7 @@ async def relayed(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Node, N
 
 
 async def received(node: Node, peer: Node, count: int, size: int) -> None:
-    """So many messages and frames of `size` bytes, each kind in its order."""
+    """Receives `count` messages and frames of `size` bytes; checks the order of each kind."""
     steps, numbers = [], []
     while len(steps) < count or len(numbers) < count:
         async with asyncio.timeout(DEADLINE):
@@ -149,7 +149,7 @@ async def received(node: Node, peer: Node, count: int, size: int) -> None:
 
 
 async def nine_frames(a: Node, b: Node) -> None:
-    """They arrive in order."""
+    """Receives nine frames from a at b, and checks their order."""
     for number in range(9):
         peer, received = await b.events.next("frame")
         assert (peer, received.fields["number"], received.size) == ("a", number, 30_000)
@@ -157,7 +157,7 @@ async def nine_frames(a: Node, b: Node) -> None:
 
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(DEADLINE):
-        while not holds():  # noqa: ASYNC110  it tells nobody
+        while not holds():  # noqa: ASYNC110  no event tells
             await asyncio.sleep(0.001)
 
 
@@ -242,9 +242,9 @@ def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, st
 
 @asynccontextmanager
 async def dialled(node: Node, dialler: str, /, **changes: str) -> AsyncIterator[Any]:
-    """A connection, which is a Control stream, without Links at this end."""
+    """A connection that the test dials without `Links`: a Control stream."""
     pairs = metadata(node, dialler, **changes)
-    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, as Links has
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, as in Links
     channels = grpc.aio.insecure_channel(node.address, own)
     async with channels as channel, asyncio.timeout(DEADLINE):
         call: Any = channel.stream_stream("/planaria.node.Stage/Control")(metadata=pairs)
@@ -254,7 +254,7 @@ async def dialled(node: Node, dialler: str, /, **changes: str) -> AsyncIterator[
 
 
 async def last_words(call: Any) -> str:
-    """Why the peer closes the link, as it says on Control."""
+    """The reason that the peer gives on Control for closing the link."""
     async with asyncio.timeout(DEADLINE):
         while True:
             message = Message.FromString(await call.read())
@@ -263,7 +263,7 @@ async def last_words(call: Any) -> str:
 
 
 async def farewell(call: Any) -> str:
-    """What the stream ends with."""
+    """Reads the stream to its end; returns the details of its error."""
     try:
         while (await call.read()) is not grpc.aio.EOF:
             pass
@@ -308,7 +308,7 @@ async def test_a_dialler_that_a_newer_view_admits_has_only_to_wait() -> None:
         b.links.set_peers(1, [b.peer()], [])
         b.links.set_peers(2, [a.peer(), b.peer()], [])
         await up(a, b)
-        b.links.set_peers(1, [b.peer()], [])  # too old to count
+        b.links.set_peers(1, [b.peer()], [])  # an older view doesn't count
         assert b.links.linked("a")
 
 
@@ -332,7 +332,7 @@ async def test_two_nodes_cannot_share_a_port() -> None:
             await b.links.start(a.address)
 
 
-# What comes in malformed
+# Malformed input
 
 piece = partial(pack_chunk, order=1)
 
@@ -380,7 +380,7 @@ async def test_malformed_input_ends_its_link_and_no_other(
 
 
 async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
-    """The view names c at an address where somebody says that it is c."""
+    """The view has c at an address where a node with another key claims to be c."""
     a, b = Node("a"), Node("c", key="b")
     async with started(a, b, listen="ac"):
         a.links.set_peers(1, [a.peer(), peer_at("c", b.address)], ["c"])
@@ -394,14 +394,14 @@ async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
 
 
 async def carried_by(count: int, *nodes: Node) -> None:
-    """Each of these nodes has so many streams for chunks on the one link that it has."""
+    """Waits until the only link of each node has `count` streams for chunks."""
     for node in nodes:
         [only] = node.links.by_peer.values()
         await until(lambda: only.connection and len(only.connection._bulks) == count)  # noqa: B023
 
 
 def want(node: Node, count: int) -> None:
-    """It would have so many, as if it had measured that."""
+    """Makes the node want `count` streams, as if it had measured that."""
     [only] = node.links.by_peer.values()
     only._framed = only.now
     only.session.outbox._streams.wanted = count
@@ -427,7 +427,7 @@ async def test_only_where_frames_go_there_is_a_stream_for_them(sender: str) -> N
 
 
 async def test_a_link_by_which_no_frame_can_go_is_lost() -> None:
-    """Its dialler adds no stream, whoever asks for one."""
+    """The dialler, which is the test, adds no stream for frames."""
     b = Node("b", settings=replace(SOON, handshake=0.2))
     async with started(b):
         b.links.set_peers(1, [peer_at("c", ""), b.peer()], [])
@@ -465,12 +465,12 @@ async def test_a_peer_that_takes_no_stream_for_frames_is_dialled_anew() -> None:
 
 @pytest.mark.parametrize("who", ["a", "b"])
 async def test_frames_keep_their_order_by_streams_that_come_and_go(who: str) -> None:
-    """Whichever side would have them: a has dialled."""
+    """Either side may want the streams; a has dialled."""
     async with linked() as (a, b):
         number = 0
         for count in (1, 4, 16, 2, 1, 3):
             want(a if who == "a" else b, count)
-            for _ in range(2):  # while they come and go, and by those that there are
+            for _ in range(2):  # while streams change, and after that
                 for near, far in ((a, b), (b, a)):
                     for size in (0, 100_000, 7):
                         assert near.links.send(far.name, frame(size, number=number, length=size))
@@ -530,7 +530,7 @@ async def test_a_link_goes_on_when_a_stream_that_was_added_breaks() -> None:
 async def adding(
     node: Node, dialler: str, hello: str, heard: str, **how: Any
 ) -> AsyncIterator[Any]:
-    """A stream that who calls itself `dialler` adds to the connection that began with these."""
+    """A stream that the test adds as `dialler` to the connection that began with these hellos."""
     greetings = Greetings("run", dialler, identity(how.get("key", dialler)))
     pairs = dict(metadata(node, dialler))
     pairs["planaria-link"] = greetings.sign(ADD, node.name, str(how.get("number", 1)), hello, heard)
@@ -546,7 +546,7 @@ async def adding(
 
 
 def begun(node: Node, dialler: str) -> tuple[str, str]:
-    """What the connection has begun with that this one has dialled."""
+    """The hellos of the connection that `dialler` has made to `node`."""
     connection = node.links.by_peer[dialler].connection
     assert connection is not None
     return connection.hellos
@@ -608,7 +608,7 @@ class Wire:
         self.passing.set()
         self.writers: list[asyncio.StreamWriter] = []
         self.tasks: set[asyncio.Task[None]] = set()
-        self.begun: list[bytes] = []  # what each connection has begun with, each way
+        self.begun: list[bytes] = []  # the first bytes of each connection, each way
 
     async def __aenter__(self) -> Wire:
         self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
@@ -664,7 +664,7 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
 
 
 async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
-    """The links of these nodes have been silent for too long, and of no others."""
+    """Makes the links of these nodes, and of no others, silent for too long."""
     silences = [link._silence for node in nodes for link in node.links.by_peer.values()]
     tick = Silence.tick
     monkeypatch.setattr(
@@ -693,7 +693,7 @@ async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
         assert [item.fields["number"] for item in lost] == list(range(1, 9))
         assert near.links.unacknowledged == 0
 
-        wire.passing.set()  # the other has not noticed, but hears of it, by whichever dial
+        wire.passing.set()  # far hasn't noticed, and learns of the loss from either side's dial
         why = (await far.events.next("lost"))[1]
         assert "has no such link" in why or "anew" in why
         await up(a, b)
@@ -701,7 +701,7 @@ async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
         assert (await far.events.next("frame"))[1].fields == {"number": 9}
 
 
-# What neither side needs
+# Links that neither side needs
 
 SOON = replace(QUICK, heartbeat=0.02, silence=DEADLINE, rest=0.1)
 
@@ -712,7 +712,7 @@ def rest(node: Node, peer: str) -> bool:
 
 @asynccontextmanager
 async def on_demand(**addresses: str) -> AsyncIterator[tuple[Node, Node]]:
-    """`addresses`: where the two are said to be."""
+    """Two nodes, of which b demands the link. `addresses`: their addresses in the view."""
     a, b = Node("a", settings=SOON), Node("b", settings=SOON)
     async with started(a, b):
         a.address, b.address = addresses.get("a", a.address), addresses.get("b", b.address)
@@ -761,7 +761,7 @@ async def test_a_link_does_not_rest_that_one_side_could_not_wake(
 
 
 async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None:
-    """It listens, and its heartbeats come."""
+    """The peer's connection is up, but the peer acknowledges nothing."""
     b = Node("b", settings=replace(QUICK, held=20_000))
     async with started(b):
         b.links.set_peers(1, [peer_at("c", ""), b.peer()], [])
@@ -822,7 +822,7 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], why: str
 
 
 async def test_a_listening_node_answers_the_standard_health_check() -> None:
-    """Also under its own name, by which a registry that doesn't hear it finds it."""
+    """A node also answers under its own name, by which the registry checks a silent node."""
     node = Links("run", "a", identity("a"), Recorder())
     port = await node.start("127.0.0.1:0")
     try:
@@ -872,7 +872,7 @@ print(resident() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_a_node_that_joins_anew_takes_no_more_memory() -> None:
-    """What was touched counts, in pages: one of these would be 7,936 of 4 KiB."""
+    """Counts resident pages: the memory of one such node would be 7,936 pages of 4 KiB."""
     done = subprocess.run(
         [sys.executable, "-c", MANY_IDENTITIES], check=True, capture_output=True, text=True
     )

@@ -38,7 +38,7 @@ class End:
 
 
 class Table(LinkTable):
-    """That of node b, which notes what it is to try: whom, by a relay, after how many seconds."""
+    """The link table of node b. `tries` has its dials: peer, whether by a relay, and wait."""
 
     def __init__(self, relay: str = "", address: str = "b:1") -> None:
         super().__init__("b", lambda number: Session(number, BOUNDS))

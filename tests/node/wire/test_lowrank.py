@@ -30,7 +30,7 @@ def drawn(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def of_rank(rank: int, seed: int = 0) -> torch.Tensor:
-    """A gradient of MODEL whose matrices have that rank."""
+    """A gradient of MODEL whose matrices have this rank."""
     rows = []
     for number, shape in enumerate(MODEL):
         if len(shape) == 2 and rank < min(shape):

@@ -1,4 +1,4 @@
-"""What a node complains of, by its own clock."""
+"""Which missing links a node complains of, by its own clock."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def test_a_link_that_is_needed_and_lacking_is_complained_of_until_it_is_up() -> 
 
 
 def test_it_is_news_that_another_carries_for_the_two() -> None:
-    """Else the registry takes a relay that does its work for one that doesn't."""
+    """Otherwise the registry would take a relay that works for one that doesn't."""
     missing = MissingLinks()
     missing.look(["a"], nobody, 0.0)
     assert missing.look(["a"], nobody, PATIENCE)

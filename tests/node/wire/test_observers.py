@@ -1,4 +1,4 @@
-"""Who is no member asks a node over gRPC, and is answered, or told why not."""
+"""A client that is no member asks a node over gRPC, and is answered or told why not."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHOWN = Frame("state", NEVER, {"transfer": 1}, [], b"shown", sender="node/1")
 
 
 class Events:
-    """Of links; there are none."""
+    """Events of links; none occur."""
 
 
 @asynccontextmanager
 async def node(
     token: str = "", credentials: Credentials | None = None
 ) -> AsyncIterator[tuple[Observers, str]]:
-    """One that answers whatever it is asked, and shows back what it is shown."""
+    """A node that answers each pin request and sends back each frame."""
 
     gone: list[str] = []
 
@@ -70,7 +70,7 @@ async def node(
 async def asking(
     address: str, run: str = "run", token: str = "", credentials: Credentials | None = None
 ) -> AsyncIterator[ObserverClient]:
-    """Who can reach the seats `node/1` directly and `hidden/2` through it, and what it hears."""
+    """A client that reaches seat `node/1` directly and `hidden/2` through it; `heard`: input."""
     heard: asyncio.Queue[Any] = asyncio.Queue()
 
     def tell(*of: Any) -> None:

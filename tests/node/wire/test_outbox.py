@@ -27,7 +27,7 @@ def never(peer: str, item: object, reason: str) -> None:
 def test_what_waits_for_a_link_goes_first(links: VirtualNet) -> None:
     box = NodeOutbox(links, never, LIMIT)
     assert box.send("a", message(1), True, 0.0)
-    links.up.add("a")  # and nobody has said so yet
+    links.up.add("a")  # before the outbox is told
     assert box.send("a", message(2), True, 0.1)
     assert links.sent == []
     box.linked("a")

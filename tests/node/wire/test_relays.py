@@ -1,4 +1,4 @@
-"""Three nodes, of which two can't reach each other."""
+"""Three nodes, two of which can't reach each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOBODY = "127.0.0.1:1"  # nothing listens there
 
 
 def set_view(number: int, a: Node, b: Node, c: Node, reached: bool, relayed: bool = True) -> None:
-    """`reached`: whether a and b have each other's address."""
+    """Gives each node a view. `reached`: a and b have each other's address."""
     peers = [a.peer(), b.peer(), c.peer()]
     peers_of = {
         "a": [a.peer(), b.peer() if reached else peer_at("b", NOBODY), c.peer()],
@@ -77,7 +77,7 @@ async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
 async def test_for_what_was_changed_on_the_way_nobody_is_accused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may have been the relay, or the peer: who gets it can't know."""
+    """The receiver can't know whether the relay or the peer changed it."""
     pass_on = Relays._pass_on
 
     def flipped(carrying: Relays, sender: str, to: str, sent: Frame) -> None:
@@ -104,7 +104,7 @@ async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> No
 
 
 async def forged_call(c: Node, b: Node, hello: Frame) -> None:
-    """What b answers to the call that its relay makes. Raises Refused."""
+    """Sends b a call by its relay c; raises b's answer as DialRefused."""
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def passed_on(sender: str, frame: Frame) -> None:
@@ -122,7 +122,7 @@ async def forged_call(c: Node, b: Node, hello: Frame) -> None:
 
 
 class Wire:
-    """What a `Relays` sends, which arrives when a test says so; c carries for a and b."""
+    """The relays of one node. Tests say when what they send arrives. c carries for a and b."""
 
     def __init__(self, node: str, unlinked: str = "") -> None:
         self.unlinked = unlinked
@@ -197,7 +197,7 @@ async def test_a_node_carries_only_for_those_that_the_view_names() -> None:
 
 
 async def test_who_is_called_before_it_has_the_view_says_so() -> None:
-    """Else the call would wait for its time to be up."""
+    """Otherwise the call would wait for its deadline."""
     ends = {name: Wire(name) for name in "ab"}
     ends["b"].relays.set([])
     call = ends["a"].relays.call("b", "1 0 1 0 0")

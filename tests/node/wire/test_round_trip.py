@@ -1,4 +1,4 @@
-"""Round trips by heartbeats of two ends, whose clocks are different."""
+"""Round trips measured by heartbeats between two ends whose clocks differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from planaria.node.wire.round_trip import ENOUGH, RoundTrip
 from planaria.node.wire.stage_pb2 import Heartbeat
 
-EVERY = 0.5  # seconds, of heartbeats
+EVERY = 0.5  # seconds between heartbeats
 
 
 def converse(forth: float, back: float, apart: float, late: random.Random) -> tuple[float, float]:
-    """What both ends make of it. They beat when they please; one clock is `apart` from the other,
-    and what comes is heard up to 0.1 s `late`, but for some."""
+    """The round trips that both ends measure. Their heartbeats aren't aligned, and their clocks are
+    `apart`. Half of the heartbeats come up to 0.1 s late."""
     a, b = RoundTrip(), RoundTrip()
     events: list[tuple[float, int, Heartbeat | None]] = []
     for beat in range(4 * ENOUGH):

@@ -60,19 +60,19 @@ STREAMS = 3
 
 
 class Connection:
-    """Ordered pipes in each direction, which lose what is in them when they break: one for
-    messages and acknowledgements, and several for chunks."""
+    """Ordered pipes in each direction: one for messages and acknowledgements, and several for
+    chunks. When it breaks, it loses what is in them."""
 
     def __init__(self, dialler: int) -> None:
         self.dialler = dialler
         self.broken = False
-        # To each end; an int is a heartbeat, a map an acknowledgement.
+        # The pipe to each end; an int is a heartbeat, a map an acknowledgement.
         self.control: list[deque[bytes | int | dict[int, int]]] = [deque(), deque()]
         self.bulk: list[list[deque[bytes]]] = [[deque() for _ in range(STREAMS)] for _ in range(2)]
 
 
 class Dial:
-    """A hello on its way, or its answer."""
+    """A hello on its way to the other end, or the answer on its way back."""
 
     def __init__(self, dialler: int, hello: Hello) -> None:
         self.dialler, self.hello = dialler, hello
@@ -82,7 +82,7 @@ class Dial:
 
 
 class Life:
-    """One session of an end, and what it was for."""
+    """One session of an end, with all that it has received and sent."""
 
     def __init__(self, number: int) -> None:
         self.session = Session(number, BOUNDS)
@@ -114,7 +114,7 @@ class End:
 
 class TwoEnds(RuleBasedStateMachine):
     """Whatever breaks, crosses or comes late, within a session nothing is lost, doubled or out of
-    order; and where one is over, the other end finds out."""
+    order. When one end has ended a session, the other end finds out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), left=st.integers(0, 3))
     def break_one(self, which: int, left: int) -> None:
-        """One end notices; what is in the pipes may still come to the other, up to some of it."""
+        """One end notices a break. The other may still receive the first `left` items of a pipe."""
         end = self.ends[which]
         if end.connection is None:
             return
@@ -215,7 +215,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def lose(self, which: int) -> None:
-        """Silence, to this end."""
+        """The end has heard nothing for too long."""
         if self.ends[which].session.other:
             self.ends[which].begin_anew()
 
@@ -228,7 +228,7 @@ class TwoEnds(RuleBasedStateMachine):
     @precondition(lambda self: self.dials)
     @rule(data=st.data())
     def dial_comes(self, data: st.DataObject) -> None:
-        """Any that is on its way, to its acceptor or, with an answer, back to its dialler."""
+        """Delivers any dial: to its acceptor or, with an answer, back to its dialler."""
         dial = data.draw(st.sampled_from(self.dials))
         self.dials.remove(dial)
         if dial.answer is None and not dial.refused:
@@ -257,7 +257,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     def come_back(self, dial: Dial) -> None:
         end = self.ends[dial.dialler]
-        if dial.hello.session != end.session.number:  # it has lost that one in the meantime
+        if dial.hello.session != end.session.number:  # its dialler has lost that session
             if dial.connection is not None:
                 dial.connection.broken = True
         elif dial.refused:
@@ -303,11 +303,11 @@ class TwoEnds(RuleBasedStateMachine):
             assert end.session.held <= BOUNDS.held
 
     def teardown(self) -> None:
-        """Once a connection holds, all of it comes."""
+        """Once a connection stays up, all that was sent arrives."""
         self.dials.clear()
         for end in self.ends:
             end.connection = None
-        for _ in range(3):  # each end may have given up what the other goes on with
+        for _ in range(3):  # an end may have given up the session that the other one resumes
             self.dial(0)
             self.accept(self.dials.pop())
             self.come_back(self.dials.pop())

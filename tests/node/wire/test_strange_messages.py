@@ -1,4 +1,4 @@
-"""What a liar may send is taken or refused; nothing else comes of it."""
+"""Input from a liar is taken or refused, and has no other effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_heads_of_frames_are_read_or_refused() -> None:
     read = 0
     for _ in range(2000):
         frame = drawing.frame()
-        assert str(Frame.parse(frame.head(), frame.payload)) == str(frame)  # nan is not nan
+        assert str(Frame.parse(frame.head(), frame.payload)) == str(frame)  # as text: nan != nan
         for head in (drawing.head(), drawing.damaged(frame.head())):
             with suppress(WireError):
                 Frame.parse(head, frame.payload)

@@ -1,4 +1,4 @@
-"""Streams over a link that is figures: what one of them carries, what all together do."""
+"""Streams over a link that is simulated: by the rate of one stream, and of all together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TICK = 0.05  # seconds
 
 
 class LossyLink:
-    """`each` bytes a second by a stream, `most` by all; it varies by the share `noise`."""
+    """A link of `each` bytes a second by a stream, `most` by all, varied by the share `noise`."""
 
     def __init__(self, each: float, most: float, noise: float = 0.0) -> None:
         self.each, self.most, self.noise = each, most, noise
@@ -44,7 +44,7 @@ class LossyLink:
 
 
 @given(st.floats(1e4, 1e9), st.floats(0.0, 0.4))
-@settings(max_examples=10)  # of an hour each
+@settings(max_examples=10)  # each simulates an hour
 def test_a_link_that_one_stream_fills_keeps_one(rate: float, noise: float) -> None:
     link = LossyLink(rate, rate, noise)
     link.run(3600.0)
@@ -57,7 +57,7 @@ def test_a_link_that_one_stream_fills_keeps_one(rate: float, noise: float) -> No
     [(1.1, [1, 2, 1]), (1.9, [1, 2, 4, 2]), (8, [1, 2, 4, 8, 16, 8]), (99, [1, 2, 4, 8, 16])],
 )
 def test_there_are_more_while_they_bring_more(fill: float, seen: list[int]) -> None:
-    """`fill`: so many streams fill the link."""
+    """`fill`: the number of streams that fills the link."""
     link = LossyLink(1.2e6, fill * 1.2e6, noise=0.2)
     link.run(15.0)
     assert link.seen == seen
@@ -72,7 +72,7 @@ def test_what_is_quickly_gone_asks_for_none() -> None:
 
 def test_a_stream_that_only_begins_is_not_judged() -> None:
     link = LossyLink(1e5, 1e9)
-    for _ in range(9):  # twice as fast with every measure
+    for _ in range(9):  # the rate doubles with each measurement
         link.run(2.0)
         link.each *= 2
     assert link.seen == [1]
@@ -117,15 +117,15 @@ def test_a_node_that_was_stopped_takes_no_link_for_slow() -> None:
     assert link.seen == [1]
 
 
-# What comes in bursts
+# Bursts
 
 
 class BurstyLink:
-    """TCP in slow start: after a pause each stream has `FIRST` bytes under way, and twice as many
-    in each round trip, until all of them have what the path holds."""
+    """A link with TCP in slow start. After a pause each stream has `FIRST` bytes under way, and
+    twice as many in each round trip, until all of them fill the path."""
 
     def __init__(self, rate: float, round_trip: float) -> None:
-        """In bytes a second and in seconds."""
+        """`rate` is in bytes a second, `round_trip` in seconds."""
         self.rate, self.round_trip = rate, round_trip
         self.streams: Bursts | Streams = Bursts()
         self.wanted, self.now = 1, 1.0
@@ -148,7 +148,7 @@ class BurstyLink:
             self.streams.update(under_way, acknowledged, self.round_trip, self.now)
 
     def bursts(self, size: int, pause: float = 1.0) -> int:
-        """The streams that are wanted after many."""
+        """The number of streams wanted after many bursts of `size` bytes."""
         for _ in range(5 * BURSTS):
             self.burst(size, pause)
         return self.wanted
@@ -179,7 +179,7 @@ def test_bursts_have_the_streams_that_let_them_leave_at_once(
         (2, 0.2, 133_000, 8),  # the path holds 50 kB
         (1, 0.1, 133_000, 2),
         (100, 0.05, 133_000, 1),
-        (1000, 0.001, 4 << 20, 1),  # next door
+        (1000, 0.001, 4 << 20, 1),  # a near node
     ],
 )
 def test_how_many_these_are(mbps: float, round_trip: float, size: int, wanted: int) -> None:
