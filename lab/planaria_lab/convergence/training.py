@@ -163,8 +163,8 @@ class Stage:
     waiting: tuple[Tensor, float] | None = None  # last step's gradient, its clip scale
 
     def delay(self, clip_scale: float) -> float | None:
-        """Exchange this step's gradient for the waiting one, and return the clip scale of that one.
-        If none was waiting, keep this gradient and return None."""
+        """Put the waiting gradient in place of this step's, which waits from now on. Return the
+        clip scale of the former; None if none was waiting."""
         gradient = self.optimizer.gradient
         before, self.waiting = self.waiting, (gradient.clone(), clip_scale)
         if before is None:
@@ -854,7 +854,8 @@ class TrainingSwarm:
         stage.boosted_at = self.committed
 
     def _forget(self, lost: frozenset[int]) -> None:
-        """Drop snapshots and error feedback of the lost nodes; their own snapshots start again."""
+        """Drop the error feedback and the snapshots that only lost nodes held. Snapshots of lost
+        stages are sent anew."""
         if self.replicas is not None and self.rounds is None:
             for stage in lost:
                 self.replicas.forget(stage)
