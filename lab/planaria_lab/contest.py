@@ -1,8 +1,8 @@
-"""Seconds a step by the meter of a published contest, and what a whole run of it would take.
+"""Seconds a step, and of a whole run, by the meter of a published contest.
 
     python -m planaria_lab.contest       # in the repository's top folder; 15 s of a core
 
-It writes `contest.jsonl` to lab/results/protocol-nanogpt, and prints the tables of the page there.
+It writes `contest.jsonl` to lab/results/protocol-nanogpt, and prints the tables of that page.
 
 Protocol NanoGPT (github.com/PluralisResearch/ProtocolNanoGPT at 0551bc3: README.md, train_gpt.py,
 records/) trains 203,828,352 parameters in eight stages to a validation loss of 3.276. Its score T
@@ -32,27 +32,26 @@ FOLDER: Final = RESULTS / "protocol-nanogpt"
 
 STAGES: Final = 8
 SEQUENCES: Final = 512
-"""A step's samples."""
+"""Samples of a step."""
 CONTEXT: Final = 1024
 """Tokens of a sample."""
 WINDOW: Final = 10
-"""Steps that are timed together."""
+"""Steps of a window, which is timed as a whole."""
 BANDWIDTH: Final = 200e6
-"""Bits a second."""
+"""Of a link, in bits a second."""
 DELAY: Final = 0.05
-"""Seconds."""
+"""Of a message on a link, in seconds."""
 HOPS: Final = 1, -1
-"""To the next stage, forward and backward."""
+"""Difference of stage numbers from sender to receiver: forward, backward."""
 COUNT: Final = 8
-"""Bytes that the meter adds to a message: the payload's size."""
+"""Bytes that the meter adds to each message, for the payload's size."""
 
 Meter = Literal["contest", "duplex"]
-"""contest: what a stage gets from both sides takes one wire, one message after the other, and each
-holds the wire for its delay, too. duplex: each side has a wire of its own, and a delay holds none.
-"""
+"""contest: messages to a stage from both sides share one wire, one after the other; each occupies
+the wire during its delay, too. duplex: each side has its own wire, and delays occupy none."""
 Schedule = Literal["flush", "late"]
-"""late: a step's gradient is applied one step later than with flush (PipeDream-2BW, arXiv
-2006.09503), so that no stage waits for the end of a step."""
+"""flush: each step ends before the next begins. late: a step's gradient is applied one step later
+(PipeDream-2BW, arXiv 2006.09503), so that no stage waits for the end of a step."""
 
 
 class Published(NamedTuple):
@@ -60,17 +59,17 @@ class Published(NamedTuple):
 
     bytes_a_token: int  # in each direction
     microbatches: int
-    local_seconds: float  # a step without the simulated links
-    seconds: float  # a step
-    steps: int  # to the loss
+    local_seconds: float  # of a step without the simulated links
+    seconds: float  # of a step
+    steps: int  # to the target loss
 
 
 PUBLISHED: Final = {
     "dense": Published(2048, 64, 0.539, 100.475, 2925),
     "subspace": Published(322, 32, 0.655, 19.889, 9125),
 }
-"""records/20260917_vanilla_baseline and 20260918_reparamssn_baseline; local_seconds by the logs of
-their runs without the simulated links."""
+"""From records/20260917_vanilla_baseline and 20260918_reparamssn_baseline; local_seconds from the
+logs of their runs without the simulated links."""
 
 
 def window_seconds(
@@ -82,15 +81,15 @@ def window_seconds(
     schedule: Schedule = "flush",
     depth: int = 1,
 ) -> float:
-    """Seconds a step, the mean of a window that begins and ends with empty links.
+    """Simulate a window that begins and ends with empty links; return its mean seconds a step.
 
-    `sizes`: bytes of a message of activations, and of one of gradients. `passes`: seconds of a
-    microbatch's forward and backward pass in a stage, of which the latter takes two thirds. A stage
-    does its passes in the order of 1F1B, with `depth` times as many microbatches in flight. Raises
-    ValueError.
+    `sizes`: bytes of a message of activations, and of a message of gradients. `passes`: seconds of
+    a microbatch's forward and backward pass in a stage; the backward pass takes two thirds of them.
+    Each stage runs its passes in 1F1B order, with `depth` times as many microbatches in flight.
+    Raises ValueError.
 
-    A message begins when it is sent and the wire is free. A stage takes messages in the order of
-    its passes, not in that of their sending (the contest's SimPipelineStage.add_delay).
+    A transfer begins when the message has been sent and the wire is free. A stage receives messages
+    in the order of its passes, not in sending order (the contest's SimPipelineStage.add_delay).
     """
     if microbatches < 1 or depth < 1:
         raise ValueError(f"microbatches = {microbatches}, depth = {depth}: both must be 1 or more")
@@ -103,13 +102,13 @@ def window_seconds(
     on_wire = [8 * size / BANDWIDTH for size in sizes]
     held, after = (DELAY, 0.0) if meter == "contest" else (0.0, DELAY)
     orders = [_order(stage, microbatches, schedule, depth) for stage in range(STAGES)]
-    coming = [next(order, None) for order in orders]
+    upcoming = [next(order, None) for order in orders]
     clocks = [0.0] * STAGES
-    free = [[0.0, 0.0] for _ in range(STAGES)]  # when a stage's wires are
-    sent: dict[tuple[int, int, int], float] = {}  # to stage, direction, microbatch -> when
+    free = [[0.0, 0.0] for _ in range(STAGES)]  # when each stage's wires are free
+    sent: dict[tuple[int, int, int], float] = {}  # receiver, direction, microbatch -> when sent
     stage = 0
-    while any(coming):
-        while (task := coming[stage]) is not None:
+    while any(upcoming):
+        while (task := upcoming[stage]) is not None:
             direction, number = task
             if 0 <= stage - HOPS[direction] < STAGES:
                 when = sent.pop((stage, *task), None)
@@ -120,7 +119,7 @@ def window_seconds(
                 clocks[stage] = max(clocks[stage], free[stage][wire] + after)
             clocks[stage] += durations[direction]
             sent[stage + HOPS[direction], direction, number] = clocks[stage]
-            coming[stage] = next(orders[stage], None)
+            upcoming[stage] = next(orders[stage], None)
         stage = (stage + 1) % STAGES
     return max(clocks) / WINDOW
 
@@ -128,7 +127,7 @@ def window_seconds(
 def _order(
     stage: int, microbatches: int, schedule: Schedule, depth: int
 ) -> Iterator[tuple[int, int]]:
-    """A stage's passes in a window: 0 forward or 1 backward, and the microbatch's number."""
+    """Yield a stage's passes in a window: 0 (forward) or 1 (backward), and the microbatch."""
     together = WINDOW * microbatches if schedule == "late" else microbatches
     ahead = min(together, depth * (STAGES - stage))
     for first in range(0, WINDOW * microbatches, together):
@@ -141,10 +140,10 @@ def _order(
 
 
 def passes_of(kind: str, microbatches: int) -> float:
-    """Seconds of a microbatch's passes in a stage, in proportion to its samples.
+    """Return the seconds of a microbatch's two passes in a stage, in proportion to its samples.
 
-    A baseline's step without links is taken for M + 7 such passes of M microbatches in a pipeline
-    of eight equal stages. So head and update are in them.
+    The step of a baseline without links counts as M + 7 such pairs of passes: M microbatches in a
+    pipeline of eight equal stages. So the seconds include shares of the head and the update.
     """
     known = PUBLISHED[kind]
     each = known.local_seconds / (known.microbatches + STAGES - 1)
@@ -152,7 +151,7 @@ def passes_of(kind: str, microbatches: int) -> float:
 
 
 def as_published(kind: str) -> float:
-    """Simulated seconds a step of a baseline."""
+    """Simulate a published baseline; return its seconds a step."""
     known = PUBLISHED[kind]
     size = known.bytes_a_token * CONTEXT * SEQUENCES / known.microbatches + COUNT
     return window_seconds((size, size), known.microbatches, passes_of(kind, known.microbatches))
@@ -162,9 +161,9 @@ def as_published(kind: str) -> float:
 
 
 class Method(NamedTuple):
-    """What crosses a boundary."""
+    """The form in which tensors cross a boundary between stages."""
 
-    rank: int | None  # of the subspace; None: all of the width
+    rank: int | None  # of the subspace; None: the full width
     activations: Codec
     gradients: Codec
 
@@ -191,23 +190,24 @@ DEPTHS: Final = 1, 2, 3
 
 @dataclass(frozen=True)
 class ContestRow:
-    """The fastest way to make a step with a method."""
+    """The fastest step of a method, by one meter and schedule."""
 
     method: str
     meter: Meter
     schedule: Schedule
-    activations: float  # bytes a token, heads of frames included
+    activations: float  # bytes a token, frame headers included
     gradients: float
-    seconds: float  # a step
+    seconds: float  # of a step
     microbatches: int
-    in_flight: int  # at the first stage
-    ratio: float | None  # steps for each step of bf16; None: there are no runs
-    total: float | None  # seconds to the loss, by `ratio`
-    total_published: float | None  # ... by the contest's ratio, that of its subspace
+    in_flight: int  # microbatches at the first stage
+    ratio: float | None  # steps to a loss for each step of bf16; None: there are no runs
+    total: float | None  # seconds to the target loss, by `ratio`
+    total_published: float | None  # ... by the steps of the contest's subspace baseline
 
 
 def contest_rows(methods: Sequence[Method] = METHODS) -> Iterator[ContestRow]:
-    """The methods, by both meters and schedules. Raises StudyError, RunFileError."""
+    """Yield the rows of all methods, by both meters and both schedules. Raises StudyError,
+    RunFileError."""
     narrow, wide = ratio_runs()
     base = load(FOLDER / "run.toml")
     for method in methods:
@@ -218,7 +218,8 @@ def contest_rows(methods: Sequence[Method] = METHODS) -> Iterator[ContestRow]:
 
 
 def ratio_runs() -> tuple[Runs, Runs]:
-    """Of the studies of narrow boundaries with a width of 128 and of 512. Raises StudyError."""
+    """Return the runs of the studies of narrow boundaries, of width 128 and of 512. Raises
+    StudyError."""
     narrow = read_runs(RESULTS / "bandwidth/runs.jsonl")
     return narrow, read_runs(RESULTS / "bandwidth-512/runs.jsonl")
 
@@ -231,15 +232,16 @@ def _fastest(
     for microbatches in MICROBATCHES:
         sizes = message_bytes(method, base, microbatches)
         passes = passes_of(kind, microbatches)
-        here = []
+        candidates = []
         for depth in DEPTHS:
             if schedule == "flush" or depth * STAGES <= microbatches:
                 seconds = window_seconds(
                     sizes, microbatches, passes, meter=meter, schedule=schedule, depth=depth
                 )
-                here.append((round(seconds, 3), min(microbatches, depth * STAGES), microbatches))
-        best = min(best, *here)
-        if min(here)[0] > 1.2 * best[0]:  # with more of them, delays only add up
+                in_flight = min(microbatches, depth * STAGES)
+                candidates.append((round(seconds, 3), in_flight, microbatches))
+        best = min(best, *candidates)
+        if min(candidates)[0] > 1.2 * best[0]:  # more microbatches only add delays
             break
     seconds, in_flight, microbatches = best
     tokens = CONTEXT * SEQUENCES / microbatches
@@ -261,8 +263,11 @@ def _fastest(
 
 
 def message_bytes(method: Method, base: RunFile, microbatches: int) -> tuple[int, int]:
-    """Bytes of a microbatch's activations and of its gradients, in frames of planaria's nodes.
-    `base`: the run file that the method changes. Raises RunFileError."""
+    """Return the bytes of the messages of a microbatch's activations and of its gradients.
+
+    A message is a frame of planaria's nodes and `COUNT`. `base`: the run file that the method
+    changes. Raises RunFileError.
+    """
     run = override(
         base,
         training__microbatch=SEQUENCES // microbatches,
@@ -280,18 +285,18 @@ def message_bytes(method: Method, base: RunFile, microbatches: int) -> tuple[int
 # --- steps to a loss
 
 AT: Final = 200
-"""Steps of bf16 after which its loss is the one to be reached, of the 300 of the studies."""
+"""The loss to reach is that of bf16 after this number of the studies' 300 steps."""
 SHARES: Final = {1 / 16: "rank 32", 1 / 8: "rank 64", 1 / 4: "rank 128"}
-"""Share of the width -> variant of the study with width 512, whose activations are in int8 and
-gradients in int4."""
+"""Rank as a share of the width -> variant of the study with width 512, with activations in int8
+and gradients in int4."""
 
 
 def ratio_of(method: Method, width: int, narrow: Runs, wide: Runs) -> float | None:
-    """Steps to a loss for each step of bf16; None: there are no runs. `narrow` and `wide`: of the
-    studies with a width of 128 and 512.
+    """Return a method's steps to a loss for each step of bf16; None if there are no runs.
 
-    Of a subspace it is that of the next lower measured share of the width. Its codecs count for
-    nothing, as the studies found of all but activations in int4.
+    `narrow` and `wide`: runs of the studies with width 128 and 512. A subspace gets the ratio of
+    the largest measured rank, as a share of the width, that isn't above its own. Codecs of a
+    subspace are ignored: the studies found that only activations in int4 matter.
     """
     if method.rank is None:
         return step_ratio(narrow, str(method))
@@ -302,8 +307,8 @@ def ratio_of(method: Method, width: int, narrow: Runs, wide: Runs) -> float | No
 
 
 def step_ratio(runs: Runs, variant: str) -> float | None:
-    """Steps of a variant to the loss that bf16 has after `AT`, for each of these: the mean over the
-    seeds; None: there are none, or a run doesn't reach it."""
+    """Return the steps of a variant to the loss of bf16 after `AT` steps, over `AT`: the mean over
+    seeds. None if the variant has no runs, or a run doesn't reach that loss."""
     ratios = [
         reached(curve_of(run), loss_at(curve_of(runs["bf16", seed]), AT)) / AT
         for (name, seed), run in runs.items()
@@ -316,7 +321,7 @@ def step_ratio(runs: Runs, variant: str) -> float | None:
 
 
 def baselines_table() -> str:
-    """Markdown: the published seconds a step beside the simulated ones."""
+    """Return a Markdown table of the published seconds a step beside the simulated ones."""
     lines = [
         "| baseline | bytes a token, each way | microbatches | published, s a step | simulated | "
         "| steps | T |",
@@ -332,7 +337,7 @@ def baselines_table() -> str:
 
 
 def ratios_table(narrow: Runs, wide: Runs) -> str:
-    """Markdown: the step ratios of the studies with a width of 128 and 512."""
+    """Return a Markdown table of the step ratios in the studies with width 128 and 512."""
     lines = ["| variant | width | seeds | step ratio |", f"| --- |{' ---: |' * 3}"]
     for runs, width in ((wide, 512), (narrow, 128)):
         for variant in dict.fromkeys(name for name, _ in runs):
@@ -344,7 +349,7 @@ def ratios_table(narrow: Runs, wide: Runs) -> str:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a table for each meter, with a line for each method of `rows`."""
+    """Return a Markdown table for each meter, with a line for each method of `rows`."""
     by_method = {(row["method"], row["meter"], row["schedule"]): row for row in rows}
     texts = []
     for meter, title in (("contest", "By the contest's meter"), ("duplex", "By links as they are")):

@@ -1,11 +1,13 @@
-"""Whether what pages claim has rows, and rows say where they come from.
+"""Check that rows of results support the pages, and that rows name their origin.
 
     python -m planaria_lab.evidence      # in the repository's top folder
 
-Tests run it, so `make test` and `make nightly` do. It prints a line for each file with rows that
-lack a part of their origin, each variant of a study that has unpaired rows, each table that isn't
-what its rows make, and each page that links to results without rows, or names a measurement of
-which no rows are kept.
+A test runs it, too. It prints a line for each of these:
+
+- a file with rows that lack a part of their origin;
+- a variant of a study with unpaired rows;
+- a table that differs from what its rows make;
+- a page that links to results without rows, or names a measurement without kept rows.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ RECORDS: Final = ".jsonl", ".json", ".txt"
 
 
 def complaints(top: Path) -> Iterator[str]:
-    """What is missing in the repository at `top`."""
+    """Yield a line for each thing that is missing in the repository at `top`."""
     results = top / FOLDER
     for path in sorted(results.rglob("*.jsonl")):
         yield from of_rows(path)
@@ -38,7 +40,7 @@ def complaints(top: Path) -> Iterator[str]:
 
 
 def of_rows(path: Path) -> Iterator[str]:
-    """One complaint for a file."""
+    """Yield one line if rows of this file lack a part of their origin."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     lacked = [(number, lacking(row)) for number, row in enumerate(rows, 1) if lacking(row)]
     if lacked:
@@ -47,7 +49,8 @@ def of_rows(path: Path) -> Iterator[str]:
 
 
 def of_study(path: Path, name: Path) -> Iterator[str]:
-    """`name`: of the study's file, in its table. A study without runs claims nothing."""
+    """Yield lines about a study's unpaired rows and its table; none for a study without runs.
+    `name`: path of the study's file, as its table has it."""
     study, lines = load(path), read_results(path.with_name(RESULTS)).values()
     if not lines:
         return
@@ -61,6 +64,7 @@ def of_study(path: Path, name: Path) -> Iterator[str]:
 
 
 def of_page(page: Path, results: Path) -> Iterator[str]:
+    """Yield lines about results and measurements that a page names and that have no rows."""
     text, top = page.read_text(encoding="utf-8"), results.resolve()
     links = [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)", text)]
     for name in sorted({link.relative_to(top).parts[0] for link in links if top in link.parents}):

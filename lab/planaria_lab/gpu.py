@@ -1,11 +1,11 @@
-"""Measurements on a card that is here for half an hour, or for days (docs/gpu.md).
+"""Measurements on a GPU that is borrowed for half an hour, or for days (docs/gpu.md).
 
     python -m planaria_lab.gpu --minutes 25
     python -m planaria_lab.gpu --hours 12 lab/results/paper-124m/study.toml
 
-`pieces` lists what is measured, in order of worth; `next_piece` chooses by what is measured already
-and by the time left. Each piece is a process of its own, and adds a row to gpu.jsonl. On a CPU the
-same pieces have models of width 64.
+`pieces` lists the measurements, the most useful first. `next_piece` chooses the first that isn't
+done and fits in the time left. Each piece runs in its own process, and adds a row to gpu.jsonl. On
+a CPU the same pieces use models of width 64.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from planaria_lab.origin import ROOT, machine, origin
 
 ROWS: Final = "gpu.jsonl"
 LONGEST: Final = 9.0
-"""Minutes of a piece: a borrowed card runs a command for ten at most."""
+"""Most minutes of a piece: a borrowed GPU runs a command for ten at most."""
 ON_CPU: Final = 0.5
-"""Minutes of a piece on a CPU."""
+"""Estimated minutes of each piece on a CPU."""
 TESTS: Final = "tests/node/stage/test_any_device.py", "lab/tests/convergence/test_any_device.py"
 
 
@@ -58,9 +58,9 @@ MODELS: Final[Mapping[str, Mapping[str, int]]] = {
         **{"context": 2048, "hidden": 14_336},
     },
 }
-"""Two presets by the names that CheckFree has for them, and LLaMA 3's 8B."""
+"""Shapes: two presets, by their names in CheckFree, and LLaMA 3 8B."""
 SMALL: Final = {"dim": 64, "heads": 4, "hidden": 128, "context": 32}
-"""Of each model on a CPU, which has a block in each stage."""
+"""Sizes of every model on a CPU, where each stage has one block."""
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "none": {"losses": {}},
     "checkfree": {"run": {"recovery": {"policy": "checkfree", "relearn": {"passes": 0}}}},
@@ -71,21 +71,21 @@ SEEDS: Final = 3
 LOSSES: Final = 10
 
 Figures = dict[str, Any]
-"""What is the same in every run on the same machine, and what was `measured`."""
+"""A row: figures that are equal in every run on a machine, and under `measured` all others."""
 
 
 class Place(NamedTuple):
     """Where a piece runs."""
 
     device: torch.device
-    data: Path  # prepared
+    data: Path  # folder of prepared data
 
     @property
     def cpu(self) -> bool:
         return self.device.type == "cpu"
 
     def run(self, model: str, training: Mapping[str, Any], **sections: Any) -> RunFile:
-        """The run file of a model of `MODELS`. `sections`: over its other sections."""
+        """Return the run file of a model of `MODELS`; `sections` replace its other sections."""
         shape = dict(MODELS[model])
         if self.cpu:
             shape |= {**SMALL, "layers": shape["stages"]}
@@ -102,13 +102,15 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
+    """A measurement that makes one row."""
+
     name: str
-    minutes: float  # as estimated
+    minutes: float  # estimate
     measure: Callable[[Place], Figures]
 
 
 def pieces(cpu: bool) -> list[Piece]:
-    """All of them, what is worth most first. A CPU gets one seed."""
+    """Return all pieces, the most useful first. On a CPU, runs have one seed."""
     stages = [
         Piece(f"stage, compile = {compiled}", 2, partial(of_stage, "124M", {"compile": compiled}))
         for compiled in (False, True)
@@ -135,7 +137,7 @@ def pieces(cpu: bool) -> list[Piece]:
 
 
 def next_piece(listed: Sequence[Piece], done: Collection[str], minutes: float) -> Piece | None:
-    """The first one that isn't `done` and takes no more than this time; None: there is none."""
+    """Return the first piece that isn't `done` and takes at most `minutes`, or None."""
     fits = min(minutes, LONGEST)
     return next((it for it in listed if it.name not in done and it.minutes <= fits), None)
 
@@ -144,7 +146,8 @@ def next_piece(listed: Sequence[Piece], done: Collection[str], minutes: float) -
 
 
 def run_tests(place: Place) -> Figures:
-    """Raises RuntimeError with the end of pytest's output."""
+    """Run the tests marked `cuda`; count those that passed and were skipped. Raises RuntimeError
+    with the end of pytest's output."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rs", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, *TESTS], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -168,7 +171,7 @@ def of_codecs(place: Place) -> Figures:
 
 
 def of_swarm(place: Place) -> Figures:
-    """Five nodes against one process, in turns."""
+    """Measure seconds a step of a swarm of one node a stage, and of one process, in turns."""
     batch = {"batch": 8, "microbatch": 2} if place.cpu else {"batch": 64, "microbatch": 8}
     run = resolve(place.run("124M", batch, swarm={"start_grace": 2}))
     corpus = Corpus.open(place.data)
@@ -187,7 +190,7 @@ def of_swarm(place: Place) -> Figures:
 
 
 def of_loss(model: str, place: Place) -> Figures:
-    """From the kill of a stage's only node to the next commit."""
+    """Kill the only node of stage 2 in a live swarm, and measure its recovery."""
     batch = {"batch": 4, "microbatch": 2} if place.cpu else {"batch": 16, "microbatch": 4}
     run = resolve(place.run(model, batch, swarm={"start_grace": 2}))
     with (
@@ -199,7 +202,7 @@ def of_loss(model: str, place: Place) -> Figures:
 
 
 def of_run(policy: str, seed: int, place: Place) -> Figures:
-    """A run of 124M's shape with ten losses, all of them in the lab."""
+    """Train a run of 124M's shape in one process, with ten losses of stages; `none` loses none."""
     steps, batch = (33, 4) if place.cpu else (800, 64)
     training = {"batch": batch, "microbatch": batch // 4, "validate_every": steps // 3}
     run = place.run("124M", {**training, "validation_microbatches": 8})
@@ -223,7 +226,8 @@ def of_run(policy: str, seed: int, place: Place) -> Figures:
 
 
 def of_published(place: Place) -> Figures:
-    """Two iterations of 512 samples, in microbatches of 64, with a vocabulary of 32,000."""
+    """Time two iterations of 512 samples in microbatches of 64, with a vocabulary of 32,000. On a
+    CPU all three are smaller."""
     batch = {"batch": 8, "microbatch": 4} if place.cpu else {"batch": 512, "microbatch": 64}
     run = place.run("124M", batch)
     if not place.cpu:
@@ -239,11 +243,11 @@ def of_published(place: Place) -> Figures:
 
 
 def measure(piece: Piece, place: Place) -> Figures:
-    """The row of a piece."""
+    """Measure a piece; return its row, which has `error` if the measurement failed."""
     row: Figures = {"key": key_of(piece.name, place.device), "piece": piece.name}
     try:
         row |= piece.measure(place)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (other pieces can do without it)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (other pieces go on)
         row["error"] = f"{type(error).__name__}: {error}"
     return row | origin(str(place.device))
 
@@ -253,8 +257,8 @@ def key_of(piece: str, device: torch.device) -> str:
 
 
 def run_pieces(minutes: float, rows: Path, place: Place) -> int:
-    """Measures until nothing is left that fits; returns the number of pieces that failed. A row
-    with an error is measured again in the next call."""
+    """Measure pieces until none is left that fits in the time; return the number that failed. The
+    next call measures pieces with an error again."""
     end = time.monotonic() + 60 * minutes
     listed, results = pieces(place.cpu), read_results(rows)
     tried = {
@@ -273,7 +277,7 @@ def run_pieces(minutes: float, rows: Path, place: Place) -> int:
 
 
 def apart(piece: Piece, rows: Path, place: Place, seconds: float) -> Figures:
-    """The row of a piece that another process measures, within this time."""
+    """Measure a piece in another process, for at most `seconds`; return its row."""
     command = [sys.executable, "-m", "planaria_lab.gpu", "--piece", piece.name, "--out"]
     command += [str(rows.parent), "--device", str(place.device), "--data", str(place.data)]
     try:
@@ -289,13 +293,14 @@ def apart(piece: Piece, rows: Path, place: Place, seconds: float) -> Figures:
 
 
 def run_studies(hours: float, studies: Sequence[Path], device: torch.device) -> int:
-    """Runs what these studies lack, one run at a time; each is kept every five minutes."""
+    """Run the missing runs of these studies, one at a time; return 1 if a study failed, else 0. The
+    state of a run is kept every five minutes."""
     end = time.monotonic() + 3600 * hours
     for study in studies:
         command = [sys.executable, "-m", "planaria", "lab", "run", str(study), "--jobs", "1"]
         try:
-            left_over = end - time.monotonic()
-            subprocess.run([*command, "--device", str(device)], timeout=left_over, check=True)
+            seconds_left = end - time.monotonic()
+            subprocess.run([*command, "--device", str(device)], timeout=seconds_left, check=True)
         except subprocess.TimeoutExpired:
             print(f"{hours:g} hours are over; the same command goes on in {study}")
             return 0
@@ -307,13 +312,13 @@ def run_studies(hours: float, studies: Sequence[Path], device: torch.device) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m planaria_lab.gpu", description=__doc__)
-    parser.add_argument("studies", nargs="*", type=Path, help="with --hours; else the paper's")
-    parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--hours", type=float, help="to run studies for, instead")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help=f"folder of {ROWS}")
+    parser.add_argument("studies", nargs="*", type=Path, help="with --hours; default: CheckFree's")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time for the measurements")
+    parser.add_argument("--hours", type=float, help="run studies for this time instead")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help=f"folder for {ROWS}")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
-    parser.add_argument("--data", type=Path, help="prepared data, else of corpus/austen")
-    parser.add_argument("--piece", help="to measure alone")
+    parser.add_argument("--data", type=Path, help="prepared data; default: of corpus/austen")
+    parser.add_argument("--piece", help="measure only this piece")
     options = parser.parse_args()
     device = find_device(options.device)
     if device is None:

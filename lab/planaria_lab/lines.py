@@ -1,4 +1,4 @@
-"""How several lines are drawn of which none may hide another."""
+"""Styles of several lines in one plot, such that none hides another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NARROWEST = 1.2
 
 
 def distinct_style(place: int, count: int, points: int = 0) -> dict[str, Any]:
-    """Arguments of matplotlib's `plot` for the line `place` (from 0) of `count`, in this order.
+    """Return arguments of matplotlib's `plot` for line `place` (from 0) of `count`, drawn in order.
 
-    A line is narrower than those before it, so where they coincide all are seen, and no two have
-    both color and dashes in common. With `points`, how many it has, it also gets some markers, at
-    other points than the line before it.
+    Each line is narrower than those before it, so that all are seen where they coincide. No two
+    have the same color and dashes. `points`: how many points the line has; if given, some of them
+    get markers, at other points than those of the line before.
     """
     narrower = (WIDEST - NARROWEST) / max(1, count - 1)
     style: dict[str, Any] = {
@@ -37,8 +37,8 @@ def distinct_style(place: int, count: int, points: int = 0) -> dict[str, Any]:
 
 
 def name_at_the_ends(axes: Any, size: float = 9.0) -> None:
-    """Writes the label of each line of matplotlib's axes beside its right end, in its color, in the
-    place of a legend. Limits and size of the axes must be final."""
+    """Write the label of each line beside its right end, in its color, instead of a legend. `axes`
+    are matplotlib's; their limits and size must be final."""
     to_axes = axes.transData + axes.transAxes.inverted()
     named, ends = [], []
     for line in axes.get_lines():
@@ -60,8 +60,8 @@ def name_at_the_ends(axes: Any, size: float = 9.0) -> None:
 
 
 def spaced(places: Sequence[float], gap: float) -> list[float]:
-    """The nearest places in the same order that are at least `gap` apart: each group of places that
-    are closer keeps its mean."""
+    """Return the nearest places in the same order that are at least `gap` apart. Each group of
+    places that are closer keeps its mean."""
     order = sorted(range(len(places)), key=places.__getitem__)
     groups: list[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""Where a row of results comes from, and which rows may be compared."""
+"""The origin of a row of results: machine, torch, commit, time; and which rows may be compared."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 def origin(device: str = "cpu") -> dict[str, Any]:
-    """Processor, torch's version, the last commit that changed the code, and the time in seconds
-    since 1970. The commit is empty outside a checkout."""
+    """Return processor, torch's version, the last commit that changed the code, and the time in
+    seconds since 1970. The commit is empty outside a checkout, and ends with "+changes" if the code
+    has uncommitted changes."""
     commit = _git("log", "-1", "--abbrev=8", "--format=%h")
     return {
         "machine": machine(device),
@@ -31,18 +32,19 @@ def origin(device: str = "cpu") -> dict[str, Any]:
 
 
 def paired(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the difference of two rows is of what they were told to do: the processor, without
-    the number of its cores, and torch's version are the same."""
+    """Return whether two rows may be compared: they have the same processor, whatever the number of
+    its cores, and the same version of torch."""
     return _arithmetic(row) == _arithmetic(other)
 
 
 def lacking(row: Mapping[str, Any]) -> list[str]:
-    """The keys of its origin that a row lacks."""
+    """Return the keys of an origin that a row lacks."""
     return [key for key in KEYS if not row.get(key)]
 
 
 def machine(device: str) -> str:
-    """The processor that a run's digits depend on: others sum in another order."""
+    """Return the name of the processor or GPU. A run's digits depend on it: others sum in another
+    order."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(torch.device(device))
     return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"

@@ -1,8 +1,8 @@
-"""Replicas of each stage, as far as what they average goes: the daemon's reduction, in one process.
+"""Averaging between the replicas of each stage, by the daemon's reduction, in one process.
 
-The weights of replicas that average in each step are the same bits, so they are here once. What
-each would have is its own gradient, of its share of the window, and what it holds back. Pipelines
-that meet after several steps have weights of their own (`Rounds`).
+Replicas that average in each step have bit-equal weights, so these exist only once here. Each
+replica has its own gradient, of its share of the window, and its own error feedback. Pipelines that
+average after several steps have weights of their own (`Rounds`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from planaria.node.wire.lowrank import Shape
 
 
 class Stage(Protocol):
+    """A stage that averages."""
+
     optimizer: StageOptimizer
 
 
 class Replicas:
-    """A number of replicas of each stage."""
+    """The gradients and the error feedback of all replicas of each stage."""
 
     def __init__(
         self,
@@ -40,10 +42,10 @@ class Replicas:
         shapes: Iterable[Iterable[Shape]],
         feedback: bool,
     ) -> None:
-        """`shapes`: of the parameters of each stage. Without `feedback`, what a codec leaves out is
-        lost."""
+        """`count`: replicas of each stage. `shapes`: of each stage's parameters. Without
+        `feedback`, what a codec leaves out is lost."""
         self.names = [f"replica-{number:03}" for number in range(count)]
-        self.sent = 0  # bytes, by all of them
+        self.sent = 0  # bytes, by all replicas
         self._codings = [Coding.of_run(tensors, wire, stage_shapes) for stage_shapes in shapes]
         self._stages, self._feedback = stages, feedback
         self._rows = [
@@ -52,7 +54,7 @@ class Replicas:
         self._held_back = [[ErrorFeedback() for _ in stages] for _ in self.names]
 
     def state(self) -> tuple[int, list[list[torch.Tensor | None]]]:
-        """What `put` takes."""
+        """Return a copy of the state, for `put`."""
         rows = [
             [None if feedback.row is None else feedback.row.clone() for feedback in feedbacks]
             for feedbacks in self._held_back
@@ -66,19 +68,18 @@ class Replicas:
                 feedback.row = None if row is None else row.to(self._rows[0][0].device)
 
     def forget(self, stage: int, lost: int | None = None) -> None:
-        """Drops the error feedback of a stage whose nodes are lost or went back, or of the lost
-        one."""
+        """Drop the error feedback of a stage in all replicas, or only in replica `lost`."""
         for feedbacks in self._held_back if lost is None else [self._held_back[lost]]:
             feedbacks[stage].drop()
 
     def held_back(self, stage: int) -> float:
-        """Norm of the sum of all replicas' error feedback of a stage."""
+        """Return the norm of the sum of all replicas' error feedback of a stage."""
         rows = [row for feedbacks in self._held_back if (row := feedbacks[stage].row) is not None]
         return float(torch.linalg.vector_norm(torch.stack(rows).sum(dim=0))) if rows else 0.0
 
     @contextmanager
     def computing(self, microbatch: int) -> Iterator[None]:
-        """Collects gradients for the replica that has this microbatch."""
+        """Collect gradients for the replica that computes this microbatch."""
         rows = self._rows[microbatch % len(self.names)]
         for stage, row in zip(self._stages, rows, strict=True):
             stage.optimizer.accumulate_into(row)
@@ -89,18 +90,18 @@ class Replicas:
                 stage.optimizer.accumulate_into(stage.optimizer.gradient)
 
     def put_gradient(self, replica: int, stage: int, gradient: torch.Tensor) -> None:
-        """Takes float32 [n] as what this replica has collected."""
+        """Replace the gradient that this replica has collected by `gradient`, float32 [n]."""
         self._rows[replica][stage].copy_(gradient)
 
     def average(self, step: int, microbatches: int, present: Sequence[int] | None = None) -> None:
-        """Sums the gradients of all or of the `present` replicas into those of the stages, and
-        zeroes the replicas'."""
+        """Sum the gradients of all or of the `present` replicas into those of the stages, and set
+        the replicas' gradients to zero."""
         ballot = Ballot(1, step)
-        some = range(len(self.names)) if present is None else present
-        names = [self.names[replica] for replica in some]
+        members = range(len(self.names)) if present is None else present
+        names = [self.names[replica] for replica in members]
         for number, stage in enumerate(self._stages):
-            rows = [self._rows[replica][number] for replica in some]
-            held_back = [self._held_back[replica][number] for replica in some]
+            rows = [self._rows[replica][number] for replica in members]
+            held_back = [self._held_back[replica][number] for replica in members]
             now = self._codings[number].at(step)
             self._reduce(ballot, now, names, rows, held_back, microbatches)
             stage.optimizer.gradient.copy_(rows[0])
@@ -141,12 +142,12 @@ class Replicas:
 
 
 class Rounds:
-    """Pipelines that train apart and meet after each round of steps (DiLoCo, Douillard et al. 2023,
-    arXiv 2311.08105, Algorithm 1).
+    """Pipelines that train apart and average after each round of steps (DiLoCo, Douillard et al.
+    2023, arXiv 2311.08105, Algorithm 1).
 
-    Where they meet, each stage averages its pipelines' differences from the weights that the round
-    began with, by the reduction of `Replicas`. The outer optimizer, Nesterov's as torch's SGD has
-    it, takes the mean for a gradient. Moments of the inner optimizers stay each pipeline's own.
+    After a round, each stage averages its pipelines' differences from the weights at the round's
+    start, by the reduction of `Replicas`. The mean is the gradient of the outer optimizer:
+    Nesterov momentum, as in torch's SGD. Each pipeline keeps the moments of its inner optimizer.
     """
 
     def __init__(
@@ -157,13 +158,12 @@ class Rounds:
         self.start = [stage.optimizer.weights.clone() for stage in pipelines[0]]
         self.velocity = [torch.zeros_like(weights) for weights in self.start]
         self.samples = [[0] * len(self.start) for _ in pipelines]
-        """Of this round, by pipeline and stage: those whose gradients are in the stage's weights
-        only there."""
+        """By pipeline and stage: samples of this round whose gradients only these weights have."""
         self._replicas, self._pipelines = replicas, pipelines
         self._lr, self._momentum = lr, momentum
 
     def state(self) -> tuple[Any, ...]:
-        """What `put` takes."""
+        """Return a copy of the state, for `put`."""
         flats = [[flat.clone() for flat in flats] for flats in (self.start, self.velocity)]
         return [*self.present], *flats, [[*counts] for counts in self.samples]
 
@@ -173,20 +173,20 @@ class Rounds:
             flat.copy_(saved)
 
     def trained(self, pipeline: int, samples: int) -> None:
-        """Counts the samples of a step."""
+        """Count the samples of a step in every stage of a pipeline."""
         self.samples[pipeline] = [count + samples for count in self.samples[pipeline]]
 
     def take_lost(self, pipeline: int, stage: int) -> int:
-        """Forgets what a lost node held beside its state. Returns the number of samples of which
-        this stage's gradients are lost with it."""
+        """Drop the error feedback of a lost node, and its count of samples. Return that count: the
+        samples whose gradients for this stage are lost."""
         self._replicas.forget(stage, pipeline)
         lost, self.samples[pipeline][stage] = self.samples[pipeline][stage], 0
         return lost
 
     @torch.no_grad()
     def meet(self, step: int, microbatches: int) -> None:
-        """Ends the round after `step`. A pipeline that was lost in it comes back, with the moments
-        of the first that is present."""
+        """End the round after `step`: average, and take an outer step. A pipeline lost in this
+        round returns, with the moments of the first present pipeline."""
         for pipeline in self.present:
             for number, stage in enumerate(self._pipelines[pipeline]):
                 difference = (self.start[number] - stage.optimizer.weights) / len(self.present)

@@ -1,7 +1,7 @@
-"""What losses cost in learning: pure functions of the runs' validation curves.
+"""Costs of lost stages in learning: pure functions of the runs' validation curves.
 
-A curve is a sequence of (iteration, loss), the loss in nats a token on the same held-out samples.
-Every comparison is paired: with the run of the same seed and windows that lost nothing.
+A curve is a sequence of (iteration, loss), with the loss in nats a token on the same held-out
+samples. Each run is compared with the run without losses that has the same seed and windows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Curve = Sequence[tuple[int, float]]
 
 
 class Spread(NamedTuple):
-    """What a figure is over the seeds. `deviation` is the sample's standard deviation, NaN for one
-    seed."""
+    """Mean and standard deviation of a figure over the seeds. `deviation` is the sample's; NaN for
+    one seed."""
 
     mean: float
     deviation: float
@@ -32,29 +32,29 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class CostOfLosses:
-    """What its losses cost one run, against the one of its seed that lost nothing."""
+    """The cost of one run's lost stages, against the run of its seed that lost none."""
 
-    final: float  # its loss at the end
-    difference: float  # of the losses after as many iterations
-    iterations: float  # extra ones to reach the target; inf: not reached
-    behind: float  # iterations ago that the other one's loss was what this one's is at the end
-    relearned: float  # iterations' worth of computing that relearning took
-    background: float  # of them, those in the background
-    waited: float  # iterations' time that others waited, were nodes always busy
+    final: float  # loss after as many iterations as the other run has
+    difference: float  # of the two runs' losses after these iterations
+    iterations: float  # extra iterations to the target; inf: not reached
+    behind: float  # iterations since the other run had this run's final loss
+    relearned: float  # computing of relearning, in iterations
+    background: float  # the part of `relearned` in the background
+    waited: float  # waiting for relearning, in iterations, if nodes are always busy
 
     @property
     def net(self) -> float:
-        """Iterations, those that the computing would have been counted as not taken."""
+        """Iterations behind, plus the computing of relearning in iterations."""
         return self.behind + self.relearned
 
     @property
     def net_waited_for(self) -> float:
-        """The same, without the computing that nobody waited for."""
+        """`net` without the computing in the background."""
         return self.net - self.background
 
 
 def loss_at(curve: Curve, iteration: float) -> float:
-    """Between two validations in a line; outside of them the nearest."""
+    """Return the linearly interpolated loss at an iteration; outside the curve the nearest."""
     if iteration <= curve[0][0]:
         return curve[0][1]
     for (start, a), (end, b) in pairwise(curve):
@@ -64,7 +64,7 @@ def loss_at(curve: Curve, iteration: float) -> float:
 
 
 def reached(curve: Curve, loss: float) -> float:
-    """The iteration from which on the loss is never above `loss` again; inf if it is at the end."""
+    """Return the iteration after which the curve stays at or below `loss`; inf if it ends above."""
     if curve[-1][1] > loss:
         return math.inf
     after = max((i for i, (_, value) in enumerate(curve) if value > loss), default=-1)
@@ -75,27 +75,27 @@ def reached(curve: Curve, loss: float) -> float:
 
 
 def iteration_cost(curve: Curve, other: Curve, target: int) -> float:
-    """Extra iterations to reach, for good, the loss that `other` has after `target` (SCAR, eq. 4,
-    with the loss for the distance). May be negative; inf if it is not reached."""
+    """Return the extra iterations to reach, for good, the loss of `other` after `target` iterations
+    (SCAR, eq. 4, with loss for distance). May be negative; inf if that loss isn't reached."""
     loss = loss_at(other, target)
     return reached(curve, loss) - min(float(target), reached(other, loss))
 
 
 def behind(curve: Curve, other: Curve) -> float:
-    """How many iterations ago `other` was where `curve` ends; unlike the iteration cost always
-    finite, and 0 if `curve` ends below it."""
+    """Return how many iterations ago `other` reached the final loss of `curve`. It is 0 if
+    `curve` ends below `other`, and always finite, unlike the iteration cost."""
     end, loss = curve[-1]
     return max(0.0, min(end, other[-1][0]) - min(reached(other, loss), float(other[-1][0])))
 
 
 def behind_at_the_end(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Iterations by which a line's run is behind the line of the run without losses."""
+    """Return the iterations by which `run` is behind the run without losses (lines of results)."""
     curve, against = curve_of(run), curve_of(other)
     return behind([(i, loss) for i, loss in curve if i <= against[-1][0]], against)
 
 
 def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> CostOfLosses:
-    """Compares two lines of the results: a run, and the one that lost nothing."""
+    """Return the cost of a run against the run that lost nothing. Both are lines of the results."""
     curve, against = curve_of(run), curve_of(other)
     end = against[-1][0]
     whole, background = _relearned(run)
@@ -111,13 +111,16 @@ def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> CostO
 
 
 def curve_of(run: Mapping[str, Any]) -> Curve:
-    """The validation curve in a line of the results."""
+    """Return the validation curve of a line of the results."""
     return [(iteration, loss) for iteration, _, loss in run["validation"]]
 
 
 def _relearned(run: Mapping[str, Any]) -> tuple[float, float]:
-    """Passes of a stage over a step's tokens, and those of them that ran in the background, counted
-    once for stages that relearn together: forward, backward, and what each update takes beyond."""
+    """Return relearning's passes of a stage over a step's tokens: all, and those in the background.
+
+    A pass is forward and backward. Computing of updates beyond these is included. Stages that
+    relearn together share one count.
+    """
     seen = {}
     for line in run["rebuilds"]:
         if "relearned" in line:

@@ -1,4 +1,4 @@
-"""Stages that relearn, at once or in the background of the steps that follow."""
+"""Relearning of stages, at once or in the background of later steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from planaria.recovery.learner import Learner, learn, residual_error, squared_di
 from planaria.recovery.relearning import decayed_rate, shuffled, updates_per_check
 
 MEASURING = 1 / 3
-"""Of an update's passes, forward and backward, a forward pass."""
+"""Cost of a forward pass, as a share of an update's forward and backward pass."""
 
 
 class BlockSamples(NamedTuple):
-    """What is learned at a time: some samples of what went into a run of lost stages and out."""
+    """Samples of one update: inputs `x` and outputs `y` of a chain of lost stages in one step."""
 
     step: int
     stages: tuple[int, ...]
-    x: Tensor  # on the CPU, as y
+    x: Tensor  # on the CPU, as is y
     y: Tensor
 
     @property
@@ -31,12 +31,12 @@ class BlockSamples(NamedTuple):
         return self.x.shape[0] * self.x.shape[1] * len(self.stages)
 
     def pair(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """x and y on the device, float32."""
+        """Return x and y on the device, float32."""
         return self.x.to(device).float(), self.y.to(device).float()
 
 
 class LessonState(NamedTuple):
-    """The state of a lesson, without the stages that learn."""
+    """The state of a lesson, without the weights of its stages."""
 
     block: tuple[int, ...]
     pieces: Sequence[BlockSamples]
@@ -45,13 +45,13 @@ class LessonState(NamedTuple):
     done: int
     steps: int
     line: dict[str, Any]
-    of_updates: list[list[Tensor]]  # of each stage, what its updates go by
+    of_updates: list[list[Tensor]]  # for each stage, the tensors of its update rule
 
 
 @dataclass
 class Lesson:
-    """A block of stages that relearns from `pieces`, the oldest step's first. `line` tells of it in
-    the results, and grows with it."""
+    """Relearning of a block of stages from `pieces`, the oldest step's first. `line` is its entry
+    in the results, which each update changes."""
 
     learners: Mapping[int, Learner]
     pieces: Sequence[BlockSamples]
@@ -59,12 +59,12 @@ class Lesson:
     lr: float  # of the first update
     in_order: bool
     constant: bool
-    within: int  # steps beside which it goes on
+    within: int  # most steps that it may continue beside
     device: torch.device
     done: int = 0
     steps: int = 0
     line: dict[str, Any] = field(default_factory=dict)
-    _turns: tuple[int, Sequence[int]] = (-1, ())  # a pass, and in which order it takes the pieces
+    _turns: tuple[int, Sequence[int]] = (-1, ())  # number of a pass, its order of the pieces
 
     @property
     def updates(self) -> int:
@@ -76,10 +76,11 @@ class Lesson:
 
     @property
     def looks(self) -> bool:
-        """Whether the residual is to be measured now."""
+        """Whether the residual must be measured now."""
         return self.done % updates_per_check(len(self.pieces)) == 0
 
     def update(self) -> None:
+        """Train the stages on the next piece."""
         piece = self.pieces[self._place()]
         if not self.constant:
             for learner in self.learners.values():
@@ -99,7 +100,7 @@ class Lesson:
         return LessonState(block, self.pieces, *counters, own)
 
     def put(self, state: LessonState) -> None:
-        """Into a lesson of the same stages, pieces and passes."""
+        """Load the state of a lesson with the same stages, pieces and passes."""
         self.done, self.steps, self.line = state.done, state.steps, state.line
         for learner, tensors in zip(self.learners.values(), state.of_updates, strict=True):
             for own, tensor in zip(learner.update.tensors, tensors, strict=True):
@@ -114,6 +115,7 @@ class Lesson:
         return self._turns[1][place]
 
     def in_background(self, updates: int) -> None:
+        """Make at most so many updates, and count them as of the background of one step."""
         before = {name: self.line[name] for name in ("stage_tokens", "stage_updates")}
         for _ in range(min(updates, self.updates - self.done)):
             self.update()
@@ -122,22 +124,24 @@ class Lesson:
         self.steps += 1
 
     def look(self) -> float:
-        """The residual over the newest step's pairs; counts its computing."""
+        """Return the residual over the newest step's pairs; count its computing."""
         self.line["stage_tokens"] += MEASURING * sum(piece.stage_tokens for piece in self.measured)
         return self.residual()
 
     @property
     def measured(self) -> list[BlockSamples]:
+        """The pieces of the newest step."""
         return [piece for piece in self.pieces if piece.step == self.pieces[-1].step]
 
     def residual(self) -> float:
-        """The residual over all of the newest step's pairs, of any run of stages."""
+        """Return the residual over all pairs of the newest step, for all chains of stages."""
         return residual(self.learners, self.measured, self.device)
 
 
 def residual(
     learners: Mapping[int, Learner], pieces: Iterable[BlockSamples], device: torch.device
 ) -> float:
+    """Return the residual of the stages over these pairs, weighted over their chains."""
     chains: dict[tuple[int, ...], list[BlockSamples]] = {}
     for piece in pieces:
         chains.setdefault(piece.stages, []).append(piece)

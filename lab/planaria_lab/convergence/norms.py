@@ -1,4 +1,4 @@
-"""The stages' gradient norms while nothing is lost: what CheckFree's average goes by."""
+"""Gradient norms of the stages without losses; CheckFree's average weighs neighbours by them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from planaria_lab.origin import origin
 
 NORMS = "norms.jsonl"
 EVERY = 10
-"""Steps."""
+"""Steps between two measurements."""
 
 
 class Norms(NamedTuple):
-    """The norms of one run, a line in the file."""
+    """The norms of one run: a line of the file."""
 
     seed: int
-    squared: list[list[float]]  # ω of stages 0, 1, .., L after each tenth step
+    squared: list[list[float]]  # ω (squared norm) of stages 0, 1, .., L after each tenth step
     sizes: list[float]  # root mean square of the elements of each stage's matrices, at the end
     machine: str
     torch: str
@@ -33,6 +33,7 @@ class Norms(NamedTuple):
 
 
 def measure(job: Job) -> Norms:
+    """Train this run without losses; return its norms."""
     swarm = TrainingSwarm(job.run, open_data(job.run.data), job.ablation)
     squared = []
     while swarm.committed < job.run.steps:
@@ -52,13 +53,14 @@ def measure(job: Job) -> Norms:
 
 
 def read(path: Path) -> list[Norms]:
+    """Return the lines of a file; none if it doesn't exist."""
     if not path.exists():
         return []
     return [Norms(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def table(study: Study, lines: Iterable[Norms]) -> str:
-    """Medians over the steps in which the study loses stages, up to its target."""
+    """Return a Markdown table of medians over the steps from the first losses to the target."""
     first, last = study.losses.after // EVERY, study.target // EVERY
     rows = [
         f"# Gradient norms: {study.title}",

@@ -1,4 +1,4 @@
-"""A run that is under way, in a file, so that it goes on where it was when its process ends."""
+"""Files of unfinished runs, from which another process can continue them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planaria_lab.convergence.training import STATE_CLASSES, TrainingSwarm
 from planaria_lab.origin import origin
 
 EVERY = 300.0
-"""Seconds."""
+"""Seconds between two writes of the file."""
 
 
 @dataclass
@@ -29,17 +29,18 @@ class Progress:
 
 
 class PartialRun:
-    """The file of a run. What `progress` holds of the swarm is the same object there and here, also
-    after loading: what is learned in the background goes on being counted."""
+    """The file of an unfinished run. The swarm's lessons and `progress.rebuilds` share their lines,
+    also after loading, so that relearning in the background continues to count."""
 
     def __init__(self, path: Path, every: float = EVERY) -> None:
         self._path, self._every = path, every
-        self._last = 0.0  # time of `load`, or since when it is kept
-        self._commit = origin()["commit"]  # other code may go on otherwise than it had begun
+        self._last = 0.0  # time of `load`, or of the last write
+        self._commit = origin()["commit"]  # other code may continue a run differently
 
     def load(self, swarm: TrainingSwarm) -> Progress | None:
-        """None where there is none; `swarm` is then as it was. Raises StudyError."""
-        self._last = time.monotonic()  # of the machine where it runs
+        """Load the run into `swarm` and return its progress; None, and no change, without a file.
+        Raises StudyError for a file of another run, format or commit."""
+        self._last = time.monotonic()  # by the clock of the machine that runs it
         if not self._path.exists():
             return None
         try:
@@ -50,18 +51,18 @@ class PartialRun:
                 swarm.put(saved["swarm"])
         except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             raise StudyError(
-                f"{self._path} is no run that goes on from here ({type(error).__name__}): delete it"
+                f"{self._path} is no run that can continue here ({type(error).__name__}): delete it"
             ) from error
         if began_at != self._commit:
             raise StudyError(
                 f"{self._path} was begun at commit {began_at}, and this is {self._commit}: go on "
-                "with that one, or delete the file"
+                "with that commit, or delete the file"
             )
         assert isinstance(progress, Progress)
         return progress
 
     def keep(self, swarm: TrainingSwarm, progress: Progress) -> None:
-        """Now and then, whole or not at all."""
+        """Write the file, atomically, if the last write was long enough ago."""
         if time.monotonic() - self._last < self._every:
             return
         scratch = self._path.with_suffix(".new")

@@ -1,4 +1,4 @@
-"""A study's table and plots, from the results that there are."""
+"""Table and plots of a study, from the results it has so far."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class VariantRow:
-    """A variant, over its seeds."""
+    """The results of a variant over its seeds."""
 
     name: str
     runs: Sequence[Line]
-    others: Sequence[Line]  # of the baseline, seed by seed
+    others: Sequence[Line]  # the baseline's run for each of `runs`
     costs: Sequence[CostOfLosses]
-    unpaired: int = 0  # runs that another processor or torch did than the baseline's
+    unpaired: int = 0  # runs by another processor or torch than the baseline's
 
     @property
     def seeds(self) -> str:
-        """How many are compared, and with what reservation."""
+        """The table's cell: number of seeds that are compared, with reservations."""
         words = [str(len(self.runs))]
         pairs = zip(self.runs, self.others, strict=True)
         if any(run.get("commit") != other.get("commit") for run, other in pairs):
@@ -43,17 +43,18 @@ class VariantRow:
         return ", ".join(words)
 
     def spread(self, figure: Callable[[CostOfLosses], float]) -> Spread:
+        """Return mean and deviation of a figure over the seeds."""
         return Spread.of([figure(cost) for cost in self.costs])
 
     @property
     def losses(self) -> float:
-        """Rebuilds in a run, on average."""
+        """The mean number of rebuilds in a run."""
         return sum(len(run["rebuilds"]) for run in self.runs) / max(1, len(self.runs))
 
 
 def rows(study: Study, lines: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
-    """A row for each variant, with the seeds that have both its run and the run to compare it
-    with, if they are paired."""
+    """Return a row for each variant, with the seeds that have both its run and the baseline's, if
+    these are paired. `lines`: by variant and seed."""
     compared = []
     for variant in study.variants:
         keys = [((variant.name, seed), (study.baseline, seed)) for seed in study.seeds]
@@ -67,7 +68,7 @@ def rows(study: Study, lines: Mapping[tuple[str, int], Line]) -> list[VariantRow
 
 
 def table(study: Study, compared: Sequence[VariantRow], file: Path) -> str:
-    """The results as a table in Markdown. `file`: of the study."""
+    """Return the results as a Markdown table. `file`: path of the study's file."""
     named = {row.name: row for row in compared}
     references = {v.name: named.get(v.reference or study.reference) for v in study.variants}
     relative = any(references.values())
@@ -114,7 +115,7 @@ def table(study: Study, compared: Sequence[VariantRow], file: Path) -> str:
 
 
 def _referred(references: Mapping[str, VariantRow | None]) -> list[str]:
-    """Lines that name the reference of each variant, if there are several references."""
+    """Return lines that name each variant's reference, if there are several references."""
     names_by_reference: dict[str, list[str]] = {}
     for name, row in references.items():
         if row is not None:
@@ -131,7 +132,7 @@ def _referred(references: Mapping[str, VariantRow | None]) -> list[str]:
 
 
 def _reserved(compared: Sequence[VariantRow]) -> list[str]:
-    """Lines that say what the words beside numbers of seeds mean, if there are any."""
+    """Return lines that explain the words beside numbers of seeds, if there are any."""
     meanings = {
         "other commit": "the baseline's run was made at another commit of the same arithmetic",
         "unpaired": "another processor or torch did the baseline's run, so it isn't compared",
@@ -157,13 +158,13 @@ def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
 def _share(
     row: VariantRow, relative: VariantRow | None, figure: Callable[[CostOfLosses], float]
 ) -> str:
-    """The quotient of the sums over the seeds that both have; a single seed's may divide by almost
-    nothing."""
+    """Return the quotient of a figure's sums over the seeds that both rows have. A single seed's
+    quotient may divide by almost 0."""
     if relative is None:
         return "-"
     ours, theirs = (
-        {run["seed"]: figure(cost) for run, cost in zip(some.runs, some.costs, strict=True)}
-        for some in (row, relative)
+        {run["seed"]: figure(cost) for run, cost in zip(each.runs, each.costs, strict=True)}
+        for each in (row, relative)
     )
     both = ours.keys() & theirs.keys()
     whole = math.fsum(theirs[seed] for seed in both)
@@ -183,8 +184,8 @@ def _reached(row: VariantRow) -> str:
 
 
 def plot_curves(study: Study, compared: Sequence[VariantRow], path: Path) -> None:
-    """Validation loss against iterations, and below, how far it is above the baseline's of the same
-    seed: the mean of the seeds with their range. Ticks mark the losses of the first seed."""
+    """Plot validation loss against iterations, and below it the difference from the baseline of the
+    same seed: mean and range over the seeds. Ticks mark the first seed's losses of stages."""
     figure = Figure(figsize=(11, 8))
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.subplots_adjust(left=0.07, right=0.76, top=0.95, bottom=0.1, hspace=0.1)
@@ -201,7 +202,7 @@ def plot_curves(study: Study, compared: Sequence[VariantRow], path: Path) -> Non
         upper.plot(at, [sum(v) / len(v) for v in losses], label=label, **style)
         _draw(lower, at, above, style, label)
     upper.set_xlim(0, at[-1])
-    for axes in (upper, lower):  # as high and low as after the first sixth
+    for axes in (upper, lower):  # limits: the range after the first sixth
         late = [value for line in axes.get_lines() for value in line.get_ydata()[len(at) // 6 :]]
         room = 0.06 * (max(late) - min(late))
         axes.set_ylim(min(late) - room, max(late) + room)
@@ -238,7 +239,7 @@ def _mark_losses(axes: Any, shown: Sequence[VariantRow]) -> None:
 
 
 def plot_costs(study: Study, compared: Sequence[VariantRow], path: Path) -> None:
-    """Plots how far above the baseline each variant ends: a dot for each seed, a bar for the
+    """Plot how far above the baseline each variant ends: a dot for each seed, a bar for the
     mean."""
     shown = [row for row in compared if row.costs and row.name != study.baseline]
     figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")

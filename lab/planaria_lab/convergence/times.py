@@ -1,5 +1,5 @@
-"""CheckFree's Table 2 with figures of our own: iterations to a loss from the lab's runs, seconds of
-an iteration and of a stall from live swarms."""
+"""CheckFree's Table 2, measured here: iterations to a loss from the lab's runs, seconds of an
+iteration and of a stall from live swarms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planaria_lab.convergence.compare import behind_at_the_end
 from planaria_lab.convergence.study import StudyError, read_results
 
 RATES: Final = ("low", "middle", "high")
-"""What the study of failure rates calls them."""
+"""Failure rates, as the study's variants name them."""
 ROWS: Final[Mapping[str, str]] = {
     "redundant": "redundant",
     "snapshot": "snapshot",
@@ -24,22 +24,22 @@ ROWS: Final[Mapping[str, str]] = {
 }
 """Variant of the study -> policy of the live swarms."""
 EACH: Final = 1000
-"""Iterations without losses whose worth is trained."""
+"""The loss to reach is that after this number of iterations without losses."""
 
 Runs = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 class PolicyRow(NamedTuple):
-    """The times of a policy's runs."""
+    """Times of a policy."""
 
     step: float  # seconds
-    stall: float  # seconds, from a loss to the next commit
-    more: tuple[float, ...]  # by rate: iterations to a loss, for each that it takes without losses
+    stall: float  # seconds from a loss of a stage to the next commit
+    more: tuple[float, ...]  # by rate: iterations to a loss, over those without losses of stages
     minutes: tuple[float, ...]  # by rate
 
 
 def read_runs(path: Path) -> Runs:
-    """The runs of a study, by variant and seed. Raises StudyError."""
+    """Return the runs of a study by variant and seed. Raises StudyError."""
     lines = {(line["variant"], line["seed"]): line for line in read_results(path).values()}
     if not lines:
         raise StudyError(f"{path} has no runs: run the study with `planaria lab run` first")
@@ -47,8 +47,8 @@ def read_runs(path: Path) -> Runs:
 
 
 def more_iterations(by_run: Runs, variant: str) -> float:
-    """Iterations to a loss, over those of a run without losses: the mean over the seeds, by how
-    many iterations a run is behind at its end."""
+    """Return a variant's iterations to a loss, over those of the run without lost stages: the mean
+    over seeds, from the iterations by which each run is behind at its end."""
     shares = []
     for (name, seed), line in by_run.items():
         if name == variant:
@@ -59,7 +59,7 @@ def more_iterations(by_run: Runs, variant: str) -> float:
 
 
 def losses_per_iteration(by_run: Runs, rate: str) -> float:
-    """Losses an iteration in the schedule, by the runs that never go back."""
+    """Return the scheduled losses per iteration, from `checkfree`, whose runs never roll back."""
     return statistics.fmean(
         len(line["rebuilds"]) / line["validation"][-1][0]
         for (name, _), line in by_run.items()
@@ -68,8 +68,8 @@ def losses_per_iteration(by_run: Runs, rate: str) -> float:
 
 
 def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
-    """A row for each policy. `live`: live.json's `policies`. Redundant computation loses
-    nothing."""
+    """Return a row for each policy. `live`: `policies` of live.json. Redundant computation needs no
+    more iterations."""
     rows = {}
     for variant, policy in ROWS.items():
         step = live[policy]["step_seconds"]["mean"]
@@ -90,7 +90,7 @@ def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
 
 
 def table(by_run: Runs, live: Mapping[str, Any]) -> str:
-    """The policies' times as a table in Markdown."""
+    """Return the policies' times as a Markdown table."""
     losses = ", ".join(f"{rate} {losses_per_iteration(by_run, rate):.3f}" for rate in RATES)
     plain = EACH * live["plain"]["step_seconds"]["mean"] / 60
     lines = [
@@ -110,7 +110,7 @@ def table(by_run: Runs, live: Mapping[str, Any]) -> str:
 
 
 def read_live(path: Path) -> Mapping[str, Any]:
-    """Raises StudyError."""
+    """Return the figures of live swarms by policy. Raises StudyError."""
     try:
         policies: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["policies"]
     except (OSError, ValueError, KeyError) as error:

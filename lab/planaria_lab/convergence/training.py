@@ -1,7 +1,8 @@
-"""A whole swarm in one process, without a network: the daemon's model, windows and recovery.
+"""Training of a whole swarm in one process, without a network, by the daemon's functions.
 
-One node a stage. A loss falls between two steps, and everything that travels in the background has
-arrived by then: copies of stage 0 are of the last step, a running snapshot has all its updates.
+Model, windows and recovery are the daemon's. Each stage has one node. Stages are lost between two
+steps. By then all background transfers are complete: copies of stage 0 are of the last step, and a
+running snapshot has all its updates.
 """
 
 from __future__ import annotations
@@ -66,79 +67,78 @@ from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
 from planaria_lab.simulator.swarm import orthogonalizing_flops
 
 Omega = Literal["squared", "norm", "clipped", "uniform"]
-"""What a neighbour's share in an average goes by: the squared norm of its last gradient, as nodes
-do it, that norm, that norm clipped and plus `ADDED`, or neither."""
+"""Weight of a neighbour in CheckFree's average: the squared norm of its last gradient, as in nodes;
+that norm; that norm, clipped, plus `ADDED`; or 1."""
 ADDED: Final = 1e-4
-"""What CheckFree's published code adds to a clipped norm."""
+"""Constant that CheckFree's published code adds to a clipped norm."""
 
 
 class LostError(Exception):
-    """The run can't go on; the message says what is lost."""
+    """The run can't continue; the message says why."""
 
 
-def going_by(kind: Omega, source: GuessSource, clip: float) -> float:
-    """`clip`: the norm to which a stage's gradient is clipped."""
+def neighbour_weight(kind: Omega, source: GuessSource, clip: float) -> float:
+    """Return a neighbour's weight in an average. `clip`: norm to which gradients are clipped."""
     norm = math.sqrt(source.omega)
     shares = {"squared": source.omega, "norm": norm, "uniform": 1.0}
     return min(norm, clip) + ADDED if kind == "clipped" else shares[kind]
 
 
 class Ablation(Section):
-    """The settings beyond those of the daemon."""
+    """Settings that the daemon doesn't have."""
 
-    omega: Omega = "squared"  # what the neighbours' shares in an average go by
-    clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
+    omega: Omega = "squared"
+    clip_scope: Literal["global", "stage"] = "global"  # norm to clip by: the model's, each stage's
     swapped: tuple[tuple[int, int], ...] = ()
     """Pairs of stages that every second microbatch visits in swapped order, instead of the
     policy's."""
     copied: dict[int, int] = Field(default_factory=dict)
-    """Lost stage -> the stage whose weights it gets. A stage named for itself gets its own weights
+    """Lost stage -> the stage whose weights it gets. A stage mapped to itself gets its own weights
     of up to `kept_every` steps ago."""
     kept_every: int = Field(default=100, ge=1)
-    snapshot_choice: Choice = "priority"  # which rows go next
+    snapshot_choice: Choice = "priority"  # of the next rows of a running snapshot
     start: Literal["policy", "copy", "random"] = "policy"
-    """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
-    anew_until: int = 0  # steps of training up to which a stage starts from its own first weights
+    """Weights of a guess: the policy's, those of the stage before (of stage 2 for stage 1), or new
+    random ones."""
+    anew_until: int = 0  # up to this step a guess is the stage's own initial weights
     second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
-    relearn_share: float = 1.0  # of the samples of each boundary tensor
-    relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
+    relearn_share: float = 1.0  # share of the samples of each boundary tensor
+    relearn_codec: Literal["none", "bf16", "int8"] = "bf16"  # of kept boundary tensors
     relearn_constant: bool = False  # the learning rate of relearning doesn't fall
-    relearn_in_order: bool = False  # every pass takes its parts as they crossed, oldest first
-    relearn_pull: Literal["first", "all", "none"] = "first"  # body stages drawn back to the guess
-    relearn_young: bool = True  # the rate is less in the first steps
-    relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
+    relearn_in_order: bool = False  # each pass takes its pieces in order of time, oldest first
+    relearn_pull: Literal["first", "all", "none"] = "first"  # body stages pulled to the guess
+    relearn_young: bool = True  # the rate of relearning is lower in the run's first steps
+    relearn_adam: float = 0.0  # not 0: relearning uses Adam, at this rate
     relearn_first_steps: bool = False
-    """Where the first body stage is learned from, as many times the steps are kept as it has
-    passes, which are then as others'."""
-    neighbours_lr: float = 1.0  # times the rate that those beside a guessed stage train at
-    neighbours_steps: int = 0  # for so many steps
-    relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
-    alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
+    """To relearn the first body stage, use `relearning.FIRST` times as many steps of tensors,
+    instead of that many times the passes."""
+    neighbours_lr: float = 1.0  # factor on the learning rate of stages beside a guessed one
+    neighbours_steps: int = 0  # steps with this factor
+    relearn_moments: bool = False  # training continues with Adam's moments from relearning
+    alone_steps: int = 0  # steps after a guess in which only the guessed stages train
     lost_share: float = 0.0
-    """Instead of stages this share of all is lost, drawn anew each time, and restored from running
-    snapshots that outlive every node, as if they were in SCAR's storage."""
-    lost_by: Literal["row", "stage"] = "row"
+    """Not 0: instead of stages, this share of all rows or stages is lost, drawn anew each time.
+    They are restored from running snapshots that outlive every node, as in SCAR's storage."""
+    lost_by: Literal["row", "stage"] = "row"  # unit of `lost_share`
     late: bool = False
-    """After warm-up a step applies the gradient of the step before, and a lost stage's is lost:
-    without a flush, as PipeDream-2BW trains (arXiv 2006.09503, section 3.1)."""
-    replicas: int = 1  # of each stage, as far as averaging goes
-    averaging_feedback: bool = True  # what its codec leaves out goes with the next step's
+    """After warm-up each step applies the gradient of the step before, as PipeDream-2BW without a
+    flush (arXiv 2006.09503, section 3.1). A lost stage's waiting gradient is lost."""
+    replicas: int = 1  # of each stage, for averaging only
+    averaging_feedback: bool = True  # the next step adds what the codec left out
     meet_every: int = Field(default=0, ge=0)
-    """Not 0: the replicas are pipelines that train apart for so many steps, then average what their
-    weights have changed by (arXiv 2311.08105)."""
-    outer_lr: float = 0.7  # of the step that they then take, as published
+    """Not 0: replicas are pipelines that train apart for this number of steps, then average the
+    changes of their weights (arXiv 2311.08105)."""
+    outer_lr: float = 0.7  # of the outer optimizer, as published
     outer_momentum: float = 0.9
     round_loss: Literal["peer", "start", "guess", "pipeline"] = "peer"
-    """What a stage that one of them loses begins with: the state of another's stage, the same with
-    the weights that the round began with, or a guess. Or the whole pipeline is lost until they
-    meet, and the mean is over the others."""
+    """Replacement of a stage that one pipeline loses: the state of another pipeline's stage, the
+    same with the weights of the round's start, or a guess. `pipeline`: the whole pipeline is lost
+    until the round ends, and the mean is over the others."""
 
     @model_validator(mode="after")
     def moments_are_adams(self) -> Ablation:
         if self.relearn_moments and not self.relearn_adam:
-            raise ValueError(
-                "relearn_moments goes with relearning by Adam: give relearn_adam its rate"
-            )
+            raise ValueError("relearn_moments needs relearning by Adam: give relearn_adam its rate")
         return self
 
     @model_validator(mode="after")
@@ -146,25 +146,25 @@ class Ablation(Section):
         if self.meet_every and (self.replicas < 2 or self.late or self.lost_share):
             raise ValueError(
                 f"meet_every = {self.meet_every} is for two replicas or more, not for "
-                f"{self.replicas}, and goes neither with late nor with lost_share"
+                f"{self.replicas}, and excludes late and lost_share"
             )
         return self
 
 
 @dataclass
 class Stage:
-    """A stage and what belongs to its state."""
+    """A stage with its optimizer and the rest of its state."""
 
     module: EmbeddingStage | BodyStage
     optimizer: StageOptimizer
-    passes: Sequence[Callable[..., Any]]  # the module's, as `work.passes_of` has them
+    passes: Sequence[Callable[..., Any]]  # of the module, from `work.stage_passes`
     omega: float = 0.0  # squared norm of the last gradient
     boosted_at: int = 0
-    waiting: tuple[Tensor, float] | None = None  # gradient of the last step, and its clip scale
+    waiting: tuple[Tensor, float] | None = None  # last step's gradient, its clip scale
 
     def delay(self, clip_scale: float) -> float | None:
-        """Puts the waiting gradient in place of this step's, which waits from now on. Returns its
-        clip scale; None: none was waiting."""
+        """Put the waiting gradient in place of this step's, which waits from now on. Return the
+        clip scale of the former; None if none was waiting."""
         gradient = self.optimizer.gradient
         before, self.waiting = self.waiting, (gradient.clone(), clip_scale)
         if before is None:
@@ -194,7 +194,7 @@ class State(NamedTuple):
 
 @dataclass
 class Adam:
-    """Updates of relearning by the stage's own optimizer, gradients clipped to 1."""
+    """Update rule of relearning by the stage's own optimizer, with gradients clipped to norm 1."""
 
     optimizer: StageOptimizer
 
@@ -208,27 +208,29 @@ class Adam:
 
 
 def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
-    """What an update of a stage that relearns computes beyond forward and backward passes, in
-    tokens of these: six operations for each weight."""
+    """Return the cost of a relearning update beyond its forward and backward pass, in tokens.
+
+    A token costs six operations for each weight in these passes.
+    """
     shapes = list(trained_shapes(config, 1).values())
     flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes)
     return flops / (6 * sum(map(math.prod, shapes)))
 
 
 def updates_a_token(run: RunFile, config: ModelConfig, ablation: Ablation) -> float:
-    """Updates of relearning for each token, from whole pairs."""
-    some = learned_of(run.training.microbatch, ablation)
+    """Return the number of relearning updates for each token of a boundary pair."""
+    samples = learned_samples(run.training.microbatch, ablation)
     at_most = relearning.samples_at_a_time(run.recovery.relearn.tokens, config.context)
-    return len(sample_parts(some, at_most)) / (some * config.context)
+    return len(sample_parts(samples, at_most)) / (samples * config.context)
 
 
-def learned_of(samples: int, ablation: Ablation) -> int:
-    """The number of samples that are learned, of those that crossed together."""
+def learned_samples(samples: int, ablation: Ablation) -> int:
+    """Return how many of the samples in a boundary tensor are learned."""
     return max(1, round(ablation.relearn_share * samples))
 
 
 class Crossing(torch.autograd.Function):
-    """A boundary between two stages: what comes is what the codecs leave of it."""
+    """A boundary between two stages: the wire's codecs encode and decode both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: WireSection, config: ModelConfig) -> Tensor:
@@ -243,13 +245,13 @@ class Crossing(torch.autograd.Function):
 
 def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
     figures, *beside = split_features(x, config, kind)
-    if codec != "none":  # its bytes needn't leave the device
+    if codec != "none":  # encoded bytes needn't leave the device
         (figures,) = decode(*encode([figures], codec), figures.device)
     return join_features([figures, *beside], config)
 
 
 class Crossings(NamedTuple):
-    """The tensors of one microbatch in one step: before its first visit, after it, and so on."""
+    """Boundary tensors of a microbatch in a step: before its first visit, after it, and so on."""
 
     order: tuple[int, ...]
     tensors: list[Tensor]  # on the CPU
@@ -271,22 +273,22 @@ COUNTED: Final = (
     *("updates", "stage_tokens", "stage_updates"),
     *("background_stage_tokens", "background_stage_updates"),
 )
-"""What a line tells of relearning, that grows while it goes on."""
+"""Keys of a line that grow while relearning continues."""
 STATE_CLASSES: Final[Sequence[Any]] = (
     *(frozenset, State, Crossings, Running, Layout, Group, ChosenSnapshot, HeldSnapshot),
     *(BlockSamples, LessonState),
 )
-"""Of all that `TrainingSwarm.state` is made of."""
+"""Classes of all values in `TrainingSwarm.state`."""
 KEPT: Final = (
     *("committed", "lineage", "alone", "beside", "since", "checkpoints", "snapshots"),
     "own_weights",
 )
-"""Of a swarm, beside its stages and its boundary tensors."""
+"""Attributes in a swarm's state, beside its stages and its boundary tensors."""
 
 
 @dataclass
 class TrainingSwarm:
-    """Trains step after step; `lose` takes stages away, and rebuilds them."""
+    """A swarm that trains step by step; `lose` removes stages and rebuilds them."""
 
     run: RunFile  # resolved
     corpus: Data
@@ -306,7 +308,7 @@ class TrainingSwarm:
             [self._new(stage) for stage in range(self.config.stages + 1)]
             for _ in range(count if self.ablation.meet_every else 1)
         ]
-        self.stages = self.pipelines[0]  # of the one that computes or is looked at
+        self.stages = self.pipelines[0]  # of the pipeline that computes or is examined
         self.replicas, self.rounds = None, None
         if count > 1:
             shapes = [
@@ -320,20 +322,21 @@ class TrainingSwarm:
         self.windows = training_windows(self.corpus, run.seed, self.config.context, run.batches)
         self.committed = 0
         self.lineage = 0
-        self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
+        self.alone: tuple[int, frozenset[int]] = (0, frozenset())
+        """The step up to which only some stages train, and these stages."""
         times = relearning.FIRST if self.ablation.relearn_first_steps else 1
         self.boundary: deque[tuple[int, list[Crossings]]] = deque(
             maxlen=times * run.recovery.relearn.steps
         )
         self.lessons: list[Lesson] = []  # in the background
-        self.beside: dict[int, int] = {}  # until which step a stage is the neighbour of a guess
+        self.beside: dict[int, int] = {}  # neighbour of a guess -> last step of its changed rate
         if self.relearns and run.recovery.relearn.enough and self.ablation.relearn_adam:
             raise ValueError(
                 "relearn.enough = "
                 f"{run.recovery.relearn.enough:g} lets stages relearn in the background, which "
-                "Adam can't, since it has the stage's own moments: give it 0"
+                "excludes relearn_adam, since Adam uses the stage's own moments: give it 0"
             )
-        self.since = [0] * len(self.stages)  # the step after which each stage's node is there
+        self.since = [0] * len(self.stages)  # the step after which each stage's node joined
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         self.own_weights: dict[int, Tensor] = {}  # of stages that are copied from themselves
         self._check_named_stages()
@@ -345,6 +348,7 @@ class TrainingSwarm:
         self.snapshots = {stage: self._new_snapshot(stage) for stage in sent}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
+        """Return a stage with the run's initial weights, or with random ones from another seed."""
         if seed is None:
             module = self.beginning.stage(stage)
         else:
@@ -355,7 +359,7 @@ class TrainingSwarm:
         return Stage(module, optimizer, stage_passes(module, self.run))
 
     def _check_rounds(self) -> None:
-        """Raises ValueError for a run whose pipelines can't train apart."""
+        """Raise ValueError if the run's pipelines can't train apart."""
         microbatches, count = self.run.training.microbatches, self.ablation.replicas
         if microbatches % count:
             raise ValueError(
@@ -370,12 +374,12 @@ class TrainingSwarm:
             )
 
     def _check_named_stages(self) -> None:
-        """Raises ValueError for stages of the ablation that the model doesn't have."""
+        """Raise ValueError if the ablation names absent stages, or swaps one in two pairs."""
         swapped, copied = chain(*self.ablation.swapped), chain(*self.ablation.copied.items())
         for key, stages in {"swapped": [*swapped], "copied": [*copied]}.items():
             if absent := {*stages} - {*range(1, self.config.stages + 1)}:
                 raise ValueError(
-                    f"ablation.{key} names stage {min(absent)}: choose of the body stages 1 to "
+                    f"ablation.{key} names stage {min(absent)}: choose one of the body stages 1 to "
                     f"{self.config.stages}"
                 )
             if key == "swapped" and len({*stages}) < len(stages):
@@ -383,10 +387,10 @@ class TrainingSwarm:
                     f"ablation.swapped = {self.ablation.swapped}: a stage can be in one pair only"
                 )
 
-    # --- all of it
+    # --- state
 
     def state(self) -> dict[str, Any]:
-        """What `put` takes; it changes with the swarm."""
+        """Return the state, for `put`. Some parts are the swarm's objects, and change with it."""
         fields = {name: getattr(self, name) for name in KEPT}
         stages = [State.of(stage) for stage in chain(*self.pipelines)]
         lessons = [lesson.state() for lesson in self.lessons]
@@ -396,7 +400,7 @@ class TrainingSwarm:
         return {**fields, **tensors, "rounds": rounds, "lessons": lessons}
 
     def put(self, state: Mapping[str, Any]) -> None:
-        """Raises KeyError, ValueError for the state of another run."""
+        """Load a state. Raises KeyError or ValueError for the state of another run."""
         for stage, saved_stage in zip(chain(*self.pipelines), state["stages"], strict=True):
             saved_stage.put(stage)
         for name in KEPT:
@@ -415,8 +419,8 @@ class TrainingSwarm:
     # --- training
 
     def step(self, loss_soon: bool = True) -> float:
-        """Trains the next step; returns its mean loss, nats a token. Without a `loss_soon`, its
-        boundary tensors are not kept."""
+        """Train the next step; return its mean loss, nats a token. Without `loss_soon` no boundary
+        tensors are kept."""
         training, rounds = self.run.training, self.rounds
         step = self.committed + 1
         ids = self.windows.ids(step)
@@ -453,8 +457,8 @@ class TrainingSwarm:
     def _compute(
         self, microbatch: int, samples: NDArray[np.int64], scored: int, keeps: bool
     ) -> tuple[float, Crossings]:
-        """Adds the gradient of a microbatch's losses / `scored`. Returns the sum of its losses, and
-        its boundary tensors, if they are to be kept."""
+        """Add the gradient of a microbatch's losses / `scored`. Return the sum of its losses, and
+        its boundary tensors, if it `keeps` them."""
         visits = self.order(self.committed * self.run.training.microbatches + microbatch)
         tensors: list[Tensor] | None = [] if keeps else None
         with autocast_of(self.run, self.device):
@@ -465,7 +469,7 @@ class TrainingSwarm:
         return loss.item(), Crossings(visits, tensors or [])
 
     def order(self, microbatch: int) -> tuple[int, ...]:
-        """The visits of a microbatch of the run, counted from 0."""
+        """Return the order of a microbatch; microbatches of the run are counted from 0."""
         pairs = self.ablation.swapped
         if not pairs or microbatch % 2 == 0:
             return order(microbatch, self.config.stages, self.policy.swapped and not pairs)
@@ -478,7 +482,7 @@ class TrainingSwarm:
 
     @property
     def share_of_a_stage(self) -> float:
-        """A body stage's part in the computing of a step, by weights; embedding costs nothing."""
+        """A body stage's share of a step's computing, by weights; the embedding costs nothing."""
         sizes = [len(stage.optimizer.weights) for stage in self.stages]
         head = sizes[0] - self.config.vocabulary * self.config.written
         return sizes[1] / (head + sum(sizes[1:]))
@@ -489,8 +493,8 @@ class TrainingSwarm:
 
     @property
     def updates_beside(self) -> int:
-        """Of a lesson, in a step. Where the run file leaves it to the gaps: as many as compute what
-        the stage itself does, as if its node were idle for half of the time."""
+        """Updates of a background lesson in each step. If the run file leaves the number to gaps:
+        as many as cost the stage's own computing, as if its node were idle half of the time."""
         if each_step := self.run.recovery.relearn.each_step:
             return each_step
         tokens = 1 / updates_a_token(self.run, self.config, self.ablation)
@@ -498,7 +502,7 @@ class TrainingSwarm:
         return max(1, round(self.window_tokens / tokens))
 
     def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
-        """Inputs and targets, and where documents begin, if attention is to know."""
+        """Return inputs, targets and, if attention is block-causal, the beginnings of documents."""
         context = self.config.context
         arrays: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
         if self.config.block_causal:
@@ -513,8 +517,8 @@ class TrainingSwarm:
         targets: Tensor,
         begins: Tensor | None = None,
     ) -> Tensor:
-        """The sum of the tokens' losses. What crosses from stage to stage goes to `crossed`, if it
-        is to be kept."""
+        """Return the sum of the tokens' losses. Append tensors that cross between stages to
+        `crossed`, unless it is None."""
         embed, loss = self.stages[0].passes
         x = embed(inputs, begins)
         for stage in visits:
@@ -558,8 +562,8 @@ class TrainingSwarm:
 
     @torch.no_grad()
     def validate(self, samples: Tensor | None = None) -> float:
-        """Mean loss, nats a token, of the run's validation microbatches, as the daemon takes them,
-        or of these samples, int64 [n, context + 1]."""
+        """Return the mean loss, nats a token, of `samples`, int64 [n, context + 1]. Default: the
+        run's validation microbatches, as in the daemon."""
         if samples is None:
             training = self.run.training
             wanted = range(training.validation_microbatches * training.microbatch)
@@ -572,7 +576,7 @@ class TrainingSwarm:
         losses = [self._forward(natural, None, *part).item() for part in parts]
         return math.fsum(losses) / max(1, int((tensors[1] != UNSCORED).sum()))
 
-    # --- what is kept for the day of a loss
+    # --- state kept for recovery
 
     def _keep_ready(self) -> None:
         recovery = self.run.recovery
@@ -613,14 +617,14 @@ class TrainingSwarm:
         running.state = stage.optimizer.steps, stage.omega, stage.boosted_at
 
     def _holders(self, stage: int) -> set[int]:
-        """The stages whose nodes hold the snapshot of `stage`."""
-        members = [(str(of), of) for of in range(self.config.stages + 1)]
+        """Return the stages whose nodes hold the snapshot of `stage`."""
+        members = [(str(number), number) for number in range(self.config.stages + 1)]
         way = route(stage, members, self.config.stages)
         return set() if way is None else set(map(int, way.holders))
 
     def _held(self, lost: frozenset[int]) -> list[Held]:
-        """The states that the survivors hold. Each node is named by its stage; files outlive their
-        node."""
+        """Return the states that survivors hold. Each node is named by its stage. Files survive
+        their node."""
 
         def held(
             kind: Kind, at: int, stage: int, step: int, lineage: int, mean: float = math.inf
@@ -645,8 +649,8 @@ class TrainingSwarm:
     # --- losses
 
     def lose(self, stages: Sequence[int]) -> list[dict[str, Any]]:
-        """All nodes of these stages are lost at once; a line for each rebuild, of which
-        `perturbation` is ||weights after it - weights before it||. Raises LostError."""
+        """Lose all nodes of these stages at once, and recover. Return a line for each rebuild, of
+        which `perturbation` is ||weights after it - weights before it||. Raises LostError."""
         if self.ablation.lost_share:
             return [self._lose_share(self.ablation.lost_share)]
         if self.rounds is not None:
@@ -654,13 +658,15 @@ class TrainingSwarm:
         return self._lose_stages(stages)
 
     def _lose_in_round(self, rounds: Rounds, stages: Sequence[int]) -> list[dict[str, Any]]:
-        """A pipeline loses these stages, or all. The pipelines are hit in turn, round by round. A
-        line has `samples`, of which the stage's gradients are lost: all since the round began."""
+        """Lose these stages, or all, of one pipeline; in each round it is another, in turn. A line
+        has `samples`: those of this round, whose gradients for the stage are lost."""
         method, present = self.ablation.round_loss, rounds.present
         hit = present[(self.committed // self.ablation.meet_every) % len(present)]
         others = [pipeline for pipeline in present if pipeline != hit]
         if not others:
-            raise LostError(f"no other pipeline has trained since pipeline {hit} was left alone")
+            raise LostError(
+                f"only pipeline {hit} trains in this round: no other can replace what it loses"
+            )
         lost = range(len(self.stages)) if method == "pipeline" else stages
         samples = {stage: rounds.take_lost(hit, stage) for stage in lost}
         beside: dict[str, Any] = {"pipeline": hit, "step": self.committed}
@@ -735,7 +741,10 @@ class TrainingSwarm:
         return list(lines.values())
 
     def _lose_share(self, share: float) -> dict[str, Any]:
-        """SCAR's experiment (section 5): partial recovery, full recovery for a share of 1."""
+        """Lose a share of all rows or stages and restore them from snapshots; return the line.
+
+        This is SCAR's experiment (section 5): partial recovery, or full recovery if `share` is 1.
+        """
         drawn = np.random.default_rng([self.run.seed, self.committed])
         squared, ages = 0.0, []
         whole = drawn.permutation(len(self.stages))[: round(share * len(self.stages))]
@@ -783,7 +792,7 @@ class TrainingSwarm:
         return {"stage": list(lost), "method": "checkpoint", "step": to.step, "from": before}
 
     def _rebuild(self, decision: Rebuild) -> dict[str, Any]:
-        """Rebuilds a stage from what the survivors had before any of this loss's rebuilds."""
+        """Rebuild a stage from state that survivors had before this loss; return its line."""
         number = decision.stage
         stage = self.stages[number]
         line: dict[str, Any] = {
@@ -794,7 +803,7 @@ class TrainingSwarm:
         }
         match decision.method:
             case "redundant" | "origin":
-                pass  # the twin is equal, and nothing of stage 0 is trained beside adapters
+                pass  # a twin has equal state; beside adapters, nothing of stage 0 is trained
             case "pretrained":
                 stage.optimizer.load([("weights", self._new(number).optimizer.weights)], 0)
                 stage.omega, stage.boosted_at = 0.0, self.committed
@@ -823,7 +832,7 @@ class TrainingSwarm:
         ]
         _, stage.omega = guess_stage(self.beginning, number, decision.method, sources)
         clip = self.run.training.clip
-        sources = [of._replace(omega=going_by(ablation.omega, of, clip)) for of in sources]
+        sources = [s._replace(omega=neighbour_weight(ablation.omega, s, clip)) for s in sources]
         weights, _ = guess_stage(self.beginning, number, decision.method, sources)
         if (source := ablation.copied.get(number)) is not None:
             weights = self.stages[source].optimizer.weights
@@ -845,7 +854,8 @@ class TrainingSwarm:
         stage.boosted_at = self.committed
 
     def _forget(self, lost: frozenset[int]) -> None:
-        """Drops what the lost nodes held of others; what they were sending begins again."""
+        """Drop the error feedback and the snapshots that only lost nodes held. Snapshots of lost
+        stages are sent anew."""
         if self.replicas is not None and self.rounds is None:
             for stage in lost:
                 self.replicas.forget(stage)
@@ -858,8 +868,11 @@ class TrainingSwarm:
     # --- relearning
 
     def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
-        """As the daemon does it: measure, train on one piece at a time, keep the result or undo,
-        and once one that learns alone is good enough it learns the rest in the background."""
+        """Relearn a block of guessed stages as the daemon does; return the lesson's line.
+
+        Measure the residual, train on one piece at a time, then keep or undo the result. A single
+        stage whose residual is low enough relearns the rest in the background.
+        """
         recovery, ablation = self.run.recovery, self.ablation
         pieces = self._pieces(block)
         guessed = {number: State.of(self.stages[number]) for number in block}
@@ -913,8 +926,8 @@ class TrainingSwarm:
         return wanted if self.ablation.relearn_first_steps else relearning.pass_count(wanted, block)
 
     def _ahead(self) -> dict[int, Tensor]:
-        """Lets stages learn in the background of this step. Returns the change of their weights,
-        which are then as they were."""
+        """Relearn in the background of this step. Return the changes of weights by stage; the
+        weights themselves are unchanged."""
         moved = {}
         for lesson in self.lessons:
             optimizers = {number: self.stages[number].optimizer for number in lesson.learners}
@@ -928,8 +941,9 @@ class TrainingSwarm:
         return moved
 
     def _pieces(self, block: Sequence[int]) -> list[BlockSamples]:
-        """What the block learns from, the oldest step's first. Both ends of a pair were kept by the
-        nodes before and behind, unless these are lost too, or came later."""
+        """Return the pieces that the block learns from, the oldest step's first. The nodes before
+        and behind a chain kept its inputs and outputs, unless they are lost, too, or joined
+        later."""
         samples = []
         relearn = self.run.recovery.relearn
         at_most = relearning.samples_at_a_time(relearn.tokens, self.config.context)
@@ -940,7 +954,7 @@ class TrainingSwarm:
                 continue
             for visits, tensors in crossed:
                 route = (0, *visits, 0)
-                some = learned_of(len(tensors[0]), self.ablation)
+                learned = learned_samples(len(tensors[0]), self.ablation)
                 for run in runs(visits, block):
                     if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
                         continue
@@ -948,13 +962,13 @@ class TrainingSwarm:
                         BlockSamples(
                             step, run.stages, tensors[run.start][part], tensors[run.end][part]
                         )
-                        for part in sample_parts(some, at_most)
+                        for part in sample_parts(learned, at_most)
                     ]
         return samples
 
 
 def train(run: RunFile, corpus: Data) -> Iterator[float]:
-    """The losses of a run without failures, step by step."""
+    """Train a run without failures; yield the loss of each step."""
     swarm = TrainingSwarm(run, corpus)
     for _ in range(run.steps):
         yield swarm.step()

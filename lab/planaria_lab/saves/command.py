@@ -1,4 +1,4 @@
-"""`planaria lab saves`. Modules are imported inside, so that --help is quick."""
+"""The command `planaria lab saves`. It imports modules late, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ app = typer.Typer(help="Measure what blocking and overlapped saves cost a real s
 
 @app.callback(invoke_without_command=True)
 def saves(
-    out: Annotated[Path, typer.Option(help="Folder of the results.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results.")],
     blocks: Annotated[
-        int, typer.Option(min=0, help="Number of swarms of each kind; 0: only the table.")
+        int, typer.Option(min=0, help="Number of swarms of each kind; 0: only make the table.")
     ] = 3,
 ) -> None:
-    """Measure what saves cost a real swarm, blocking and overlapped, with and without a failure of
+    """Measure what blocking and overlapped saves cost a real swarm, with and without a failure of
     all its processes. It can be stopped and started again."""
     from planaria.node.run_file import loads
     from planaria_lab.emulation.live_study import with_data

@@ -1,11 +1,11 @@
-"""`planaria node`, whose saves are timed, and can be made worse.
+"""`planaria node` with saves that are timed, and can be made blocking or slow.
 
     python -m planaria_lab.saves.saving_node [--timed DIR] [--blocking] [--storage RATE] node ...
 
-does what `planaria node ...` does, by the very code that ships, of which a few functions are
-wrapped: `--timed` writes a line of JSON for each save to a file in DIR, `--blocking` has training
-wait until a save is on disk (as ECRL's blocking strategy: capture, write, go on), `--storage` takes
-RATE MB of saves a second at most, as a shared folder does.
+runs `planaria node ...` itself, with a few functions wrapped. `--timed` writes a line of JSON for
+each save to a file in DIR. `--blocking` makes training wait until a save is on disk, as ECRL's
+blocking strategy does: capture, write, go on. `--storage` limits writing of saves to RATE MB/s, as
+a shared folder does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ MB = 1e6
 def arm(
     timed: Path, blocking: bool, rate: float, wrap: Callable[[Any, str, Any], None] = setattr
 ) -> None:
-    """From here on this process saves like that. `rate`: MB/s; 0: what the disk can.
+    """Wrap the functions that save in this process. `rate`: MB/s; 0: no limit but the disk.
 
-    A line has `stage` and `step`, and either `critical`, seconds of the compute thread, and
-    `waited`, those of them in which it waited for the write (0 unless `blocking`); or `write`,
-    seconds until a save was on disk. A save that is left out has no line.
+    Each save writes two lines with `stage` and `step` to a file in `timed`. The first has
+    `critical`, seconds of the compute thread, and `waited`, those of them spent waiting for the
+    write (0 unless `blocking`). The second has `write`, seconds until the save was on disk. A save
+    that is left out has no line.
     """
     from planaria.node.machine.compute import waiting_for_disk
     from planaria.node.state.save_file import Bytes
@@ -62,12 +63,12 @@ def arm(
             yield part
             time.sleep(part.nbytes / (rate * MB))
 
-    def put_slowly(of: Saves, name: str, parts: Iterable[Bytes]) -> None:
-        put(of, name, slowly(parts))
+    def put_slowly(saves: Saves, name: str, parts: Iterable[Bytes]) -> None:
+        put(saves, name, slowly(parts))
 
-    def written(of: Saves, state: StageState) -> None:
+    def written(saves: Saves, state: StageState) -> None:
         began = time.perf_counter()
-        write(of, state)
+        write(saves, state)
         log(state, write=time.perf_counter() - began)
 
     wrap(SavesOnDisk, "write", handed_over)
@@ -77,7 +78,7 @@ def arm(
 
 
 def run_saving(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; behind `--timed DIR`, with these. For `Processes`."""
+    """Run `planaria ARGUMENTS...`, with `--timed DIR` as described above. For `Processes`."""
     from planaria.node.machine.processes import run_planaria
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -87,7 +88,7 @@ def run_saving(arguments: list[str]) -> None:
     own, rest = parser.parse_known_args(arguments)
     if own.timed is not None:
         arm(own.timed, own.blocking, own.storage)
-        rest = [*rest, "--restart", "no"]  # another process would not be armed
+        rest = [*rest, "--restart", "no"]  # a restarted process would not be wrapped
     run_planaria(rest)
 
 

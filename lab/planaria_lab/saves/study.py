@@ -1,9 +1,10 @@
-"""ECRL's matrix on a live swarm: what blocking and overlapped saves cost.
+"""Measurements of what blocking and overlapped saves cost a live swarm, by ECRL's matrix.
 
-A *suite* is a storage and an interval. In each, swarms take turns that differ in how they save and
-whether they are killed; a swarm is compared with that of its suite and block that never saves,
-minutes apart at most, so that changes of the machine's load affect both. Every second block has
-them in the opposite order. A swarm is a row: what was interrupted goes on where it was.
+A *suite* is a rate of storage and an interval between saves. A *block* runs each suite's swarms
+one after the other. They differ in how they save and whether they are killed. A swarm is compared
+with the swarm of its suite and block that never saves. The two run minutes apart at most, so that
+changes of the machine's load affect both. Every second block has the opposite order. Each swarm is
+a row; an interrupted measurement continues with the missing rows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ warmup = 5
 validation_microbatches = 0
 """
 KILLED_AT: Final = 21
-STORAGES: Final = (0.0, 20.0)  # MB/s for each node; 0: what the disk can
+STORAGES: Final = (0.0, 20.0)  # MB/s for each node; 0: no limit but the disk
 INTERVALS: Final = (2, 8)  # steps
 VARIANTS: Final[Mapping[str, tuple[Any, int, bool]]] = {
     "none": ("none", 1, False),
@@ -51,7 +52,7 @@ VARIANTS: Final[Mapping[str, tuple[Any, int, bool]]] = {
     "blocking, killed": ("blocking", 1, True),
     "overlapped, 4, killed": ("overlapped", 4, True),
 }
-"""Name -> mode, writes in flight, whether all processes are killed once."""
+"""Variant -> mode, writes in flight, whether all processes are killed once."""
 NONE: Final = "none"
 PAIRS: Final = (
     ("overlapped, 1", "blocking"),
@@ -65,8 +66,10 @@ Row = Mapping[str, Any]
 
 
 class Suite(NamedTuple):
-    storage: float  # as in Saving
-    every: int
+    """A rate of storage and an interval between saves."""
+
+    storage: float  # MB/s, as in Saving
+    every: int  # steps
 
     def __str__(self) -> str:
         storage = f"{self.storage:g} MB/s" if self.storage else "own disk"
@@ -77,7 +80,7 @@ SUITES: Final = [Suite(storage, every) for storage in STORAGES for every in INTE
 
 
 class Turn(NamedTuple):
-    """A swarm of the matrix."""
+    """One swarm to measure."""
 
     block: int
     suite: Suite
@@ -90,14 +93,14 @@ class Turn(NamedTuple):
         return Saving(mode, every, in_flight, storage, KILLED_AT if killed else 0)
 
     def key(self, run: RunFile) -> str:
-        """Stands for all that is measured."""
+        """Return the digest of all settings of this measurement."""
         shown = run.model_dump(mode="json", exclude={"data": {"path"}}, exclude_defaults=True)
         fields = [shown, self.block, asdict(self.saving)]
         return sha256(dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def turns(blocks: int) -> Iterator[Turn]:
-    """The turns, in the order of measuring."""
+    """Yield the swarms in the order of measuring."""
     for block in range(blocks):
         for suite in SUITES:
             for variant in [*VARIANTS][:: -1 if block % 2 else 1]:
@@ -105,7 +108,7 @@ def turns(blocks: int) -> Iterator[Turn]:
 
 
 def measure_all(run: RunFile, blocks: int, out: Path, say: Callable[[str], None]) -> list[Row]:
-    """Measure what is missing in `out`, and return all. Raises SavesError, SwarmError,
+    """Measure the swarms that have no row in `out`; return all rows. Raises SavesError, SwarmError,
     StudyError."""
     out.mkdir(parents=True, exist_ok=True)
     lines = read_results(out / ROWS)
@@ -130,30 +133,30 @@ def measure_all(run: RunFile, blocks: int, out: Path, say: Callable[[str], None]
     return [*lines.values()]
 
 
-# --- what it came to
+# --- comparisons
 
 
 class Compared(NamedTuple):
-    """A variant in a suite, block by block; goodputs are shares of those of the swarm that never
-    saves."""
+    """Figures of a variant in a suite, block by block. Goodputs are shares of the goodput of the
+    swarm that never saves."""
 
     suite: Suite
     variant: str
-    goodput: list[float]  # steps by the wall clock, downtime included, as ECRL has it
-    own: list[float]  # the run's own: without the time in which no registry ran
-    parts: dict[str, list[float]]  # shares of its own wall clock
+    goodput: list[float]  # by the wall clock, downtime included, as ECRL has it
+    own: list[float]  # by the run's summary: without the time in which no registry ran
+    parts: dict[str, list[float]]  # shares of the swarm's own wall clock
     down: list[float]  # seconds
-    lost: list[int]
+    lost: list[int]  # steps that were made again
     saves: list[int]
-    equal: int  # swarms with the very losses of the first that never saved
-    apart: float  # largest difference of a loss
+    equal: int  # swarms whose losses equal those of the first swarm that never saved
+    apart: float  # largest difference from these losses
 
 
 PARTS: Final = ("compute and all else", "copied", "blocked", "down", "again")
 
 
 def compared(rows: Sequence[Row]) -> list[Compared]:
-    """Raises SavesError where there is nothing to compare with."""
+    """Compare each variant of each suite with `none`. Raises SavesError if no row is of `none`."""
     plain = {(row["block"], _suite(row)): row for row in rows if row["variant"] == NONE}
     if not plain:
         raise SavesError("no swarm without saves has been measured yet")
@@ -202,8 +205,8 @@ def _compared(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown: medians over the blocks, with the least and the most; of the parts of the wall
-    clock, which add up, means."""
+    """Return the Markdown table: medians over the blocks, with minimum and maximum; of the parts of
+    the wall clock, means, since these add up."""
     results = compared(rows)
     by_name = {(result.suite, result.variant): result for result in results}
     loads = [row["load"] for row in rows]
@@ -246,7 +249,7 @@ def _range(values: Sequence[float], digits: int = 3) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Goodput of each variant, a dot for each block; and where its wall clock went."""
+    """Plot the goodput of each variant, a dot for each block, and the parts of its wall clock."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -284,7 +287,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_results(rows: Sequence[Row], out: Path) -> str:
-    """Table and plot; returns the table."""
+    """Write table and plot to the folder `out`; return the table."""
     text = table(rows)
     (out / TABLE).write_text(text, encoding="utf-8")
     plot(rows, out / PLOT)

@@ -1,7 +1,7 @@
 """A live swarm that saves, loses all its processes, and continues from its saves on disk.
 
-As ECRL has it: processes get SIGKILL right after a step was committed, all at once and the registry
-with them, and a supervisor starts them anew, as `planaria up --resume` does.
+The failure is ECRL's: right after the commit of a step, all processes get SIGKILL at once, the
+registry too. Then a supervisor starts them again, as `planaria up --resume` does.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from planaria.node.run_file import RunFile, override
 from planaria_lab.saves.saving_node import run_saving
 
 DEADLINE: Final = 180.0
-"""Seconds that a swarm has for its steps."""
+"""Most seconds that a swarm may take for its steps."""
 LOOK: Final = 0.01
-"""Seconds between two looks at its ledgers."""
+"""Seconds between two readings of a swarm's ledgers."""
 FIRST: Final = 3
-"""Step from which on seconds count: before it processes warm up."""
+"""Step from whose commit seconds are counted: earlier ones are warm-up of the processes."""
 
 
 class SavesError(UserError):
-    """The measurement can't begin or go on; the message says why and what to do."""
+    """A measurement can't begin or go on; the message says why."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """The way in which a swarm saves, and the failure that happens to it."""
+    """How a swarm saves, and when its processes are killed."""
 
     mode: Literal["none", "blocking", "overlapped"]
     every: int = 1  # steps
-    in_flight: int = 1  # writes not yet on disk; of no account with "blocking"
-    storage: float = 0.0  # MB/s that it takes of each node; 0: what the disk can
-    killed_at: int = 0  # step after whose commit all are killed; 0: nothing happens
+    in_flight: int = 1  # most writes not yet on disk; has no effect with "blocking"
+    storage: float = 0.0  # MB/s that it accepts from each node; 0: no limit but the disk
+    killed_at: int = 0  # step after whose commit all processes are killed; 0: none is
 
     @property
     def arguments(self) -> list[str]:
-        """For saving_node.py."""
+        """The options of saving_node.py."""
         slow = ["--storage", f"{self.storage:g}"] if self.storage else []
         return [*(["--blocking"] if self.mode == "blocking" else []), *slow]
 
     def of(self, run: RunFile) -> RunFile:
-        """The resolved run as it saves."""
+        """Return the resolved run with this way to save."""
         return override(
             run,
             saves__every=self.every,
@@ -70,24 +70,24 @@ class Saving:
 
 @dataclass(frozen=True)
 class Measured:
-    """What it came to. Seconds, from the commit of step FIRST to that of the last step; those of
-    saves are the slowest stage's at each save, added up."""
+    """Figures of one swarm. Times are in seconds, between the commits of step FIRST and of the last
+    step. Those of saves are the sum, over saves, of the slowest stage's."""
 
     wall: float
-    steps: int  # committed in these seconds, each counted once
-    copied: float  # of the compute thread: state copied to memory for a writer
-    blocked: float  # of the compute thread: waiting for the disk
-    written: float  # until saves were on disk, wherever that passed
-    saves: int  # on disk at the end or before
+    steps: int  # committed in `wall`, each counted once
+    copied: float  # of the compute thread: it copied state to memory for a writer
+    blocked: float  # of the compute thread: it waited for the disk
+    written: float  # until saves were on disk, in any thread
+    saves: int  # of all stages, that were on disk; those of steps up to FIRST don't count
     down: float  # from the kill to the first commit after it
-    again: float  # from there until the step before the kill was committed again
+    again: float  # from that commit until the last step before the kill was committed again
     lost: int  # steps that were committed twice
-    goodput: float  # steps a second, as the run's own summary has it
+    goodput: float  # steps a second, by the run's summary
     losses: list[float]  # of each step, nats a token
 
 
 def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
-    """Train a resolved run in `out`. Raises SavesError, SwarmError."""
+    """Train a resolved run in folder `out`; return its figures. Raises SavesError, SwarmError."""
     save_dir = None if saving.mode == "none" else out / "saves"
     plan = SwarmPlan(saving.of(run), out.absolute(), save_dir and save_dir.absolute(), "cpu")
     create_folder(plan)
@@ -111,7 +111,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
         log.write(SwarmEnding())
         log.close()
     if why := wrap_up(plan.run, plan.out, Console(file=io.StringIO()), Ending(0, "")).reason:
-        raise SavesError(f"{out} isn't whole:\n{why}")
+        raise SavesError(f"the swarm in {out} did not finish:\n{why}")
     lines = [line for path in sorted(timed.glob("*.jsonl")) for line in _lines(path)]
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     after = [line for line in commits(plan.out) if line not in before]
@@ -123,7 +123,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
 
 @contextmanager
 def _life(plan: SwarmPlan, slots: Sequence[str], saving: Saving) -> Iterator[Processes]:
-    """Registry and nodes, until the block ends."""
+    """Start the registry and a node for each slot; kill them when the block ends."""
     logs = plan.out / "logs"
     processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, PLANARIA, run_saving)
     events = EventLog(logs, "up")
@@ -159,7 +159,7 @@ def _life(plan: SwarmPlan, slots: Sequence[str], saving: Saving) -> Iterator[Pro
 
 
 def _until(plan: SwarmPlan, step: int, processes: Processes) -> None:
-    """Until it is committed."""
+    """Wait until `step` is committed. Raises SavesError after DEADLINE, or if a process ends."""
     deadline = time.monotonic() + DEADLINE
     while max((line["step"] for line in commits(plan.out)), default=0) < step:
         ended = processes.ended()
@@ -172,8 +172,7 @@ def _until(plan: SwarmPlan, step: int, processes: Processes) -> None:
 
 
 def commits(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ledgers in the order of time, those of steps that were made again
-    too."""
+    """Return the lines of a run's ledgers in order of time. Steps that were made again have two."""
     lines = [
         line
         for path in (out / "logs").glob("ledger-*.jsonl")
@@ -184,12 +183,12 @@ def commits(out: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines, without an unfinished last one."""
+    """Return the lines of a file, without an unfinished last line."""
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
 
 
-# --- where the time went
+# --- the parts of the time
 
 
 def of_lines(
@@ -199,8 +198,11 @@ def of_lines(
     killed: float,
     goodput: float,
 ) -> Measured:
-    """By the ledgers' lines `before` and `after` a kill, in the order of time, and those of
-    saving_node.py; `killed`: Unix seconds. Where nobody was killed all are `after`."""
+    """Compute a swarm's figures from lines of its ledgers and of saving_node.py (`timed`).
+
+    `before` and `after`: ledger lines before and after the kill, in order of time. Without a kill
+    all are `after`. `killed`: Unix seconds of the kill.
+    """
     committed = [*before, *after]
     begun = next(line["time"] for line in committed if line["step"] == FIRST)
     down = again = 0.0
@@ -230,7 +232,7 @@ def of_lines(
 
 
 def _slowest(timed: Sequence[Mapping[str, Any]], kind: str) -> float:
-    """Seconds, of the slowest stage at each save, added up; a step that was made twice counts
+    """Return the sum, over saves, of the slowest stage's seconds. A step that was made twice counts
     twice."""
     of_stage: dict[tuple[int, int], list[float]] = {}
     for line in timed:

@@ -1,5 +1,5 @@
 """SCAR's experiments on convex problems.
 
-convex.py is for its bound, partial.py for partial recovery; results.py makes records, tables and
-plots, command.py is `planaria lab scar`.
+convex.py tests its bound, partial.py its partial recovery. results.py makes records, tables and
+plots. command.py is `planaria lab scar`.
 """

@@ -1,4 +1,4 @@
-"""`scar run` and `scar report`. Modules are imported inside, so that --help is quick."""
+"""The commands `planaria lab scar run` and `report`. They import modules late: --help is quick."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run(
     trials: Annotated[
         int,
         typer.Option(
-            help="Trials of logistic regression; a quadratic has ten times as many.", min=2
+            help="Trials of logistic regression; each quadratic has ten times as many.", min=2
         ),
     ] = 100,
 ) -> None:
-    """Run everything (three minutes on one core), store it, and report."""
+    """Run all experiments (three minutes on one core), store the results, and report."""
     from planaria_lab.origin import origin
     from planaria_lab.scar.results import records
 
@@ -42,7 +42,7 @@ def run(
 
 @app.command()
 def report(out: Out) -> None:
-    """Make the tables and plots of stored results."""
+    """Write tables and plots of the stored results."""
     from planaria_lab.scar.results import plot, tables
 
     stored = out / RESULTS

@@ -1,8 +1,8 @@
-"""What perturbations cost where the optimum is known, beside SCAR's bound on it.
+"""Costs of perturbations in convex problems with a known optimum, beside SCAR's bound on them.
 
-The problems are a quadratic and multinomial logistic regression; the bound is Theorem 3.2 of SCAR
-(Qiao et al., Fault Tolerance in Iterative-Convergent Machine Learning), the figures are its 3, 5
-and 6. Every trial of a figure is a row of one array.
+The problems are a quadratic and multinomial logistic regression. The bound is Theorem 3.2 of SCAR
+(Qiao et al., Fault Tolerance in Iterative-Convergent Machine Learning). The figures are 3, 5 and 6
+of that paper. The trials of a figure are computed together, as rows of one array.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Update = Callable[[Floats], Floats]  # points [trials, ...] one iteration later
-Measure = Callable[[Floats], Floats]  # of points [trials, ...], what is to become small: [trials]
+Update = Callable[[Floats], Floats]  # points [trials, ...] -> the same, an iteration later
+Measure = Callable[[Floats], Floats]  # points [trials, ...] -> errors [trials]
 
 # Iteration cost and its bound
 
@@ -30,11 +30,12 @@ def iterations_until(
     perturbations: Mapping[int, Floats],
     limit: int = 20_000,
 ) -> Ints:
-    """The smallest K [trials] with error(y(k)) < tolerance for every k >= K (kappa in section 3.1).
+    """Return the least K [trials]: error(y(k)) < tolerance for all k >= K (section 3.1's kappa).
 
-    `perturbations`: delta_k [trials, ...] by iteration k, of y(k+1) = f(y(k) + delta_k), which is
-    SCAR's equation 2; y(0) is `points`. Behind the last of them the error must only fall. Raises
-    ValueError for trials that need more than `limit` iterations.
+    `perturbations`: iteration k -> delta_k [trials, ...]. They enter SCAR's equation 2,
+    y(k+1) = f(y(k) + delta_k), where f is `update` and y(0) is `points`. After the last
+    perturbation the error must never rise. Raises ValueError for trials that need more than `limit`
+    iterations.
     """
     result = np.zeros(len(points), dtype=np.int64)
     running = np.arange(len(points))
@@ -53,12 +54,12 @@ def iterations_until(
 
 
 def time_discounted(norms: Mapping[int, Floats], c: float) -> Floats:
-    """Delta_T of Theorem 3.2: the sum of c^-k ||delta_k||. `norms`: [trials] by iteration k."""
+    """Return Delta_T (Theorem 3.2): sum of c^-k ||delta_k||. `norms`: k -> ||delta_k|| [trials]."""
     return np.asarray(sum(norm / c**k for k, norm in norms.items()))
 
 
 def iteration_cost_bound(discounted: Floats, distance: float, c: float) -> Floats:
-    """Iterations that perturbations cost at most (Theorem 3.2).
+    """Return the most iterations that perturbations can cost (Theorem 3.2).
 
     `discounted`: Delta_T [trials]; `distance`: ||x(0) - x*||; `c`: the rate of linear convergence.
     """
@@ -66,20 +67,20 @@ def iteration_cost_bound(discounted: Floats, distance: float, c: float) -> Float
 
 
 def iterations_bound(discounted: Floats, distance: float, c: float, tolerance: float) -> Floats:
-    """Iterations that a perturbed run needs at most: kappa(y) in the proof of Theorem 3.2."""
+    """Return the most iterations that a perturbed run can need (kappa(y), proof of Theorem 3.2)."""
     return np.log((distance + discounted) / tolerance) / math.log(1 / c)
 
 
 class Rates(NamedTuple):
-    """The c of Theorem 3.2, three ways, each at least as large as the one before."""
+    """Three estimates of c in Theorem 3.2, in ascending order."""
 
-    mean: float  # over the unperturbed run, until it is within epsilon
-    largest: float  # of an iteration of the unperturbed run
-    exact: float  # the smallest with which (5) holds from everywhere
+    mean: float  # of the unperturbed run, until it is within epsilon
+    largest: float  # of any iteration of the unperturbed run
+    exact: float  # the smallest with which (5) holds at every point
 
 
 def rates(errors: Floats, exact: float) -> Rates:
-    """`errors`: ||x(k) - x*|| for k = 0..K of the unperturbed run, above 0."""
+    """Return a run's rates. `errors`: ||x(k) - x*|| > 0 for k = 0..K of the unperturbed run."""
     steps = len(errors) - 1
     return Rates(
         mean=float((errors[-1] / errors[0]) ** (1 / steps)),
@@ -93,7 +94,7 @@ def log_uniform(rng: np.random.Generator, low: float, high: float, count: int) -
 
 
 def random_perturbations(rng: np.random.Generator, sizes: Floats, shape: tuple[int, ...]) -> Floats:
-    """Normal, float64 [trials, *shape], of expected squared norm sizes**2."""
+    """Draw normal perturbations, float64 [trials, *shape], with expected squared norm sizes**2."""
     axes = tuple(range(1, 1 + len(shape)))
     return rng.normal(size=(len(sizes), *shape)) * np.expand_dims(
         sizes / math.sqrt(math.prod(shape)), axes
@@ -104,9 +105,9 @@ def random_perturbations(rng: np.random.Generator, sizes: Floats, shape: tuple[i
 
 
 class Quadratic(NamedTuple):
-    """Minimise the sum of eigenvalue * x**2 / 2, whose optimum is 0, from `start`.
+    """The problem of minimising the sum of eigenvalue * x**2 / 2 from `start`. Its optimum is 0.
 
-    The Hessian is diagonal, as neither gradient descent nor normal noise can see a rotation.
+    The Hessian is diagonal: a rotation changes nothing for gradient descent and normal noise.
     """
 
     eigenvalues: Floats  # [dimensions], above 0
@@ -114,7 +115,7 @@ class Quadratic(NamedTuple):
 
     @property
     def exact_rate(self) -> float:
-        """c of gradient descent with step size 1 / the largest eigenvalue."""
+        """The exact c of gradient descent with step size 1 / the largest eigenvalue."""
         return float(1 - self.eigenvalues.min() / self.eigenvalues.max())
 
     def update(self, points: Floats) -> Floats:
@@ -122,16 +123,16 @@ class Quadratic(NamedTuple):
 
 
 def norm(points: Floats) -> Floats:
-    """Euclidean, [trials] of [trials, ...]."""
+    """Return Euclidean norms [trials] of points [trials, ...]."""
     return np.asarray(np.linalg.norm(points.reshape(len(points), -1), axis=1))
 
 
 class Trials(NamedTuple):
-    """Perturbed runs of one problem, beside the unperturbed one."""
+    """Perturbed runs of one problem, and its unperturbed run."""
 
-    norms: Mapping[int, Floats]  # ||delta_k|| [trials] by iteration
-    iterations: Ints  # [trials]
-    unperturbed: int  # iterations
+    norms: Mapping[int, Floats]  # iteration k -> ||delta_k|| [trials]
+    iterations: Ints  # [trials], until the error stays below the tolerance
+    unperturbed: int  # the same, without perturbations
     distance: float  # ||x(0) - x*||
     tolerance: float
     rates: Rates
@@ -142,10 +143,11 @@ QUADRATIC_PERTURBED_AT: Final = 500
 
 
 def quadratic_trials(kind: Literal["one", "any"], problem: int, trials: int) -> Trials:
-    """Figure 3 (a, b: `one` perturbation at iteration 500; c: `any`, with p = 0.001 at each).
+    """Run the trials of Figure 3 on a quadratic with 4 dimensions and condition number 100.
 
-    Of 4 dimensions and condition 100; `problem` seeds the start and the perturbations, whose sizes
-    are log-uniform within 0.05 .. 20 times the distance that is left at iteration 500.
+    `one` perturbs at iteration 500 (a, b); `any` perturbs at each iteration with p = 0.001 (c).
+    `problem` seeds the start and the perturbations. The sizes of these are log-uniform within
+    0.05 .. 20 times the distance to the optimum at iteration 500.
     """
     rng = np.random.default_rng([3, problem])
     quadratic = Quadratic(np.geomspace(0.01, 1, 4), rng.normal(size=4))
@@ -180,7 +182,9 @@ def quadratic_trials(kind: Literal["one", "any"], problem: int, trials: int) -> 
 
 
 class Digits(NamedTuple):
-    pixels: Floats  # [samples, rows], within 0..1; a pixel has a row of the weights [rows, 10]
+    """The images of scikit-learn's digits, with their labels."""
+
+    pixels: Floats  # [samples, rows], within 0..1; each pixel has a row of the weights [rows, 10]
     labels: Ints  # [samples], 0..9
 
 
@@ -188,7 +192,7 @@ CLASSES: Final = 10
 
 
 def digits(margin: int = 0) -> Digits:
-    """The 1,797 images, 8 by 8, that scikit-learn brings along; `margin` black columns a side.
+    """Return scikit-learn's 1,797 images, 8 by 8, with `margin` black columns on each side.
 
     Raises ModuleNotFoundError without scikit-learn, which is in planaria's extra `lab`.
     """
@@ -200,13 +204,13 @@ def digits(margin: int = 0) -> Digits:
 
 
 def untrained(data: Digits) -> Floats:
-    """Weights [rows, 10] before training: zeros."""
+    """Return the weights [rows, 10] before training: zeros."""
     return np.zeros((data.pixels.shape[1], CLASSES))
 
 
 def cross_entropy(data: Digits, weights: Floats) -> Floats:
-    """Mean over all samples, [trials] of weights [trials, rows, 10]."""
-    # One wide product: many of 10 columns take twice as long.
+    """Return the mean cross-entropy [trials] over all samples, of weights [trials, rows, 10]."""
+    # One wide product: many products with 10 columns take twice as long.
     logits = data.pixels @ weights.transpose(1, 0, 2).reshape(weights.shape[1], -1)
     logits = logits.reshape(len(data.pixels), len(weights), CLASSES)
     logits -= logits.max(axis=2, keepdims=True)
@@ -215,10 +219,10 @@ def cross_entropy(data: Digits, weights: Floats) -> Floats:
 
 
 def gradient(pixels: Floats, labels: Ints, weights: Floats) -> Floats:
-    """The gradient of the mean cross-entropy, [trials, rows, 10].
+    """Return the gradient of the mean cross-entropy, [trials, rows, 10].
 
-    `pixels` [samples, rows] and `labels` [samples] for all trials, or of each trial its own:
-    [trials, samples, rows] and [trials, samples].
+    `pixels` [samples, rows] and `labels` [samples] are common to all trials, or each trial has its
+    own: [trials, samples, rows] and [trials, samples].
     """
     logits = pixels @ weights
     logits -= logits.max(axis=2, keepdims=True)
@@ -230,7 +234,7 @@ def gradient(pixels: Floats, labels: Ints, weights: Floats) -> Floats:
 
 # Figures 5 and 6: perturbations of three kinds, and the bound
 
-DECAY: Final = 0.03  # makes it strongly convex, so that there is one optimum, and (5) holds
+DECAY: Final = 0.03  # makes the loss strongly convex: it has one optimum, and (5) holds
 STEP_SIZE: Final = 0.35  # below 2 / (the largest curvature anywhere, 5.3, + DECAY), as (5) needs
 REGRESSION_ITERATIONS: Final = 100
 REGRESSION_PERTURBED_AT: Final = 50
@@ -239,17 +243,21 @@ Kind = Literal["random", "adversarial", "reset"]
 
 
 def regularised_update(data: Digits, weights: Floats) -> Floats:
-    """Gradient descent on the cross-entropy of all samples + DECAY * ||weights||**2 / 2."""
+    """Return the weights after one step of gradient descent on `regularised_loss`."""
     slope = gradient(data.pixels, data.labels, weights) + DECAY * weights
     return weights - STEP_SIZE * slope
 
 
 def regularised_loss(data: Digits, weights: Floats) -> Floats:
+    """Return the mean cross-entropy over all samples + DECAY * ||weights||**2 / 2, [trials]."""
     return cross_entropy(data, weights) + DECAY / 2 * norm(weights) ** 2
 
 
 def optimum(data: Digits) -> Floats:
-    """The weights [rows, 10] of the smallest regularised loss, by Newton's method, to 1e-12."""
+    """Return the weights [rows, 10] of the smallest regularised loss, by Newton's method.
+
+    Raises ArithmeticError if the slope isn't below 1e-12 within 30 iterations.
+    """
     weights = untrained(data)[None]
     for _ in range(30):
         slope = gradient(data.pixels, data.labels, weights) + DECAY * weights
@@ -258,11 +266,13 @@ def optimum(data: Digits) -> Floats:
         weights = weights - np.linalg.solve(hessian(data, weights[0]), slope.ravel()).reshape(
             weights.shape
         )
-    raise ArithmeticError(f"Newton's method is at a slope of {np.abs(slope).max():.1e} after 30")
+    raise ArithmeticError(
+        f"Newton's method has a slope of {np.abs(slope).max():.1e} after 30 iterations"
+    )
 
 
 def hessian(data: Digits, weights: Floats) -> Floats:
-    """Of the regularised loss, [10 * rows, 10 * rows], in the order of the raveled weights."""
+    """Return the Hessian of the regularised loss, [10 * rows, 10 * rows]; weights are raveled."""
     exponents = data.pixels @ weights
     likely = np.exp(exponents - exponents.max(axis=1, keepdims=True))
     likely /= likely.sum(axis=1, keepdims=True)
@@ -275,11 +285,11 @@ def hessian(data: Digits, weights: Floats) -> Floats:
 
 
 def perturbations_of(kind: Kind, trials: int, at: Floats, best: Floats) -> Floats:
-    """float64 [trials, rows, 10], to be added to the weights `at` [rows, 10] (section 5.2).
+    """Draw perturbations, float64 [trials, rows, 10], of the weights `at` [rows, 10] (section 5.2).
 
-    `random`: normal; `adversarial`: away from the optimum `best`; their sizes are log-uniform
-    within 0.05 .. 5 times the distance to it. `reset`: a random fraction of rows back to 0, where
-    they started.
+    `random`: normal; `adversarial`: away from the optimum `best`. The sizes of both are log-uniform
+    within 0.05 .. 5 times the distance to it. `reset`: sets a random fraction of the rows to 0,
+    their first value.
     """
     rng = np.random.default_rng([5, ["random", "adversarial", "reset"].index(kind)])
     away = at - best
@@ -297,7 +307,11 @@ def perturbations_of(kind: Kind, trials: int, at: Floats, best: Floats) -> Float
 
 
 def regression_trials(trials: int) -> Iterator[tuple[Kind, str, Trials]]:
-    """Of each kind, once until the distance and once until the loss is what it is at 100."""
+    """Yield kind, criterion and trials, for each kind of perturbation and both criteria.
+
+    A trial ends when its distance to the optimum, or its loss, is as small as that of the
+    unperturbed run at iteration 100.
+    """
     data = digits()
     best = optimum(data)
     path = [untrained(data)[None]]
@@ -330,7 +344,7 @@ def regression_trials(trials: int) -> Iterator[tuple[Kind, str, Trials]]:
                     unperturbed=REGRESSION_ITERATIONS,
                     distance=float(errors[0]),
                     tolerance=tolerance,
-                    # The rows of pixels that are always black decay, and nothing shrinks less.
+                    # Rows of pixels that are always black only decay; none shrinks less.
                     rates=rates(errors, 1 - STEP_SIZE * DECAY),
                 ),
             )

@@ -1,8 +1,8 @@
-"""Partial against full recovery, and what to save next: SCAR's Figures 7 and 8, on the digits.
+"""Partial and full recovery, and choices of what to save next: SCAR's Figures 7 and 8, on digits.
 
-A trial is a run of stochastic gradient descent with batches of its own, a failure at an iteration
-of its own, and rows lost in an order of its own. All three are the same for every kind of recovery,
-and the cost of a loss is counted against the same run without the loss.
+A trial is a run of stochastic gradient descent. It draws its batches, the iteration of its failure,
+and the order in which rows are lost. These are the same for every kind of recovery. The cost of a
+loss is the difference from the same run without the loss.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from planaria.recovery.snapshot import Layout, choose
 from planaria_lab.choices import Choice, rank_of
 from planaria_lab.scar.convex import Digits, Floats, Ints, cross_entropy, gradient, norm, untrained
 
-# SCAR's for MNIST: a sixth of the samples at a time until a loss of 2.5e4 over 60,000 samples,
-# reached in roughly 60 iterations (appendix C). The learning rate makes it 60 here.
-BATCHES: Final = 6  # a pass over the samples
+# SCAR's settings for MNIST: batches of a sixth of the samples, until the loss summed over 60,000
+# samples is 2.5e4, after roughly 60 iterations (appendix C). LEARNING_RATE makes it 60 here, too.
+BATCHES: Final = 6  # in a pass over the samples
 TARGET: Final = 2.5 / 6  # mean cross-entropy
 LEARNING_RATE: Final = 0.8
 ITERATIONS: Final = 60  # roughly, without a loss
@@ -31,7 +31,7 @@ CHOICES: Final[tuple[Choice, ...]] = ("priority", "round", "random")
 
 
 class Saving(NamedTuple):
-    """Every fraction * period iterations, save that fraction of the rows (section 4.2)."""
+    """A way to save: `fraction` of the rows every fraction * period iterations (section 4.2)."""
 
     choice: Choice
     fraction: float
@@ -39,12 +39,14 @@ class Saving(NamedTuple):
 
 
 class RestoreCase(NamedTuple):
+    """A way to save, and the share of the rows that a loss restores from saves."""
+
     saving: Saving
-    restored: float  # of the rows: those that are lost, or in full recovery all, 1.0
+    restored: float  # share of the rows: the lost ones; 1.0 in full recovery
 
 
 def cases(period: int) -> Iterator[RestoreCase]:
-    """Full recovery, Figure 7 and Figure 8; at fraction 1 all choices are the same."""
+    """Yield full recovery, then Figure 7's and 8's cases. At fraction 1 all choices are equal."""
     whole = Saving("priority", 1.0, period)
     for restored in (1.0, *LOST):
         yield RestoreCase(whole, restored)
@@ -54,17 +56,18 @@ def cases(period: int) -> Iterator[RestoreCase]:
 
 
 class Runs(NamedTuple):
-    """Runs without a loss, and what is to be lost in them."""
+    """Runs without a loss, and the failures that `costs` applies to them."""
 
     data: Digits
     batches: Ints  # [trials, LIMIT, samples]
-    path: Floats  # [iterations, trials, rows, 10], until the last trial is at the target
+    path: Floats  # weights [iterations, trials, rows, 10], until the last trial is at the target
     unperturbed: Ints  # [trials], iterations to the target
-    failed: Ints  # [trials], iterations made before the failure; geometric
-    order: Ints  # [trials, rows], the rows, in the order in which more and more are lost
+    failed: Ints  # [trials], iterations before the failure; geometric
+    order: Ints  # [trials, rows], row numbers; a loss of n rows takes the first n
 
 
 def runs(data: Digits, trials: int, seed: int = 7) -> Runs:
+    """Train all trials to the target without a loss, and draw their failures."""
     rng = np.random.default_rng([seed])
     batches = np.stack([_batches(rng, len(data.labels)) for _ in range(trials)])
     path = [np.repeat(untrained(data)[None], trials, axis=0)]
@@ -86,9 +89,9 @@ def runs(data: Digits, trials: int, seed: int = 7) -> Runs:
 
 
 def concentration(path: Floats, share: float) -> Floats:
-    """The part of all squared change [trials] in that share of the rows that changed most.
+    """Return the part [trials] of the squared change in the `share` of the rows that changed most.
 
-    `path`: [iterations, trials, rows, columns]; the change is from its first to its last.
+    `path`: [iterations, trials, rows, columns]; the change is from its first to its last iteration.
     """
     squares = np.square(path[-1] - path[0]).sum(axis=2)
     most = -np.sort(-squares, axis=1)[:, : int(share * squares.shape[1])]
@@ -96,14 +99,15 @@ def concentration(path: Floats, share: float) -> Floats:
 
 
 def truncated_geometric(uniform: Floats, chance: float, most: Ints) -> Ints:
-    """The trial of the first success, given that it is among the first `most`: 1..most."""
+    """Return draws of the first success of trials with this `chance`, if it is within 1..most.
+    `uniform`: random numbers within 0..1, one for each draw."""
     within = -np.expm1(most * np.log1p(-chance))
     drawn = np.ceil(np.log1p(-uniform * within) / np.log1p(-chance))
     return np.asarray(np.clip(drawn.astype(np.int64), 1, most))
 
 
 def _batches(rng: np.random.Generator, samples: int) -> Ints:
-    """[LIMIT, samples // BATCHES], pass after pass over the shuffled samples."""
+    """Draw batches [LIMIT, samples // BATCHES]; each pass shuffles the samples anew."""
     size = samples // BATCHES
     passes = [rng.permutation(samples)[: size * BATCHES] for _ in range(LIMIT // BATCHES)]
     return np.concatenate(passes).reshape(LIMIT, size)
@@ -114,10 +118,11 @@ def _descend(data: Digits, weights: Floats, batch: Ints) -> Floats:
 
 
 def running_checkpoint(path: Floats, failed: int, saving: Saving, seed: int) -> Floats:
-    """What was saved last of each row, [rows, columns], when iteration `failed` fails.
+    """Return the last saved value of each row, [rows, columns], when iteration `failed` fails.
 
-    `path`: [iterations, rows, columns]. Starts as path[0]; what the failing iteration would have
-    saved isn't. The rows are chosen as a node chooses the blocks that it sends, on float32.
+    `path`: [iterations, rows, columns]. The checkpoint starts as path[0]. Iteration `failed` itself
+    saves nothing. Rows are chosen in float32, as a node chooses the blocks that it sends. Raises
+    ValueError if fraction * period is not a whole number of iterations.
     """
     layout = Layout([path.shape[1:]])
     every = int(saving.period * saving.fraction)
@@ -136,15 +141,16 @@ def running_checkpoint(path: Floats, failed: int, saving: Saving, seed: int) -> 
 
 
 class Costs(NamedTuple):
-    """The costs of each trial's loss."""
+    """Costs of the loss in each trial, [trials]."""
 
-    iterations: Ints  # extra, to the target
+    iterations: Ints  # extra iterations to the target
     perturbation: Floats  # ||delta||
-    loss: Floats  # by which delta raised the cross-entropy
+    loss: Floats  # increase of the cross-entropy by delta
 
 
 def costs(trained: Runs, case: RestoreCase) -> Costs:
-    """`case` in every trial. Raises ValueError where a trial never comes back to the target."""
+    """Apply `case` to every trial; return its costs. Raises ValueError if a trial isn't back at the
+    target at iteration `LIMIT`."""
     trials = np.arange(len(trained.failed))
     before = trained.path[trained.failed, trials]
     saved = np.stack(
@@ -165,8 +171,8 @@ def costs(trained: Runs, case: RestoreCase) -> Costs:
 
 
 def _iterations_to_target(trained: Runs, weights: Floats) -> Ints:
-    """Iterations from these weights [trials, rows, 10] at each trial's failure on, counted from
-    0."""
+    """Return the iteration, counted from 0, at which each trial reaches the target. It goes on from
+    `weights` [trials, rows, 10] at its failure."""
     result = trained.failed.copy()
     running = np.arange(len(weights))
     while len(running):

@@ -1,4 +1,4 @@
-"""SCAR's experiments on convex problems: as records, and the records as tables and plots."""
+"""Records of SCAR's experiments on convex problems, and their tables and plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planaria_lab.scar.convex import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Record = dict[str, Any]  # a line of the results; `of` lists the keys that say what of
+Record = dict[str, Any]  # a line of the results; `of` lists its identifying keys
 
 PROBLEMS: Final = 20  # quadratics; the first is plotted
 PERIODS: Final = (8, 16, 32)
@@ -32,7 +32,7 @@ COLOURS: Final = {"priority": "#1b7837", "round": "#2166ac", "random": "#b35806"
 
 
 def records(trials: int) -> Iterator[Record]:
-    """One at a time, as they are done."""
+    """Run all experiments; yield each record when it is done."""
     fields: Record
     for problem in range(PROBLEMS):
         for kind in ("one", "any"):
@@ -64,32 +64,33 @@ def _record(fields: Record, content: Record) -> Record:
 
 
 def _short(values: Iterable[float]) -> list[float]:
-    """Six digits, so that a file doesn't change with the last bits of a sum."""
+    """Round to six digits, so that a file doesn't change with the last bits of a sum."""
     return [float(f"{value:.6g}") for value in values]
 
 
 def bounded(trials: Trials) -> Record:
-    """How the costs compare with the bound, for each way to have c; of perturbed trials only."""
+    """Compare the costs of perturbed trials with the bound, for each estimate of c."""
     costs = trials.iterations - trials.unperturbed
     result: Record = {"unperturbed": trials.unperturbed}
     for name, c in trials.rates._asdict().items():
         discounted = time_discounted(trials.norms, c)
-        some = discounted > 0
-        bound = iteration_cost_bound(discounted[some], trials.distance, c)
-        needed = iterations_bound(discounted[some], trials.distance, c, trials.tolerance)
-        # Iterations are whole: what is less than one above a bound is not above it.
+        perturbed = discounted > 0
+        bound = iteration_cost_bound(discounted[perturbed], trials.distance, c)
+        needed = iterations_bound(discounted[perturbed], trials.distance, c, trials.tolerance)
+        # Iterations are whole numbers: a cost less than one above the bound isn't above it.
         comparison = {
             "c": c,
-            "above": np.mean(costs[some] >= bound + 1),
-            "worst": np.max(costs[some] - bound),
-            "share": np.median(costs[some] / bound),
-            "needed_above": np.mean(trials.iterations[some] >= needed + 1),
+            "above": np.mean(costs[perturbed] >= bound + 1),
+            "worst": np.max(costs[perturbed] - bound),
+            "share": np.median(costs[perturbed] / bound),
+            "needed_above": np.mean(trials.iterations[perturbed] >= needed + 1),
         }
         result[name] = dict(zip(comparison, _short(comparison.values()), strict=True))
     return result
 
 
 def points(trials: Trials) -> Record:
+    """Return the points of a plot: the cost and the perturbation of each trial."""
     return {
         "distance": trials.distance,
         "norms": _short(time_discounted(trials.norms, 1)),
@@ -100,17 +101,18 @@ def points(trials: Trials) -> Record:
 
 
 def pick(results: Iterable[Record], **fields: object) -> list[Record]:
+    """Return the records that have these fields."""
     return [record for record in results if all(record.get(k) == v for k, v in fields.items())]
 
 
 def confidence(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % confidence interval (normal)."""
+    """Return the mean, and half the width of its 95 % confidence interval (normal)."""
     half = 1.96 * np.std(values, ddof=1) / np.sqrt(len(values))
     return float(np.mean(values)), float(half)
 
 
 def saved(costs: Floats, full: Floats) -> tuple[float, float, float]:
-    """1 - mean(costs) / mean(full), and its 95 % interval: bootstrap of the trials, in pairs."""
+    """Return 1 - mean(costs) / mean(full), and its 95 % interval by bootstrap of paired trials."""
     rng = np.random.default_rng(95)
     drawn = rng.integers(len(costs), size=(2_000, len(costs)))
     ratios = 1 - costs[drawn].mean(axis=1) / full[drawn].mean(axis=1)
@@ -122,6 +124,7 @@ def saved(costs: Floats, full: Floats) -> tuple[float, float, float]:
 
 
 def tables(results: Sequence[Record]) -> str:
+    """Return all tables as a Markdown page."""
     recoveries = pick(results, figure="recovery")
     plain = pick(recoveries, margin=0, fraction=1.0)
     halves = [record for record in recoveries if record["restored"] in (1.0, 1 / 2)]
@@ -197,7 +200,7 @@ def _regression_table(results: Sequence[Record]) -> str:
                     f"{figures['above']:.0%}",
                     f"{figures['worst']:.1f}",
                     f"{figures['share']:.2f}",
-                    # The last column is of distances, which is what the theorem is about.
+                    # The theorem, and so the last column, is about distances only.
                     f"{figures['needed_above']:.0%}" if record["criterion"] == "distance" else "",
                 ]
             )
@@ -249,6 +252,7 @@ def data_name(margin: int) -> str:
 
 
 def plot(results: Sequence[Record], out: Path) -> None:
+    """Write the four plots to the folder `out`."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -297,11 +301,11 @@ def _plot_quadratic(results: Sequence[Record], axes: Sequence[Axes]) -> None:
 
 
 def _plot_bound(axis: Axes, record: Record, x: str, label: str) -> None:
-    """The costs against ||delta|| (`norms`) or against Delta_T (`discounted`), and the bound."""
+    """Plot the costs against ||delta|| (`norms`) or Delta_T (`discounted`), and the bound."""
     values, costs = np.array(record[x]), np.array(record["costs"])
-    some = values > 0
-    axis.scatter(values[some], costs[some], s=7, alpha=0.45, color="#2166ac", label="a trial")
-    along = np.geomspace(values[some].min(), values[some].max(), 100)
+    hit = values > 0
+    axis.scatter(values[hit], costs[hit], s=7, alpha=0.45, color="#2166ac", label="a trial")
+    along = np.geomspace(values[hit].min(), values[hit].max(), 100)
     c = record["mean"]["c"]
     discounted = along if x == "discounted" else along / c ** record["perturbed_at"][0]
     bound = iteration_cost_bound(discounted, record["distance"], c)
@@ -333,9 +337,9 @@ def _plot_choice(axis: Axes, shown: Sequence[Record]) -> None:
     axis.axhline(mean, color=COLOURS["full"], linestyle="--", label="full recovery, r = 1")
     whole = pick(shown, fraction=1.0, restored=1 / 2)
     for shift, choice in zip((-0.04, 0, 0.04), partial.CHOICES, strict=True):
-        some = [*whole, *(r for r in pick(shown, choice=choice) if r["fraction"] < 1)]
-        means, halves = zip(*(confidence(record["iterations"]) for record in some), strict=True)
-        places = np.arange(len(some)) + shift
+        chosen = [*whole, *(r for r in pick(shown, choice=choice) if r["fraction"] < 1)]
+        means, halves = zip(*(confidence(record["iterations"]) for record in chosen), strict=True)
+        places = np.arange(len(chosen)) + shift
         axis.errorbar(
             places, means, halves, capsize=3, marker="o", color=COLOURS[choice], label=choice
         )

@@ -1,4 +1,4 @@
-"""The command `planaria lab spare`. Modules are imported inside, so that --help is quick."""
+"""The command `planaria lab spare`. It imports modules late, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def spare_tables(
     groups: Groups = SIZES,
     trials: Trials = 20,
     patched: Annotated[
-        int, typer.Option(min=1, help="Number of trials that call the controller.")
+        int, typer.Option(min=1, help="Number of trials that also run the controller.")
     ] = 1,
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
-    """Failures and stacks by redundancy, beside tables 4 to 6 of the paper; a file a size."""
+    """Write failures and stacks by redundancy, beside the paper's tables 4 to 6; a file for each
+    number of groups."""
     from planaria_lab.spare.tables import tables
 
     tables(groups, trials, patched, seed, out)
@@ -41,14 +42,14 @@ def spare_tables(
 def spare_granularity(
     groups: Groups = SIZES,
     redundancy: Annotated[
-        list[int], typer.Option(help="Number of hosts of a type; repeatable.")
+        list[int], typer.Option(help="Number of hosts of each type; repeatable.")
     ] = [3, 6, 9],  # noqa: B006
-    parts: Annotated[list[int], typer.Option(help="Microbatches a shard.")] = [1, 2, 4, 8, 16],  # noqa: B006
+    parts: Annotated[list[int], typer.Option(help="Microbatches in a shard.")] = [1, 2, 4, 8, 16],  # noqa: B006
     trials: Trials = 3,
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
-    """Computation by the microbatches that a shard is cut into, at the same failures."""
+    """Write computation by the number of microbatches in a shard, at the same failures."""
     from planaria_lab.spare.tables import granularity
 
     granularity(groups, redundancy, parts, trials, seed, out)
@@ -62,8 +63,8 @@ def spare_compare(
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
-    """Time-to-train and availability of SPARe, replication and checkpoints alone, beside table 2 of
-    the paper, and how much the assumptions matter."""
+    """Write time-to-train and availability of SPARe, replication and checkpoints alone, beside the
+    paper's table 2; and how much the assumptions matter."""
     from planaria_lab.spare.tables import compare
 
     compare(groups, trails, deepest, seed, out)
@@ -78,7 +79,7 @@ def spare_figures(
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
-    """Failures endured, stacks and availability by redundancy: the paper's figures 4, 5, 7, 8."""
+    """Draw the paper's figures 4, 5, 7, 8: failures endured, stacks, availability by redundancy."""
     from planaria_lab.spare.figures import figures
 
     figures(groups, trials, trails, deepest, seed, out)

@@ -1,8 +1,8 @@
-"""How much loss redundancy endures and what it costs: closed forms (SPARe, §4 and appendix B).
+"""Closed forms of how much loss redundancy endures and what it costs (SPARe, §4, appendix B).
 
-N groups, N shard types, each hosted by r groups. Failures strike the surviving groups evenly, one
-at a time; a *wipe-out* is the failure that takes a type's last host, and brings a global restart.
-lab/results/spare/README.md derives what is not in the paper.
+There are N groups and N shard types; r groups host each type. Failures strike one surviving group
+at a time, each with the same probability. A *wipe-out* is the failure of a type's last host; it
+causes a global restart. lab/results/spare/README.md derives the formulas that the paper lacks.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from scipy.special import lambertw
 
 
 def endured(groups: int, redundancy: int) -> float:
-    """Failures until the first wipe-out, on average: N^(1-1/r) Γ(1+1/r) (eq. 3)."""
+    """Return the mean number of failures until the first wipe-out: N^(1-1/r) Γ(1+1/r) (eq. 3)."""
     if not 1 <= redundancy <= groups:
         raise ValueError(f"redundancy {redundancy} of {groups} groups: between 1 and all of them")
     return math.pow(groups, 1 - 1 / redundancy) * math.gamma(1 + 1 / redundancy)
 
 
 def fewest_stacks(groups: int, failures: int) -> int:
-    """Stacks that N - k groups must compute for N types, if the load is even: ⌈N/(N-k)⌉."""
+    """Return the stacks that N - k groups compute for N types under even load: ⌈N/(N-k)⌉."""
     if not 0 <= failures < groups:
-        raise ValueError(f"{failures} failures of {groups} groups: somebody must be left")
+        raise ValueError(f"{failures} failures of {groups} groups: at least one group must be left")
     return -(-groups // (groups - failures))
 
 
 def mean_stacks(groups: int, redundancy: int) -> float:
-    """Stacks in a step, averaged over the failures endured, without patch compute (eq. 6)."""
+    """Return a step's stacks without patch compute, averaged over the failures endured (eq. 6)."""
     endures = endured(groups, redundancy)
     return sum(fewest_stacks(groups, k) for k in range(int(endures))) / endures
 
 
 def patch_share(groups: int, failures: int, stacks: int) -> float:
-    """The probability that failure k → k+1 takes the only copy of a type, so that the step needs a
-    stack more: with S stacks on N - k groups at least 2N - S(N-k) of S(N-k) places are the only
-    ones of their type (eq. 40, 41)."""
+    """Return the probability that failure k → k+1 takes the only copy of a type (eq. 40, 41).
+
+    Then the step needs another stack. With S stacks on N - k groups, at least 2N - S(N-k) of the
+    S(N-k) places have the only copy of their type.
+    """
     places = stacks * (groups - failures)
     if places < groups:
         raise ValueError(f"{places} places don't hold {groups} types")
@@ -44,8 +46,8 @@ def patch_share(groups: int, failures: int, stacks: int) -> float:
 
 
 def mean_stacks_patched(groups: int, redundancy: int) -> float:
-    """Stacks in a step in which a group fails, averaged over the failures endured, with patch
-    compute (eq. 5). Steps without a failure need `mean_stacks`."""
+    """Return the stacks of a step in which a group fails, with patch compute, averaged over the
+    failures endured (eq. 5). Steps without a failure need `mean_stacks`."""
     endures = endured(groups, redundancy)
     patches = (
         patch_share(groups, k, fewest_stacks(groups, k)) for k in range(min(int(endures), groups))
@@ -54,17 +56,17 @@ def mean_stacks_patched(groups: int, redundancy: int) -> float:
 
 
 def best_redundancy(groups: int) -> float:
-    """The redundancy beyond which three stacks are needed before a wipe-out, and time-to-train is
-    least: (ln N + γ) / ln 2 (eq. 8); to be rounded."""
+    """Return the redundancy with the least time-to-train: (ln N + γ) / ln 2 (eq. 8), not rounded.
+    Beyond it, three stacks are needed before a wipe-out."""
     return (math.log(groups) + float(np.euler_gamma)) / math.log(2)
 
 
 def availability(period: float, save: float, interval: float, restart: float) -> float:
-    """The share of wall time that becomes progress, if a checkpoint is saved after each `period` of
-    work, with exponentially distributed failures, `interval` apart on average, that strike work and
-    saves, and a `restart` after each. All in the same unit of time.
+    """Return the share of wall time that becomes progress. All times are in the same unit.
 
-    Work and save together take (M + R)(exp((T + C)/M) - 1) on average until they succeed.
+    A checkpoint (`save`, C) follows each `period` of work (T). Failures strike work and saves, at
+    exponentially distributed intervals with mean `interval` (M). A `restart` (R) follows each. Work
+    and save together take (M + R)(exp((T + C)/M) - 1) on average until they succeed.
     """
     if min(period, interval) <= 0 or min(save, restart) < 0:
         raise ValueError(
@@ -76,22 +78,25 @@ def availability(period: float, save: float, interval: float, restart: float) ->
 
 
 def best_period(save: float, interval: float) -> float:
-    """The period of the highest availability, M (1 + W(-exp(-1 - C/M))) with Lambert's W; for small
-    saves √(2CM). The restart has no say in it. In the unit of `save` and `interval`."""
+    """Return the period of the highest availability, in the unit of `save` (C) and `interval` (M).
+
+    It is M (1 + W(-exp(-1 - C/M))) with Lambert's W; for small saves √(2CM). It doesn't depend on
+    the restart.
+    """
     if save <= 0 or interval <= 0:
         raise ValueError(f"save {save} and interval {interval} must be positive")
     return interval * (1 + float(lambertw(-math.exp(-1 - save / interval)).real))
 
 
 def best_availability(save: float, interval: float, restart: float) -> float:
-    """The availability at `best_period`, which is (M - T)/(M + R)."""
+    """Return the availability at `best_period`: (M - T)/(M + R)."""
     return (interval - best_period(save, interval)) / (interval + restart)
 
 
 def time_to_train(
     groups: int, redundancy: int, *, mtbf: float, save: float, restart: float
 ) -> float:
-    """Time-to-train by the time it takes with one stack and no failures (eq. 7), with the best
-    period between checkpoints. `mtbf`: between failures of any of the groups."""
+    """Return time-to-train over that with one stack and no failures (eq. 7), with the best period
+    between checkpoints. `mtbf`: mean time between failures of any group."""
     interval = mtbf * endured(groups, redundancy)
     return mean_stacks_patched(groups, redundancy) / best_availability(save, interval, restart)

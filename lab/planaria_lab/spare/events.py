@@ -1,8 +1,8 @@
-"""SPARe, replication and checkpoints alone under the same failures, event by event (SPARe, §5).
+"""Simulation, event by event, of SPARe, replication and checkpoints under the same failures (§5).
 
-A step computes its stacks and sums gradients. Groups fail at any time but during a restart; the
-all-reduce after a failure fails, and by that it is noticed. Then a *scheme* says what more is to be
-computed for this step to end, or that everything starts again from the last checkpoint.
+A step computes its stacks and sums gradients. Groups fail at any time, except during a restart. A
+failure is noticed when the next all-reduce fails. Then a *scheme* returns the stacks that survivors
+must compute to end this step, or demands a restart from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class System:
-    """Table 1, with assumptions where its figures are lost (lab/results/spare says which). Times
-    in seconds."""
+    """Parameters of Table 1, with assumptions where its figures are lost (listed in
+    lab/results/spare). Times are in seconds."""
 
     groups: int
-    mtbf: float = 300.0  # between failures of any group, all of them running
+    mtbf: float = 300.0  # between failures of any group, while all are running
     shape: float = 0.78  # of the Weibull distribution
-    clocks: Literal["groups", "system"] = "groups"  # whose times are Weibull's: see `gaps`
+    clocks: Literal["groups", "system"] = "groups"  # Weibull: groups' lives or the system's gaps
     restart: float = 3600.0
     save: float = 60.0
-    compute: float = 64.0  # a stack
-    reduce_each: float = 0.006  # an all-reduce, by group: a ring
-    failed_reduce: float = 0.5  # of an all-reduce
-    control: float = 1.0  # shrinking the communicator, and reordering: each
-    jitter: float = 0.05  # standard deviation of every time, by its mean
-    horizon: float = DAY  # of training with one stack and no failures
+    compute: float = 64.0  # of a stack
+    reduce_each: float = 0.006  # of an all-reduce (a ring), for each group
+    failed_reduce: float = 0.5  # time of a failed all-reduce, as a share of an all-reduce
+    control: float = 1.0  # of shrinking the communicator, and of reordering, each
+    jitter: float = 0.05  # standard deviation of every time, as a share of its mean
+    horizon: float = DAY  # length of the training with one stack and no failures
 
     @property
     def reduce(self) -> float:
@@ -52,9 +52,9 @@ class System:
 
 
 class Scheme(Protocol):
-    """What the groups compute, and the effect of losing groups."""
+    """A way to train through failures: the stacks that groups compute, and the effect of a loss."""
 
-    endures: float  # failures until a restart, on average: what the period is chosen by
+    endures: float  # mean number of failures until a restart; the period follows from it
 
     @property
     def stacks(self) -> float:
@@ -63,12 +63,13 @@ class Scheme(Protocol):
     def reset(self) -> None: ...
 
     def lose(self, groups: list[int]) -> float | None:
-        """Stacks that survivors compute more in this step, or None: restart."""
+        """Lose these groups; return the stacks that survivors compute additionally in this step, or
+        None: restart."""
 
 
 class Replication:
-    """Every group computes all of its `redundancy` types; hosts: (types, hosts of each).
-    Redundancy 1 is checkpoints alone."""
+    """A scheme in which every group computes all of its `redundancy` types. `hosts`: groups that
+    host each type, (types, redundancy). Redundancy 1 is checkpoints alone."""
 
     def __init__(self, hosts: NDArray[np.int64], redundancy: int, endures: float) -> None:
         self.hosts, self.stacks, self.endures = hosts, float(redundancy), endures
@@ -83,7 +84,7 @@ class Replication:
 
 
 class Spare:
-    """Groups stop when all types are computed, and reorder their stacks to be soon done."""
+    """SPARe: a step ends when all types are computed; groups reorder stacks after a loss."""
 
     def __init__(self, groups: int, redundancy: int, parts: int = 1) -> None:
         self.start: Stacks = stack(place(groups, redundancy), parts)
@@ -106,14 +107,16 @@ class Spare:
 
 
 def replicate(groups: int, redundancy: int) -> Replication:
-    """Replication as the paper counts it: as many types as groups, hosted as SPARe's."""
+    """Return replication as the paper counts it: as many types as groups, hosted as in SPARe."""
     return Replication(place(groups, redundancy), redundancy, endured(groups, redundancy))
 
 
 def replicate_in_sets(groups: int, redundancy: int) -> Replication:
-    """Replication as it is built: sets of `redundancy` groups that compute the same, and the groups
-    that are left over in one more of the sets each. There are fewer sets than types to die, so it
-    endures r^(1/r) times as many failures."""
+    """Return replication as it is built: in sets of `redundancy` groups that compute the same.
+
+    Each group that is left over joins one of the sets. Sets are fewer than types, so it endures
+    r^(1/r) times as many failures.
+    """
     sets = groups // redundancy
     member = np.arange(sets) + sets * np.arange(redundancy + 1)[:, None]
     hosts = np.where(member < groups, member, np.arange(sets)).T
@@ -123,15 +126,15 @@ def replicate_in_sets(groups: int, redundancy: int) -> Replication:
 
 @dataclass
 class WallTime:
-    """Wall time by what became of it, in seconds."""
+    """Wall time of one training and its parts, in seconds, and counts of events."""
 
     steps: int = 0
     wall: float = 0.0
-    kept: float = 0.0  # in steps that count
+    kept: float = 0.0  # in steps that no restart has undone
     restarting: float = 0.0
     failures: int = 0
     restarts: int = 0
-    stacks: list[float] = field(default_factory=list)  # of each step computed, with patches
+    stacks: list[float] = field(default_factory=list)  # of each step, patches included
 
     @property
     def availability(self) -> float:
@@ -145,8 +148,8 @@ class WallTime:
 
 
 def train(system: System, scheme: Scheme, trail: int, limit: float = math.inf) -> WallTime:
-    """One training until the horizon is done, or until `limit` (seconds). `trail` seeds failures
-    and jitter apart, so that schemes meet the same failures."""
+    """Simulate one training until the horizon is done, or until `limit` (seconds). `trail` seeds
+    failures and jitter separately, so that all schemes meet the same failures."""
     return _Training(system, scheme, trail).run(limit)
 
 
@@ -160,7 +163,7 @@ class _Training:
         self.begin()
 
     def begin(self) -> None:
-        """Starts with all groups and no failure."""
+        """Start with all groups running."""
         self.scheme.reset()
         self.running = list(range(self.system.groups))
         self.struck: list[int] = []
@@ -190,7 +193,7 @@ class _Training:
             return  # a restart
 
     def gaps(self) -> Iterator[float]:
-        """Seconds between failures, until no group is left."""
+        """Yield the seconds between failures, until no group is left."""
         system, groups = self.system, self.system.groups
         life = system.mtbf * groups / math.gamma(1 + 1 / system.shape)
         if system.clocks == "groups":
@@ -223,8 +226,8 @@ class _Training:
                 saved, saved_kept, saved_at = outcome.steps, outcome.kept, self.environment.now
 
     def mend(self, idle: list[float]) -> Generator[simpy.Event, object, float | None]:
-        """Ends a step in which groups failed, and more may fail: stacks computed besides, None if
-        it can't be. Adds to `idle` what isn't computing."""
+        """Repair a step in which groups failed; more may fail meanwhile. Returns the additional
+        stacks computed, or None: restart. Adds the seconds without computing to `idle`."""
         patched = 0.0
         while self.struck:
             noticed = self.environment.now
@@ -249,7 +252,7 @@ class _Training:
         self.begin()
 
 
-MICROBATCHES = "SPARe+CKPT by microbatches"  # four in a shard
+MICROBATCHES = "SPARe+CKPT by microbatches"  # a shard is cut into four
 SCHEMES: dict[str, Callable[[int, int], Scheme]] = {
     "SPARe+CKPT": Spare,
     "Rep+CKPT": replicate,

@@ -1,5 +1,5 @@
-"""What the paper's figures 4, 5, 7 and 8 show: failures endured, stacks and availability by
-redundancy. Its figure 6 is `compare`'s."""
+"""The paper's figures 4, 5, 7 and 8: failures endured, stacks and availability by redundancy. The
+command `compare` makes its figure 6."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ROWS = "figures.jsonl"
 SCHEMES = ("SPARe+CKPT", "Rep+CKPT")
 Row = Mapping[str, Any]
 Curves = dict[tuple[int, str], dict[int, float]]
-"""By groups and what it is; redundancy -> figure."""
+"""(groups, name of the line) -> redundancy -> figure."""
 
 
 def measure(
     groups: Sequence[int], trials: int, trails: int, deepest: int, seed: int
 ) -> Iterator[Row]:
-    """A row for each redundancy of the paper's tables by Monte Carlo, and for each trail of events
-    of each scheme up to the deepest redundancy."""
+    """Yield a row for each redundancy of the paper's tables, by Monte Carlo; then a row for each
+    trail of events of each scheme and redundancy, from 2 to `deepest`."""
     for size in groups:
         for r in sorted(r for n, r in MONTE_CARLO if n == size):
             result = monte_carlo(size, r, trials=trials, patched=0, seed=seed)
@@ -55,7 +55,7 @@ def measure(
 
 
 def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
-    """For each figure's name: its label, and its lines."""
+    """Return the name of each figure -> the label of its axis, and its lines."""
     values: dict[tuple[str, str], defaultdict[tuple[int, int], list[float]]] = {}
     for row in rows:
         for figure in ("failures", "stacks", "availability"):
@@ -128,7 +128,7 @@ def _lines(by_name: Mapping[str, Mapping[tuple[int, int], float]]) -> Curves:
 def figures(
     groups: Sequence[int], trials: int, trails: int, deepest: int, seed: int, out: Path
 ) -> None:
-    """Writes rows and pictures."""
+    """Measure; write rows and plots to the folder `out`."""
     from planaria_lab.origin import origin
     from planaria_lab.spare.plots import plot_by_redundancy
 

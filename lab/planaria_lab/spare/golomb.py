@@ -1,8 +1,8 @@
-"""Which group hosts which shard types: cyclic Golomb rulers (SPARe, appendix B.1).
+"""Placement of shard types on groups by cyclic Golomb rulers (SPARe, appendix B.1).
 
-The differences between the marks of a Golomb ruler are all distinct. If they are distinct modulo N
-too, then laying the ruler at every i modulo N gives N sets of groups of which no two share more
-than one. Nor do two groups host more than one type in common, so types die almost independently.
+All differences between the marks of a Golomb ruler are distinct. If they are distinct modulo N too,
+the ruler shifted to every i modulo N gives N sets of groups. No two sets share more than one group,
+and no two groups host more than one common type. So types die almost independently.
 """
 
 from __future__ import annotations
@@ -48,42 +48,42 @@ _MARKS = (
 OPTIMAL: dict[int, tuple[int, ...]] = {
     len(line.split()): tuple(map(int, line.split())) for line in _MARKS
 }
-"""The shortest Golomb rulers of 1 to 28 marks. One of length below N/2 serves modulo N: a
-difference and what it lacks to N cannot both be differences then."""
+"""Marks -> the shortest Golomb ruler with so many marks, 1 to 28. A ruler shorter than N/2 works
+modulo N: a difference d and N - d cannot both be differences of its marks then."""
 
 
 def is_golomb(marks: tuple[int, ...], modulus: int) -> bool:
-    """Whether all differences between two marks, in both directions, are distinct modulo this."""
+    """Return whether all differences of two marks, in both directions, are distinct modulo this."""
     differences = {(a - b) % modulus for a, b in permutations(marks, 2)}
     return 0 not in differences and len(differences) == len(marks) * (len(marks) - 1)
 
 
 def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
-    """A Golomb ruler of `redundancy` marks modulo `groups`.
+    """Return a Golomb ruler of `redundancy` marks modulo `groups`.
 
-    Raises ValueError, naming the smallest number of groups from `groups` on that works and the
-    largest redundancy that works for `groups`, where there is none.
+    Raises ValueError if there is none. It names the smallest larger number of groups that works,
+    and the largest redundancy that works for `groups`.
     """
     if groups < 1:
         raise ValueError(f"{groups} groups: at least one is needed")
     if redundancy not in OPTIMAL:
-        raise ValueError(f"redundancy {redundancy}: known are 1 to {max(OPTIMAL)}")
+        raise ValueError(f"redundancy {redundancy}: rulers are known for 1 to {max(OPTIMAL)}")
     marks = OPTIMAL[redundancy]
     if not is_golomb(marks, groups):
         enough = next(n for n in count(groups) if is_golomb(marks, n))
         fewer = max(r for r in range(1, redundancy) if is_golomb(OPTIMAL[r], groups))
         raise ValueError(
             f"no ruler of {redundancy} marks has distinct differences modulo {groups}: redundancy "
-            f"{redundancy} needs {enough} groups or redundancy {fewer} serves {groups} groups"
+            f"{redundancy} needs {enough} groups, and redundancy {fewer} works with {groups} groups"
         )
     return marks
 
 
 def place(groups: int, redundancy: int) -> NDArray[np.int64]:
-    """The groups that host each type: int64, (groups, redundancy), as many types as groups.
+    """Return the groups that host each type: int64, (types, redundancy); as many types as groups.
 
-    Column s is a rotation, so that in each stack every group computes another type. Type i is its
-    group i's own in the first. Raises ValueError as `ruler` does.
+    Each column is a rotation of the groups, so that in each stack every group computes another
+    type. In the first column, group i hosts type i. Raises ValueError as `ruler` does.
     """
     marks = np.array(ruler(groups, redundancy), dtype=np.int64)
     hosts: NDArray[np.int64] = (np.arange(groups)[:, None] + marks) % groups

@@ -1,11 +1,11 @@
-"""Who computes what when groups are lost: SPARe's reordering controller (§3.2, algorithm 2).
+"""SPARe's controller, which reorders computation after a loss of groups (§3.2, algorithm 2).
 
-Groups compute types of work, each from a stack of its own, from the first place on, and sum their
-gradients as soon as every type has been computed somewhere: after `depth` places. What a type is
-is for the caller to say: a whole shard of a data-parallel group, one microbatch of such a shard, or
-one microbatch of a step, with the replicas of a stage for groups.
+Each group has a stack of types of work, and computes them in order of their places. Groups sum
+gradients as soon as each type has been computed in some group: after `depth` places. The caller
+decides what a type is: a whole shard of a data-parallel group, or one microbatch of such a shard.
+It may also be one microbatch of a step; then the groups are the replicas of a stage.
 
-Everything here is a pure function of the stacks and of who is lost. Flows are found by scipy.
+All functions are pure functions of the stacks and the lost groups. scipy finds the flows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ NONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Stacks:
-    """order[g, s] is the type that group g computes in place s: int64, (groups, height), no type
-    twice in a row. alive: bool, (groups,). Gradients are summed after `depth` places."""
+    """The stacks of all groups. order[g, s] is the type that group g computes in place s: int64,
+    (groups, height); a row has no type twice. alive: bool, (groups,). Gradients are summed after
+    `depth` places."""
 
     types: int
     order: Ints
@@ -38,6 +39,7 @@ class Stacks:
             raise ValueError(f"depth {self.depth} of stacks of {self.order.shape[1]} places")
 
     def without(self, groups: Iterable[int]) -> Stacks:
+        """Return the same stacks after a loss of these groups. Raises ValueError."""
         lost = list(groups)
         if unknown := [group for group in lost if not 0 <= group < len(self.alive)]:
             raise ValueError(f"groups {unknown} lost, of groups 0 to {len(self.alive) - 1}")
@@ -46,16 +48,16 @@ class Stacks:
         return replace(self, alive=alive)
 
     def covered(self) -> NDArray[np.bool_]:
-        """Whether a survivor computes a type within `depth`: bool, (types,)."""
+        """Return whether a survivor computes each type within `depth`: bool, (types,)."""
         return self._in_places(self.depth)
 
     def hosted(self) -> NDArray[np.bool_]:
-        """Whether a survivor hosts a type at all: bool, (types,)."""
+        """Return whether a survivor hosts each type at all: bool, (types,)."""
         return self._in_places(self.order.shape[1])
 
     def owners(self) -> Ints:
-        """The group whose gradient of each type is summed, so that none counts twice: the survivor
-        that is soonest done with it, NONE if nobody computes it within `depth`. int64, (types,)."""
+        """Return the group whose gradient of each type is summed, so that no type counts twice:
+        the survivor that computes it first, NONE if none does within `depth`. int64, (types,)."""
         owners = np.full(self.types, NONE)
         survivors = np.flatnonzero(self.alive)[::-1]
         for place in reversed(range(self.depth)):
@@ -70,28 +72,28 @@ class Stacks:
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """A loss that training can go on from."""
+    """The answer to a loss that training survives."""
 
-    stacks: Stacks  # from the next step on
+    stacks: Stacks  # of the next steps
     patch: dict[int, int]  # missing type -> the survivor that computes it to end this step
-    patch_depth: int  # types that the busiest of those computes
-    moves: int  # types brought into places where they were not
+    patch_depth: int  # most types of the patch that one survivor computes
+    moves: int  # types that were moved from behind `depth` into it
     reason: str
 
 
 @dataclass(frozen=True)
 class WipedOut:
-    """A loss that it can't: nobody hosts these types any more."""
+    """The answer to a loss that training doesn't survive: no survivor hosts these types."""
 
     types: tuple[int, ...]
     reason: str
 
 
 def stack(hosts: Ints, parts: int = 1) -> Stacks:
-    """The stacks at the start, nobody lost, every type computed once in the first `parts` places.
+    """Return the stacks at the start, with every type once in the first `parts` places.
 
     hosts: int64, (shards, redundancy), as `golomb.place` makes it: as many groups as shards, each
-    once in every column. A shard is cut into `parts` types (microbatches) with the same hosts:
+    once in every column. Each shard is cut into `parts` types (microbatches) with the same hosts:
     shard i into types i * parts to (i + 1) * parts - 1.
     """
     shards, redundancy = hosts.shape
@@ -103,21 +105,21 @@ def stack(hosts: Ints, parts: int = 1) -> Stacks:
 
 
 def share(types: int, groups: int) -> Stacks:
-    """Stacks of which every group hosts every type, its own (i modulo groups) first: what replicas
-    that can compute any microbatch of a step are to each other. Nothing is computed twice only if
-    `groups` divides `types`."""
+    """Return stacks in which every group hosts every type. Type i comes first in group i modulo
+    `groups`. Replicas of a stage are such groups: each can compute any microbatch of a step. No
+    type is computed twice only if `groups` divides `types`."""
     own = [np.arange(group, types, groups) for group in range(groups)]
     rows = [np.concatenate([own[g], np.setdiff1d(np.arange(types), own[g])]) for g in range(groups)]
     return Stacks(types, np.array(rows), np.ones(groups, dtype=bool), -(-types // groups))
 
 
 def reorder(stacks: Stacks, lost: Iterable[int]) -> Masked | WipedOut:
-    """What to do when these groups are lost in a step that was computed by these stacks.
+    """Return how to go on after a loss of these groups in a step computed by these stacks.
 
-    Phase 0: is every type still computed within the present depth? The paper asks a matching; with
-    the order fixed every place has one type, so looking is enough. Phase 1: the smallest depth from
-    the present one on that does, if survivors reorder their stacks. Phase 2: the order of that
-    depth with the fewest moves.
+    Phase 0 checks whether every type is still computed within the present depth. The paper uses a
+    matching; here the order is fixed, and every place has one type, so a look-up is enough. Phase 1
+    finds the smallest depth, not below the present one, that is enough for reordered stacks. Phase
+    2 finds the order of that depth with the fewest moves.
     """
     stacks = stacks.without(lost)
     unhosted = np.flatnonzero(~stacks.hosted())
@@ -143,8 +145,8 @@ def reorder(stacks: Stacks, lost: Iterable[int]) -> Masked | WipedOut:
 
 
 def shallowest(stacks: Stacks) -> int:
-    """The smallest depth from the present one on in which survivors, free to reorder their stacks,
-    compute every type; every type must have a surviving host."""
+    """Return the smallest depth, not below the present one, in which survivors can compute every
+    type if they reorder their stacks. Every type must have a surviving host."""
     types, groups, _ = _edges(stacks)
     height = int(stacks.order.shape[1])
     fewest = -(-stacks.types // int(stacks.alive.sum()))
@@ -155,8 +157,11 @@ def shallowest(stacks: Stacks) -> int:
 
 
 def assign(stacks: Stacks, missing: NDArray[np.bool_]) -> tuple[dict[int, int], int]:
-    """A surviving host for each of these types (bool, (types,)), so that the busiest has as few as
-    possible, and how many it has. Every one must have a surviving host. The patch compute."""
+    """Return the patch compute: missing type -> a surviving host, and the most types of one host.
+
+    That number is as small as possible. `missing`: bool, (types,); each of these types must have a
+    surviving host.
+    """
     types, groups, _ = _edges(stacks)
     edges_wanted = missing[types]
     (wanted,) = np.nonzero(missing)
@@ -169,15 +174,15 @@ def assign(stacks: Stacks, missing: NDArray[np.bool_]) -> tuple[dict[int, int], 
 
 
 def fewest_moves(stacks: Stacks) -> tuple[Stacks, int]:
-    """The stacks reordered so that survivors compute every type within the present depth, with as
-    few types as possible brought in from behind it, and how many that are.
+    """Reorder the stacks so that survivors compute every type within the present depth. Return the
+    new stacks, and the number of types moved into that depth, which is the smallest possible.
 
-    Raises ValueError if no order does.
+    Raises ValueError if there is no such order.
     """
     types, groups, places = _edges(stacks)
     inside = places < stacks.depth
-    # No order moves fewer types than are missing, and often one moves no more. That asks no costs:
-    # what is inside stays where it is, and any host will do for what is missing.
+    # No order moves fewer types than are missing, and often one moves just these. Finding it needs
+    # no costs: types inside stay where they are, and missing types go to any host.
     cheap = inside | ~stacks.covered()[types]
     hosts = _spread(stacks, types[cheap], groups[cheap], stacks.depth)
     if (hosts == NONE).any():
@@ -193,18 +198,18 @@ def fewest_moves(stacks: Stacks) -> tuple[Stacks, int]:
 
 
 def _edges(stacks: Stacks) -> tuple[Ints, Ints, Ints]:
-    """Each type that each survivor hosts, and in which place: types, groups, places."""
+    """Return each type that a survivor hosts, the survivor and the place: types, groups, places."""
     groups, places = np.nonzero(np.broadcast_to(stacks.alive[:, None], stacks.order.shape))
     return stacks.order[groups, places], groups, places
 
 
 def _spread(stacks: Stacks, types: Ints, groups: Ints, depth: int) -> Ints:
-    """A group for each of as many of the types as can be, along edges type-group, with at most
-    `depth` for each group; NONE for the others. int64, (types,).
+    """Assign as many types as possible to groups, along edges type-group, at most `depth` to each.
+    Return the group of each type, or NONE: int64, (types,).
 
-    The paper matches types with places by Hopcroft-Karp. The places of a group that may reorder
-    them are all alike, so here they are one vertex of capacity `depth`, and Dinic's algorithm (the
-    same one where capacities are 1) finds the flow.
+    The paper matches types with places by Hopcroft-Karp. Places of a group that may reorder them
+    are interchangeable, so here they are one vertex of capacity `depth`. Dinic's algorithm finds
+    the flow; with capacities of 1 it is the same algorithm.
     """
     left, right = np.arange(stacks.types), stacks.types + np.arange(len(stacks.order))
     source, sink = stacks.types + len(right), stacks.types + len(right) + 1
@@ -221,10 +226,10 @@ def _spread(stacks: Stacks, types: Ints, groups: Ints, depth: int) -> Ints:
 
 
 def _cheapest(stacks: Stacks, types: Ints, groups: Ints, costs: NDArray[np.float64]) -> Ints:
-    """A group for each type, along edges type-group, with at most `depth` for each group, at the
-    lowest cost. int64, (types,). Raises ValueError if there is none.
+    """Return a group for each type, along edges type-group, with at most `stacks.depth` types for
+    each group, at the lowest total cost: int64, (types,). Raises ValueError if there is none.
 
-    Min-cost flow as a linear program, whose corners are whole numbers.
+    This is min-cost flow, as a linear program whose vertices are integers.
     """
     edges, ones = np.arange(len(types)), np.ones(len(types))
     solution = linprog(

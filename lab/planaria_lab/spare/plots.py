@@ -1,4 +1,4 @@
-"""The pictures of `planaria lab spare`."""
+"""Plots of `planaria lab spare`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from planaria_lab.lines import distinct_style
 
 
 def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path: Path) -> None:
-    """Stacks a step against failures so far, by (groups, redundancy, parts): of each number of
-    groups the largest redundancy, a line for each number of parts."""
+    """Plot stacks a step against failures so far, a panel for each number of groups.
+
+    `curves`: by (groups, redundancy, parts). A panel shows the largest redundancy, with a line for
+    each number of parts.
+    """
     sizes = sorted({groups for groups, _, _ in curves})
     redundancy = max(r for _, r, _ in curves)
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.6), squeeze=False)
@@ -38,7 +41,8 @@ def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path
 def plot_by_redundancy(
     curves: Mapping[tuple[int, str], Mapping[int, float]], label: str, path: Path
 ) -> None:
-    """`label` against redundancy, by (groups, line)."""
+    """Plot `label` against redundancy, a panel for each number of groups. `curves`: by (groups,
+    line)."""
     sizes = sorted({groups for groups, _ in curves})
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.8), squeeze=False)
     for ax, size in zip(axes[0], sizes, strict=True):

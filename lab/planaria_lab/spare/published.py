@@ -1,4 +1,4 @@
-"""What SPARe's authors published: tables 2 and 4 to 6 of their paper, as printed."""
+"""Tables 2 and 4 to 6 of the SPARe paper, as printed."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ MONTE_CARLO: dict[tuple[int, int], Simulated] = {
     (1000, 25): Simulated(742.2, 745.8, 2.42, 2.44),
     (1000, 26): Simulated(750.7, 751.9, 2.44, 2.46),
 }
-"""By groups and redundancy."""
+"""(groups, redundancy) -> row."""
 
 
 @dataclass(frozen=True)
 class PublishedScheme:
-    """A row of table 2: the best of a scheme."""
+    """A row of table 2: the best result of a scheme."""
 
     days: float
     availability: float
-    redundancy: int | None = None  # lost from the text where None
+    redundancy: int | None = None  # None: lost from the paper's text
 
 
 REPLICATION = {

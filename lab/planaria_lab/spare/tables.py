@@ -1,4 +1,4 @@
-"""What SPARe endures and costs, by Monte Carlo and by events, beside what its authors published."""
+"""Tables of what SPARe endures and costs, by Monte Carlo and by events, beside the paper's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 def first_wipe_out(hosts: Ints, order: Ints) -> int:
-    """Failures until a type has no host any more, that one included, if groups fail in this order.
+    """Return the number of failures, in this order, until a type has no host left.
 
     hosts: (types, r); order: a permutation of the groups.
     """
@@ -31,11 +31,11 @@ def first_wipe_out(hosts: Ints, order: Ints) -> int:
 
 
 def depths(stacks: Stacks, order: Ints, failures: int) -> Ints:
-    """The smallest depth when the first k groups of `order` are lost, for k = 0 to failures - 1:
-    int64, (failures,). All of them must be endured.
+    """Return the smallest depth after the first k groups of `order` are lost, for k = 0 to
+    failures - 1: int64, (failures,). The stacks must endure all of these losses.
 
-    The more are lost the deeper, so few of them need a flow: a depth that is the least that an even
-    load allows holds as far back as that is the least.
+    Depths never fall with k, so few values of k need a flow. If a depth is the least that even load
+    allows, it also holds for all smaller k with the same least depth.
     """
 
     def least(lost: int) -> int:
@@ -56,8 +56,8 @@ def depths(stacks: Stacks, order: Ints, failures: int) -> Ints:
 
 
 def patches(stacks: Stacks, order: Ints) -> list[int]:
-    """The most places that a survivor computes additionally in the step of each failure in this
-    order, until a wipe-out."""
+    """Return the most places that a survivor computes additionally in the step of each failure, in
+    this order, until a wipe-out."""
     more = []
     for group in order.tolist():
         result = reorder(stacks, [group])
@@ -76,15 +76,17 @@ class Endured:
     failures_error: float
     stacks: float
     stacks_error: float
-    patch: float  # stacks more in the step of a failure
+    patch: float  # additional stacks in the step of a failure
 
 
 def monte_carlo(
     groups: int, redundancy: int, *, parts: int = 1, trials: int, patched: int, seed: int
 ) -> Endured:
-    """Failures in random order until the first wipe-out. Failures are averaged over 100 times as
-    many trials, since they need no flow; patches over `patched` of them, since each failure of
-    those calls the controller."""
+    """Simulate failures in random order until the first wipe-out; return averages.
+
+    Failures are averaged over 100 times as many trials, since they need no flow. Patches are
+    averaged over `patched` trials, since each of their failures runs the controller.
+    """
     hosts, rng = place(groups, redundancy), np.random.default_rng([seed, groups, redundancy])
     orders = [rng.permutation(groups) for _ in range(100 * trials)]
     failures = np.array([first_wipe_out(hosts, order) for order in orders])
@@ -104,7 +106,7 @@ def monte_carlo(
 
 
 def mape(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Mean absolute percentage error."""
+    """Return the mean absolute percentage error of `ours`."""
     return float(np.mean([abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]) * 100)
 
 
@@ -120,12 +122,13 @@ def write(path: Path, text: str) -> None:
 
 
 def tables(groups: Sequence[int], trials: int, patched: int, seed: int, out: Path) -> None:
-    """Failures and stacks by redundancy, beside tables 4 to 6 of the paper; a file a size."""
+    """Write failures and stacks by redundancy, beside the paper's tables 4 to 6; a file for each
+    number of groups."""
     for size in groups:
         published = {r: row for (n, r), row in MONTE_CARLO.items() if n == size}
         if not published:
             sizes = sorted({groups for groups, _ in MONTE_CARLO})
-            raise typer.BadParameter(f"{size} groups: published are {sizes}")
+            raise typer.BadParameter(f"{size} groups: the paper has only {sizes}")
         ours = {
             r: monte_carlo(size, r, trials=trials, patched=patched, seed=seed) for r in published
         }
@@ -178,7 +181,7 @@ def granularity(
     seed: int,
     out: Path,
 ) -> None:
-    """Computation by the microbatches that a shard is cut into, at the same failures."""
+    """Write computation by the number of microbatches in a shard, at the same failures."""
     from planaria_lab.spare.plots import plot_depths
 
     rows, curves = [], {}
@@ -206,8 +209,8 @@ def granularity(
 
 
 def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Path) -> None:
-    """Time-to-train and availability of SPARe, replication and checkpoints alone, beside table 2 of
-    the paper, and how much the assumptions matter."""
+    """Write time-to-train and availability of SPARe, replication and checkpoints alone, beside the
+    paper's table 2; and how much the assumptions matter."""
     from planaria_lab.spare.plots import plot_by_redundancy
 
     curves: dict[tuple[int, str], dict[int, list[WallTime]]] = {}
@@ -215,7 +218,7 @@ def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Pa
     for size in groups:
         system = System(size)
         for name in SCHEMES:
-            if name == MICROBATCHES:  # its controller is slower: fewer of them
+            if name == MICROBATCHES:  # its controller is slower, so one redundancy and trail
                 by_redundancy = {9: runs(system, name, 9, 1, seed)}
             else:
                 by_redundancy = {
@@ -270,6 +273,7 @@ def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Pa
 
 
 def sensitivity(groups: Sequence[int], trails: int, seed: int) -> str:
+    """Return a table of time-to-train under other assumptions, one changed at a time."""
     variants: dict[str, dict[str, object]] = {
         "as above": {},
         "Weibull shape 0.7": {"shape": 0.7},
@@ -296,6 +300,7 @@ def sensitivity(groups: Sequence[int], trails: int, seed: int) -> str:
 
 
 def runs(system: System, name: str, redundancy: int, trails: int, seed: int) -> list[WallTime]:
+    """Simulate `trails` trainings with the scheme `name` of `SCHEMES`."""
     return [
         train(system, SCHEMES[name](system.groups, redundancy), seed + trail)
         for trail in range(trails)
@@ -329,4 +334,5 @@ def published(size: int, name: str) -> str:
 
 
 def gain(ours: dict[int, list[WallTime]], theirs: dict[int, list[WallTime]]) -> float:
+    """Return how much less time the best of `ours` takes than the best of `theirs`, in percent."""
     return (1 - min(map(days, ours.values())) / min(map(days, theirs.values()))) * 100

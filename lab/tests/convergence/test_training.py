@@ -33,7 +33,7 @@ from planaria_lab.convergence.training import (
     LostError,
     Omega,
     TrainingSwarm,
-    going_by,
+    neighbour_weight,
     train,
     update_tokens,
     updates_a_token,
@@ -659,7 +659,7 @@ def test_a_round_goes_on_from_a_kept_state_and_ends_with_the_last_pipeline(corpu
         swarm.step()
     swarm.lose([2])
     again.put(copy.deepcopy(swarm.state()))
-    with pytest.raises(LostError, match="no other pipeline has trained since pipeline 0 was left"):
+    with pytest.raises(LostError, match="only pipeline 0 trains in this round"):
         swarm.lose([2])
     assert [swarm.step() for _ in range(5)] == [again.step() for _ in range(5)]
 
@@ -788,9 +788,12 @@ def test_a_lost_stage_gets_the_weights_of_the_stage_that_is_named(corpus: Corpus
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"swapped": [(1, 2), (5, 6)]}, "swapped names stage 6: choose of the body stages 1 to 5"),
+        (
+            {"swapped": [(1, 2), (5, 6)]},
+            "swapped names stage 6: choose one of the body stages 1 to 5",
+        ),
         ({"swapped": [(1, 2), (2, 3)]}, "a stage can be in one pair only"),
-        ({"copied": {"5": "6"}}, "copied names stage 6: choose of the body stages 1 to 5"),
+        ({"copied": {"5": "6"}}, "copied names stage 6: choose one of the body stages 1 to 5"),
         ({"copied": {"0": "1"}}, "copied names stage 0"),
     ],
 )
@@ -810,7 +813,7 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
         swarm.step()
         sides = [(of, swarm.stages[of]) for of in (2, 4)]
         sources = [GuessSource(of, s.optimizer.weights, s.omega) for of, s in sides]
-        shares = [going_by(omega, source, run.training.clip) for source in sources]
+        shares = [neighbour_weight(omega, source, run.training.clip) for source in sources]
         swarm.lose([3])
         guessed.append(swarm.stages[3].optimizer.weights)
         assert guessed[-1].equal(

@@ -113,7 +113,7 @@ def test_time_to_train_is_low_until_a_third_stack_is_needed(groups: int) -> None
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="redundancy 9 of 8 groups"):
         endured(8, 9)
-    with pytest.raises(ValueError, match="somebody must be left"):
+    with pytest.raises(ValueError, match="at least one group must be left"):
         fewest_stacks(8, 8)
     with pytest.raises(ValueError, match="don't hold 10 types"):
         patch_share(10, 2, 1)

@@ -52,7 +52,7 @@ def test_the_error_names_what_works(groups: int, redundancy: int) -> None:
         ruler(groups, redundancy)
     except ValueError as error:
         words = str(error).split()
-        enough, fewer = int(words[words.index("needs") + 1]), int(words[words.index("serves") - 1])
+        enough, fewer = int(words[words.index("needs") + 1]), int(words[words.index("works") - 1])
         assert is_golomb(ruler(enough, redundancy), enough)
         assert not any(is_golomb(OPTIMAL[redundancy], n) for n in range(groups, enough))
         assert is_golomb(ruler(groups, fewer), groups)
@@ -61,11 +61,11 @@ def test_the_error_names_what_works(groups: int, redundancy: int) -> None:
 def test_the_papers_tables_end_where_the_rulers_do() -> None:
     for groups, largest in ((200, 12), (600, 20), (1000, 26)):
         place(groups, largest)
-        with pytest.raises(ValueError, match=f"redundancy {largest} serves {groups} groups"):
+        with pytest.raises(ValueError, match=f"redundancy {largest} works with {groups} groups"):
             place(groups, largest + 1)
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), [(0, 1), (10, 0), (5000, 29)])
 def test_nonsense_is_refused(groups: int, redundancy: int) -> None:
-    with pytest.raises(ValueError, match=r"at least one|known are 1 to 28"):
+    with pytest.raises(ValueError, match=r"at least one|known for 1 to 28"):
         ruler(groups, redundancy)
