@@ -38,7 +38,7 @@ def has_data(value: object) -> bool:
 
 
 class Trace:
-    """A profile function that notes the files whose functions get the data. It ends at the first
+    """A profile function that notes the files whose functions get the data. It stops at the first
     call in model/modules.py."""
 
     def __init__(self) -> None:

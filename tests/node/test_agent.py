@@ -1,5 +1,5 @@
-"""Behaviour of a single agent, all whose neighbours are the test. tests/simulation tests whole
-clusters of agents."""
+"""Behaviour of one agent whose neighbours the test plays. tests/simulation tests whole clusters of
+agents."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_a_stage_whose_lesson_ends_early_relearns_no_more(why: str) -> None:
 
 @pytest.mark.parametrize("skipped", [False, True])
 def test_a_skipped_step_leaves_the_error_feedback_of_the_step_before(skipped: bool) -> None:
-    """A skipped step's own may not be finite: a NaN would be in every gradient from then on."""
+    """Feedback of a skipped step may not be finite: all later gradients would have its NaN."""
     seat = Seat("b")
     feedback, gradient = seat.agent.averaging.feedback, seat.agent.arithmetic.gradient
     feedback.row = torch.ones_like(gradient)
@@ -536,7 +536,7 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
 
 
 def test_that_a_run_is_finished_is_told_once() -> None:
-    """So it is though a driver gathers again whenever a member leaves."""
+    """A driver gathers and halts again whenever a member leaves."""
     seat = Seat("b")
     stopped, finished = pb.Halt(step=3, reason="too few"), pb.Halt(step=4, finished=True)
     for round, halt in enumerate([stopped, stopped, finished, finished]):
@@ -630,7 +630,7 @@ def test_an_onlooker_is_told_what_a_stage_can_not_look_at(node, shown, why) -> N
 
 
 def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
-    """So it is though it is the newest step, whose weights are there for now."""
+    """The refused step is the newest one, whose weights are there for now."""
     seat = Seat("b")
     seat.agent.member.committed = 5
 

@@ -124,8 +124,8 @@ def test_without_a_place_that_nobody_else_has_a_node_does_not_save(tmp_path: Pat
 def test_a_folder_that_cannot_be_written_is_said_before_joining(
     option: str, tmp_path: Path
 ) -> None:
-    """It lies under a file, where root can't write, either. Nobody listens at the registry's
-    address."""
+    """The folder lies under a file, where root can't write, either. Nobody listens at the
+    registry's address."""
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "folder"
     node = ["node", "--join", "127.0.0.1:1", "--restart", "no"]

@@ -116,7 +116,7 @@ def test_nothing_hangs_where_nothing_is_done() -> None:
 
 
 def test_a_task_that_waits_for_a_disk_does_not_hang_however_long_it_takes() -> None:
-    """The wait doesn't count as usual time of such tasks, either."""
+    """Time spent waiting for a disk doesn't count as usual time of such tasks, either."""
     watched = Watched()
     for _ in range(KNOWN):
         watched.watch.began("apply", watched.now)
@@ -180,7 +180,7 @@ async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
 
 
 async def test_a_thread_that_still_computes_is_waited_for(monkeypatch) -> None:
-    """So it is on a machine that has much else to do."""
+    """A thread may take long on a machine that has much else to do."""
     begun, done, looks = threading.Event(), threading.Event(), itertools.count()
 
     def task() -> None:

@@ -27,8 +27,8 @@ def run_python(arguments: list[str]) -> None:
 
 @pytest.fixture
 def processes(tmp_path):
-    """Processes of one test. Those of all tests here are forked from one process, which therefore
-    loads what other tests need."""
+    """Processes of one test. One process forks those of all tests here, so it loads what all
+    need."""
     pool = Processes(tmp_path, {}, PLANARIA, run_python)
     yield pool
     pool.kill_all()
@@ -90,7 +90,7 @@ async def test_stop_ends_the_willing_and_the_stubborn(processes):
 
 
 def test_a_signal_to_the_process_group_is_not_for_who_forks(processes):
-    """With that process, its children would be killed before they have saved."""
+    """If the forking process ended, its children would be killed before they have saved."""
     asking = f"import os; print(os.getppid(), 'forked', flush=True); {FOREVER}"
 
     def forked(slot: str) -> int:

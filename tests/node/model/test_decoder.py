@@ -99,7 +99,7 @@ def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> No
     ],
 )
 def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, value) -> None:
-    """Here, stages are built from a config with other flags."""
+    """Stages are built here from a config with other flags."""
 
     def other(decoder: Decoder, layers: range, base: Base | None = None) -> Any:
         changed = Decoder(json.dumps(decoder.config.to_dict() | {key: value}))

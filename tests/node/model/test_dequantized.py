@@ -63,7 +63,8 @@ def quantized(folder: Path, dtype: torch.dtype, **how: Any) -> dict[str, torch.T
     for name, part in model.named_parameters():
         if (state := getattr(part, "quant_state", None)) is not None:
             shape = state.shape
-            state.shape = torch.Size((shape.numel() // 64, 64))  # 0.50.2 errs with rows of 160
+            # bitsandbytes 0.50.2 errs with rows of 160.
+            state.shape = torch.Size((shape.numel() // 64, 64))
             matrices[name] = functional.dequantize_4bit(part.data, state).view(shape)
         elif getattr(part, "SCB", None) is not None:
             matrices[name] = functional.int8_vectorwise_dequant(part.data, part.SCB)
@@ -156,7 +157,7 @@ def test_a_run_from_quantized_weights_loads_the_same_bits_and_exports_a_plain_mo
     fields = {"model": {"from": str(tmp_path / "base"), "stages": 2, "context": 24}}
     run = with_model(from_fields(fields | {"training": {"lora": {"rank": 4, "base": "nf4"}}}))
     checkpoint = Checkpoint.open(tmp_path / "base")
-    for stage in range(3):  # an error unless the digest is that in the run
+    for stage in range(3):  # this checks the digest in the run
         InitialStages(run, run.config, checkpoint).stage(stage)
     write(tmp_path / "out", run, True)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())

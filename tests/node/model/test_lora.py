@@ -126,7 +126,7 @@ def passed(module: nn.Module, config: ModelConfig, bf16: bool) -> list[torch.Ten
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_a_base_that_is_bf16_anyway_lies_so_and_nothing_changes(config, stage) -> None:
-    """So it is under autocast, in which the stage trains, and without, as it validates."""
+    """Results are the same under autocast, as the stage trains, and without, as it validates."""
     config = replace(config, lora=replace_targets(matrix_names(config)))
     initial = initial_adapters(config, stage, 5)
     noise = torch.rand(initial.shape, generator=torch.Generator().manual_seed(2))

@@ -39,7 +39,7 @@ def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) 
 
 
 def test_a_document_is_computed_as_if_it_were_alone() -> None:
-    """Its place in the sample doesn't matter, and gradients are the same, too."""
+    """A document's place in its sample doesn't matter. Gradients are the same, too."""
     apart = replace(QWEN3, attn_mask_type="block_causal")
     tokens, lengths = some_tokens(apart, 24)[:1], [5, 1, 11, 7]
     begins = torch.zeros(1, 24, dtype=torch.bool)

@@ -19,7 +19,7 @@ ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def endless(scope: Scope, receive: Receive, send: Send) -> None:
-    """An app that answers `/endless` with more than any buffer holds."""
+    """An app that answers `/endless` with more than any buffer holds, and other paths briefly."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(2000 if scope["path"] == "/endless" else 0):
         await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})

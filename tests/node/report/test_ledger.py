@@ -77,7 +77,7 @@ def chained(steps: int, lineage: int = 0, view: int = 1, after: int = 0) -> list
 
 
 def changed(original: Line, microbatches: list[tuple[int, int, str]]) -> Line:
-    """Return a line with other microbatches, whose sums match these."""
+    """Return a line with other microbatches, and with the sums that follow from them."""
     digests = b"".join(bytes.fromhex(digest) for _, _, digest in microbatches)
     fields: dict[str, Any] = dict(original)
     fields["microbatches"] = microbatches

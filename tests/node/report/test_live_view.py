@@ -203,7 +203,7 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
 
 
 def swarm_that_lost_stage_2() -> RunStory:
-    """Return the story of a swarm that lost stage 2 at 100.0. That was noticed at 100.3, and a
+    """Return the story of a swarm that lost stage 2 at 100.0. Peers noticed it at 100.3, and a
     process for the stage joined at 103.0."""
     story = RunStory(steps=40)
     for line in (

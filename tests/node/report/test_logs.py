@@ -137,7 +137,7 @@ def test_the_last_lines_come_by_the_first_way_that_answers() -> None:
             "box-aaaaaa": pb.LogLines(error="no link"),
             "0123456789ab": pb.LogLines(lines=["a", "b"], last=2),
         }
-        log_lines = answers.get(dialled)  # the third node is too old to answer
+        log_lines = answers.get(dialled)  # node-2.0-cccccc is too old to answer
         return None if log_lines is None else pb.Message(sender="box-bbbbbb/", log_lines=log_lines)
 
     assert read("bbbbbb", answer, []) == ["a", "b"]

@@ -148,7 +148,7 @@ def test_a_finished_run_is_told_once_and_waits_for_nobody() -> None:
     ],
 )
 def test_the_end_is_told_when_the_nodes_have_left(event: dict[str, Any], told_of) -> None:
-    """Those of `planaria up` have left when its registry looks for the last time."""
+    """Nodes of `planaria up` have left when its registry looks for the last time."""
     history = heard({"reason": "why", "validation": 6.5, **event})
     state = RunState(described(lost=NODES, driver="", committed=50), history.story)
     [only] = Notifier().due(state, history, RUN, NOW)

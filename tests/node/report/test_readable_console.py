@@ -53,7 +53,7 @@ def test_a_console_shows_what_would_move_its_cursor(nasty: str) -> None:
         print_it(nasty, style="bold")
     console.print(table, nasty, markup=False)
     with_colours = file.getvalue()
-    for code in ("\x1b[1m", "\x1b[0m", "\x1b[2m", "\x1b[1;31m", "\x1b[3m"):  # the console's
+    for code in ("\x1b[1m", "\x1b[0m", "\x1b[2m", "\x1b[1;31m", "\x1b[3m"):  # the console's own
         with_colours = with_colours.replace(code, "")
     assert is_harmless(with_colours)
 

@@ -173,7 +173,7 @@ def test_a_replacement_that_died_before_it_joined_does_not_hide_the_kill():
 
 
 def test_a_seat_that_a_node_gets_later_is_none_that_was_lost_before_it_joined():
-    """Otherwise the stage would have stalled for 100 s, though another node served it meanwhile."""
+    """Otherwise the stage would seem to stall for 100 s, though another node served it then."""
     events = [*KILLED_AND_REBUILT, rebuilt(204.0, "new/2.17")]
     (_, row) = rebuilds(events)
     assert (row["detect_seconds"], row["stall_seconds"]) == (0.0, 1.5)
@@ -246,7 +246,7 @@ def test_a_new_driver_has_seen_only_the_end_of_the_stall():
 
 
 def test_who_was_there_before_has_the_seat_of_who_was_lost_last_at_its_stage():
-    """So it is also if the lost node had joined for another stage."""
+    """A node takes the seat lost last at its stage, even if its owner joined for another stage."""
     taken = [
         *slot_events(0.0, "0.0", 11, "driver"),
         *slot_events(0.0, "1.0", 12, "left"),

@@ -123,8 +123,8 @@ def test_a_swarm_trains(settings: dict[str, Any], data: Path) -> None:
 
 
 def same(computed: Callable[[torch.device], dict[str, Any]], sums: bool = False) -> None:
-    """Check that each value is the CPU's, bit for bit. A GPU's may be close instead, and less so if
-    it `sums` values of a tensor."""
+    """Check that each value is the CPU's, bit for bit. On a GPU, floats may differ by rounding.
+    With `sums`, tensors may differ by FAR, and digests, too."""
     results, wanted = computed(OTHER), computed(CPU)
     assert results.keys() == wanted.keys()
     for name, value in results.items():
@@ -160,7 +160,7 @@ def corpus(data: Path) -> Corpus:
 
 
 def test_replicas_make_the_same_updates(corpus: Corpus) -> None:
-    """So it is whether or not the device computes updates by itself."""
+    """The device may compute updates by itself or leave them to the CPU."""
     assert is_exact(OTHER) == (not LACKS)
 
     def updated(device: torch.device) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def test_what_is_wrong_with_the_code_is_wrong_with_the_run_file(data, tmp_path, 
 
 
 def test_it_is_exported_as_named_tensors_which_its_code_reads(tmp_path, monkeypatch):
-    """The lines in docs/own-architecture.md read them."""
+    """The code in docs/own-architecture.md reads the exported tensors."""
     config, own = built(RUN)
     stages = [build_stage(config, stage, 0, own) for stage in range(3)]
     flat = [StageOptimizer(module, torch.device("cpu")).weights for module in stages]

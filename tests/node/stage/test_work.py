@@ -71,7 +71,7 @@ def check_gradients(swarm: Swarm, other: Swarm) -> None:
 
 
 def test_what_is_done_twice_is_the_same_and_leaves_no_gradient(corpus: Corpus) -> None:
-    """Gradients are the same bit for bit."""
+    """Spot checks leave all gradients the same, bit for bit."""
     made = []
     for share in (0.0, 0.5):
         swarm = Swarm(2, random.Random(5), make_work=partial(make_work, corpus))
@@ -123,7 +123,7 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(corpus, seed,
 
 
 def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus, conversations):
-    """So it is however scored tokens are spread over microbatches and nodes. Some have none."""
+    """Scored tokens may be in any microbatches and at any nodes. Some microbatches have none."""
     chat = Corpus.open(conversations)
     swarm = Swarm(2, random.Random(0), make_work=partial(make_work, chat))
     swarm.starts()
@@ -153,7 +153,8 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
 
 
 def test_where_documents_begin_is_said_and_checked(conversations):
-    """Frames say it exactly, even in int4. A sender whose frame says neither 0 nor 1 is accused."""
+    """Frames say exactly where documents begin, even in int4. Other values than 0 and 1 are the
+    sender's fault."""
     section = SECTION.model_copy(update={"attn_mask_type": "block_causal"})
     run = RUN.model_copy(update={"wire": WireSection(activations="int4", gradients="int4")})
     chat = Corpus.open(conversations)

@@ -388,8 +388,8 @@ def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
 def test_whole_numbers_beside_the_figures_come_as_they_are(codec: Codec) -> None:
-    """So it is in codecs of four bytes a value and of fewer. A frame without the bytes that are
-    due is refused."""
+    """Bytes beside the figures come unchanged in codecs of four bytes a value and of fewer. A frame
+    without the bytes that are due is refused."""
     keeper = keeper_of(1)
     keeper.start(BALLOT, STEP)
     for microbatch, beside in enumerate([3, 3, 0]):

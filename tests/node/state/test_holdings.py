@@ -231,7 +231,7 @@ class Shelf:
 
 
 class Shelves:
-    """Opens a `Shelf` for each folder. Saves of the ages in `damaged` are damaged already."""
+    """Stand-in for `OpenDisk`: a `Shelf` for each folder. Saves of `damaged` ages are damaged."""
 
     def __init__(self, damaged: set[Age] | None = None) -> None:
         self.damaged = damaged or set()

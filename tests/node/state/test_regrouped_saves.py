@@ -141,7 +141,7 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
 
 
 def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: Path) -> None:
-    """Updates use moments divided by their bias corrections. These quotients stay."""
+    """Updates divide moments by their bias corrections. These quotients stay."""
     old, new = model(2, 2), model(2, 1)
     young = state(old, 2, optimizer_step=3)
     for save in (state(old, 0), state(old, 1, optimizer_step=8), young):
@@ -286,7 +286,7 @@ def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, sa
 
 
 def test_older_saves_say_less_of_their_stages(tmp_path: Path) -> None:
-    """They lack sizes of stages, and some their number. All stages had equally many layers."""
+    """Older saves lack sizes of stages, and some their number. All had equally many layers."""
     saves = saved(tmp_path, cut(2, 2))
     for stages in (2, 0):
         old = [replace(save, stages=stages, sizes=()) for save in saves]

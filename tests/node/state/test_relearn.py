@@ -64,7 +64,7 @@ Pairs = dict[BoundaryPair, tuple[torch.Tensor, torch.Tensor]]
 
 
 def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
-    """Return inputs and outputs of the runs of lost stages, as these computed them."""
+    """Return inputs and outputs of the runs of lost stages, computed before these were lost."""
     teachers = {stage: build_stage(CONFIG, stage, seed=0) for stage in range(1, CONFIG.stages + 1)}
     for teacher in teachers.values():
         for parameter in teacher.parameters():

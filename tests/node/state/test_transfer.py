@@ -280,7 +280,7 @@ FAULTS: dict[str, Callable[[Frame], Item | None]] = {
 
 
 WRONG = {"arrived damaged": CHECKSUM, "its shard has 12 bytes": SHAPE, "exact float32": SHAPE}
-"""By fault: the cause that the sender is accused of."""
+"""Cause that a source is accused of, by fault."""
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -252,7 +252,7 @@ class Holder:
         self.time.run(self.exchanges, self.twin.exchange(*arguments))
 
     def gather(self, ballot: Ballot = BALLOT, replicas: int = 1) -> None:
-        """Run an exchange with a deadline of 0, in which only frames that are here count."""
+        """Run an exchange with a deadline of 0: only frames that have arrived count."""
         self.exchange(ballot, places(*[replicas] * 4), torch.zeros(200), 0.0, 0)
 
 
