@@ -585,7 +585,7 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
     assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
     world.faults.clear()
-    world.commits(2, 3, 4)  # an answer that doesn't name its transfer is waited for in vain
+    world.commits(2, 3, 4)  # an answer that can't be attributed is waited for in vain
     assert world.step_held() == 4
     world.assert_true()
 
