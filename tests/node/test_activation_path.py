@@ -38,7 +38,8 @@ def has_data(value: object) -> bool:
 
 
 class Trace:
-    """Notes the files whose functions get the data, up to the first of a model's layers."""
+    """A profile function that notes the files whose functions get the data. It stops at the first
+    call in model/modules.py."""
 
     def __init__(self) -> None:
         self.files: list[str] = []

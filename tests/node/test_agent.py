@@ -1,5 +1,5 @@
-"""What is true of an agent whatever its world is; tests/simulation puts whole clusters of them to
-the test."""
+"""Behaviour of one agent whose neighbours the test plays. tests/simulation tests whole clusters of
+agents."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ COPIED = pb.Sync(step=1, method="replica", sources=[pb.Source(node="c", stage=1,
 
 
 class Memory:
-    """The port `Record`, for who reads it afterwards."""
+    """The port `Record`, which notes calls for the test."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -115,10 +115,10 @@ class Memory:
 
 
 class Seat:
-    """One agent at its stage, with a model of its own, all whose neighbours are the test."""
+    """One agent with the model of its stage. The test plays all its neighbours."""
 
     def __init__(self, node: str, *onlookers: str, begun: pb.Step | None = None) -> None:
-        """`begun`: the step whose attempt it is in."""
+        """`begun`: the step whose attempt the agent is in."""
         self.nodes = Nodes()
         self.net, self.record = VirtualNet(set(NODES) - {node}), Memory()
         config = model_config(RUN.model, vocabulary=16)
@@ -142,7 +142,7 @@ class Seat:
             self.hears("a", ATTEMPT, step=begun)
 
     def answered(self, peer: str) -> Any:
-        """What it has sent last, which is for the peer."""
+        """Return the last item sent, which must be for the peer."""
         to, item = self.net.sent[-1]
         assert to == peer
         return item
@@ -153,13 +153,13 @@ class Seat:
         self.run()
 
     def run(self) -> None:
-        """Up to where it waits."""
+        """Run the agent until it waits, and check its state."""
         self.nodes.catch_up()
         assert not self.nodes.crashes
         validate(self.agent)
 
     def sent_to(self, peer: str) -> list[str]:
-        """Bodies of messages, and kinds of frames."""
+        """Return bodies of messages and kinds of frames sent to the peer."""
         return [
             item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
             for to, item in self.net.sent
@@ -175,7 +175,7 @@ def holdings(agent: Agent) -> Holdings:
 
 
 def begin(microbatches: int = 1) -> pb.Step:
-    """Step 1: so many microbatches, through all of the nodes."""
+    """Return the message that begins step 1, with so many microbatches through all nodes."""
     members = [pb.Place(node=node, stage=stage) for node, stage in NODES.items()]
     plan = [
         pb.Microbatch(id=number, source="a", order=[1, 2], places=[1, 2])
@@ -185,7 +185,7 @@ def begin(microbatches: int = 1) -> pb.Step:
 
 
 def activation(ballot: Ballot) -> Frame:
-    """As the embedding sends it to stage 1."""
+    """Return an activation as the embedding sends it to stage 1."""
     x = torch.ones(1, RUN.model.context or 0, 8)
     fields = {"microbatch": 0, "position": 1}
     descriptors, buffers = tensors.encode([x], "none")
@@ -228,13 +228,13 @@ def test_what_comes_before_its_attempt_is_held_and_what_is_of_an_older_one_has_n
 
 
 def last_cut(seat: Seat) -> tuple[pb.Cut, Ballot]:
-    """What it has told its driver last."""
+    """Return the `Cut` that the seat has sent to its driver last, and its ballot."""
     message = seat.answered("a")
     return message.cut, Ballot.of(message.ballot)
 
 
 def flood(ballot: Ballot, count: int) -> list[Frame]:
-    """Of 1 MiB each."""
+    """Return so many activations of 1 MiB each."""
     fields = {"microbatch": 0, "position": 1}
     return [Frame("activation", ballot, fields, [], bytes(1 << 20)) for _ in range(count)]
 
@@ -348,7 +348,7 @@ def test_nobody_votes_for_a_step_before_the_last_one_is_in_its_ledger() -> None:
 
 
 class Lesson:
-    """With nothing to do."""
+    """Stand-in for background relearning: it offers 2 updates and has nothing to do."""
 
     over, left = False, 3
     updates, steps, seconds = 2, 1, 0.5
@@ -398,7 +398,7 @@ def test_a_stage_whose_lesson_ends_early_relearns_no_more(why: str) -> None:
 
 @pytest.mark.parametrize("skipped", [False, True])
 def test_a_skipped_step_leaves_the_error_feedback_of_the_step_before(skipped: bool) -> None:
-    """It may not be finite: a NaN would be in every gradient from then on."""
+    """Feedback of a skipped step may not be finite: all later gradients would have its NaN."""
     seat = Seat("b")
     feedback, gradient = seat.agent.averaging.feedback, seat.agent.arithmetic.gradient
     feedback.row = torch.ones_like(gradient)
@@ -489,7 +489,7 @@ def test_who_lacks_what_is_home_says_so_when_its_time_is_up() -> None:
 
 
 def test_who_gets_another_state_drops_its_error_feedback() -> None:
-    """It is of gradients of the state before."""
+    """The feedback is of gradients of the state before."""
     seat = Seat("b")
     seat.agent.averaging.feedback.row = torch.ones_like(seat.agent.arithmetic.gradient)
     seat.hears("a", ATTEMPT, sync=COPIED)
@@ -497,7 +497,7 @@ def test_who_gets_another_state_drops_its_error_feedback() -> None:
 
 
 def asked(seat: Seat) -> pb.StateManifest:
-    """What the seat answers a joiner that wants its state."""
+    """Return the manifest that the seat sends a joiner which wants its state."""
     seat.hears("c", ATTEMPT, state_request=pb.StateRequest(transfer=1, optimizer=True, stage=1))
     manifest: pb.StateManifest = seat.answered("c").state_manifest
     return manifest
@@ -536,7 +536,7 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
 
 
 def test_that_a_run_is_finished_is_told_once() -> None:
-    """Though a driver looks again whenever a member leaves."""
+    """A driver gathers and halts again whenever a member leaves."""
     seat = Seat("b")
     stopped, finished = pb.Halt(step=3, reason="too few"), pb.Halt(step=4, finished=True)
     for round, halt in enumerate([stopped, stopped, finished, finished]):
@@ -547,7 +547,7 @@ def test_that_a_run_is_finished_is_told_once() -> None:
 
 
 def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) -> Frame:
-    """What the seat answers an onlooker that shows it that."""
+    """Return the seat's answer to an observer that sends `x` to be evaluated."""
     descriptors, payload = tensors.encode([x], "none")
     fields = {"transfer": 7, "head": head, "step": step}
     return answered(seat, Frame("state", NEVER, fields, descriptors, payload))
@@ -630,7 +630,7 @@ def test_an_onlooker_is_told_what_a_stage_can_not_look_at(node, shown, why) -> N
 
 
 def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
-    """Though it is the newest one, which is there for now."""
+    """The refused step is the newest one, whose weights are there for now."""
     seat = Seat("b")
     seat.agent.member.committed = 5
 

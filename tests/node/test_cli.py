@@ -1,4 +1,4 @@
-"""The command line itself: what is said of options before anything is done, and how fast."""
+"""The command line: checks of options before a command does anything or loads torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(json.dumps(ended))
 
 
 def without_torch(commands: list[list[str]]) -> list[tuple[int, str]]:
-    """Status and error of each, in one process of which none has loaded torch."""
+    """Run the commands in one process. Returns status and error of each; none may load torch."""
     done = subprocess.run(
         [sys.executable, "-c", LOADED],
         input=json.dumps(commands),
@@ -105,7 +105,7 @@ def test_a_wrong_option_is_said_of_the_environments_too(tmp_path: Path) -> None:
 
 
 def options(command: Any, name: str = "PLANARIA") -> Iterator[tuple[str, Any]]:
-    """Of all commands, with the variable that each should have of its own."""
+    """Yield all commands' options, each after the variable that it should have of its own."""
     if hasattr(command, "list_commands"):
         for each in command.list_commands(None):
             yield from options(command.get_command(None, each), f"{name}_{each.upper()}")

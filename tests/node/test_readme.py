@@ -1,4 +1,4 @@
-"""README.md names every option of the commands that a run needs."""
+"""README.md and docs/ name every option of a run's commands, and show only commands that exist."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_page_names_every_option(command: str) -> None:
 
 
 def shown(pages: Iterable[Path]) -> list[str]:
-    """Command lines of planaria in the pages' blocks of code, each once."""
+    """Return the planaria commands in the pages' blocks of code, each once."""
     commands = set()
     for page in pages:
         for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text("utf-8"), re.M | re.S):
@@ -60,7 +60,7 @@ def is_of_lab(line: str) -> bool:
 
 @pytest.mark.parametrize("line", [line for line in shown(PAGES) if not is_of_lab(line)])
 def test_a_command_that_a_page_shows_is_one(line: str) -> None:
-    """And so are its options."""
+    """The command exists, and so do its options."""
     command, words = get_command(app), shlex.split(line.replace("...", ""), comments=True)
     while hasattr(command, "get_command") and (subcommand := command.get_command(None, words[0])):
         command, words = subcommand, words[1:]

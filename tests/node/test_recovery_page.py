@@ -1,4 +1,4 @@
-"""docs/recovery.md names every option that there is, with its default."""
+"""docs/recovery.md names every policy, and every option of recovery and saves with its default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text(encoding="
 
 
 def options(section: str) -> dict[str, str]:
-    """Key -> default, as the table under `[section]` has them."""
+    """Return defaults by key, as the table under `[section]` has them."""
     _, _, rest = PAGE.partition(f"Under `[{section}]`")
     table = rest.strip().partition("\n\n")[2].partition("\n\n")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE))
@@ -40,7 +40,7 @@ def test_the_page_has_every_option_with_its_default(name: str, section: Section)
     defaults = {k: v for k, v in section.model_dump().items() if not isinstance(v, dict)}
     assert list(listed) == list(defaults)
     for key, value in defaults.items():
-        if value is not None:  # else it follows from something else, in words
+        if value is not None:  # else the page says in words what the default depends on
             assert listed[key].strip("`") == tomli_w.dumps({"v": value})[4:].strip(), key
 
 

@@ -1,4 +1,4 @@
-"""What a run file says of the swarm is checked, one figure against the other."""
+"""Checks of run files: keys, bounds, and settings that depend on others."""
 
 import math
 from pathlib import Path
@@ -195,7 +195,7 @@ NUMBERS = st.one_of(
 
 
 def of_field(field: FieldInfo) -> st.SearchStrategy[Any]:
-    """Values that may or may not be right."""
+    """Return a strategy for values of the field, right or wrong."""
     kind = field.annotation
     if isinstance(kind, type) and issubclass(kind, Section):
         return of_section(kind)

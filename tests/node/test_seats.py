@@ -1,4 +1,4 @@
-"""The seats of a node: how they are called, and who of them hears what."""
+"""The seats of a node: their names, and which of them receives what."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness.network import AtOnce, Nodes, VirtualNet
 
 
 def view(number: int, **seats: list[tuple[int, int]]) -> registry.View:
-    """Stages by node, and since which view."""
+    """Return a view. `seats` has the (stage, view since which) of each seat, by node."""
     members = [
         registry.Member(
             node=node, seats=[registry.Seat(stage=stage, since=since) for stage, since in held]
@@ -39,7 +39,7 @@ def view(number: int, **seats: list[tuple[int, int]]) -> registry.View:
 
 @dataclass
 class Listener:
-    """In place of an agent."""
+    """Stand-in for an agent that notes what it hears."""
 
     exchanges: Exchanges
     heard: list[tuple[Any, ...]] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Listener:
 
 
 class Machine:
-    """Node a with seats at stages 0 and 1, of which b has others."""
+    """Node a with seats at stages 0 and 1, and with a link to node b at stages 2 and 3."""
 
     def __init__(self, *built: str) -> None:
         self.nodes, self.links = Nodes(), VirtualNet({"b"})
-        self.shown: list[tuple[str, str, str]] = []  # to onlookers: who, by which seat, what
+        self.shown: list[tuple[str, str, str]] = []  # to observers: (observer, seat, kind)
         self.seats: Seats[Any] = Seats("a", self.links, self.tell, self.log)
         self.view = view(1, a=[(0, 0), (1, 0)], b=[(2, 0), (3, 0)])
         new, _ = self.seats.viewed(self.view, 0.0)
@@ -198,7 +198,7 @@ def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() 
     machine.agents["2.2"] = Listener(machine.nodes.new())
     machine.build("2.2")
     assert machine.heard("2.2") == [("b/2", "query")]
-    machine.seats.on_message("b", query("3.2", 2), 0.0)  # of which there is none
+    machine.seats.on_message("b", query("3.2", 2), 0.0)  # view 2 has no such seat
     assert not machine.seats.has("3.2")
     assert machine.seats._early_bytes.used == 0
 
@@ -225,7 +225,7 @@ def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
 
 
 class Fragile(Listener):
-    """Can't deal with a query."""
+    """A listener that fails at each message and frame."""
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         raise KeyError("of what nobody has foreseen")

@@ -1,4 +1,4 @@
-"""What `planaria node` and `planaria bootstrap` say of their options before they do anything."""
+"""Checks that `planaria node` and `planaria bootstrap` make before they do anything."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_without_a_place_that_nobody_else_has_a_node_does_not_save(tmp_path: Pat
 def test_a_folder_that_cannot_be_written_is_said_before_joining(
     option: str, tmp_path: Path
 ) -> None:
-    """Under a file: root can't either. Nobody listens at the registry's address."""
+    """The folder lies under a file, where root can't write, either. Nobody listens at the
+    registry's address."""
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "folder"
     node = ["node", "--join", "127.0.0.1:1", "--restart", "no"]

@@ -1,4 +1,4 @@
-"""When a task of the compute thread hangs, by virtual time."""
+"""Detection of hanging tasks of the compute thread, in virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOK = 0.05
 
 
 class Watched:
-    """A watch that is looked at regularly but where a test says otherwise."""
+    """A watch in virtual time, with a look at it every LOOK seconds while time passes."""
 
     def __init__(self, first: float = 60.0) -> None:
         self.watch, self.now = HangWatch(first), 100.0
@@ -58,7 +58,7 @@ def test_a_task_that_takes_much_longer_than_such_tasks_hangs() -> None:
 
 
 def test_short_tasks_do_not_make_a_long_one_of_their_kind_hang() -> None:
-    """Embedding and head, or two seats, take turns."""
+    """Embedding and head, or two seats, may take turns in the thread."""
     watched = Watched()
     watched.does("forward", 30.0)
     for _ in range(9):
@@ -83,7 +83,7 @@ def test_who_never_did_such_a_task_has_more_time() -> None:
 def test_a_thread_that_takes_processor_time_is_slow_and_hangs_once_it_takes_none() -> None:
     watch, thread = HangWatch(first=FLOOR), 7.0
     watch.began("forward", 0.0)
-    for tick in range(1, 200):  # on a machine with ten others that run
+    for tick in range(1, 200):  # on a processor that ten processes share
         thread += LOOK / 10
         assert watch.find_hang(tick * LOOK, thread) is None
     assert watch.slow is not None
@@ -116,7 +116,7 @@ def test_nothing_hangs_where_nothing_is_done() -> None:
 
 
 def test_a_task_that_waits_for_a_disk_does_not_hang_however_long_it_takes() -> None:
-    """And it is not taken to be usual that it takes so long."""
+    """Time spent waiting for a disk doesn't count as usual time of such tasks, either."""
     watched = Watched()
     for _ in range(KNOWN):
         watched.watch.began("apply", watched.now)
@@ -159,7 +159,7 @@ def test_tasks_are_of_a_kind_by_the_function_that_they_call() -> None:
 
 
 async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
-    """Beside it the loop goes on, and whoever stops it is not held up."""
+    """The event loop goes on meanwhile, and stopping the thread doesn't block."""
     loop, hangs, begun = asyncio.get_running_loop(), threading.Event(), threading.Event()
 
     def forward() -> None:
@@ -180,7 +180,7 @@ async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
 
 
 async def test_a_thread_that_still_computes_is_waited_for(monkeypatch) -> None:
-    """As on a machine that has much else to do."""
+    """A thread may take long on a machine that has much else to do."""
     begun, done, looks = threading.Event(), threading.Event(), itertools.count()
 
     def task() -> None:

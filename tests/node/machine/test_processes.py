@@ -1,4 +1,4 @@
-"""Real child processes, and real signals."""
+"""Child processes in slots: real processes, and real signals."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run_python(arguments: list[str]) -> None:
 
 @pytest.fixture
 def processes(tmp_path):
-    """They are forked from the process from which all other tests here fork theirs, so it loads
-    what those need."""
+    """Processes of one test. One process forks those of all tests here, so it loads what all
+    need."""
     pool = Processes(tmp_path, {}, PLANARIA, run_python)
     yield pool
     pool.kill_all()
@@ -57,7 +57,7 @@ def test_each_process_in_a_slot_has_a_log_of_its_own(processes, tmp_path):
     pid = processes.kill("2.0")
     assert_gone(pid)
     assert processes.running() == {}
-    assert processes.ended() == []  # was no accident
+    assert processes.ended() == []  # it did not end by itself
     processes.start("2.0", [FOREVER])
     assert processes.log("2.0") == tmp_path / "node-2.0-2.log"
     assert processes.kill("1.0") is None
@@ -90,7 +90,7 @@ async def test_stop_ends_the_willing_and_the_stubborn(processes):
 
 
 def test_a_signal_to_the_process_group_is_not_for_who_forks(processes):
-    """Its children would be killed with it, before they have saved."""
+    """If the forking process ended, its children would be killed before they have saved."""
     asking = f"import os; print(os.getppid(), 'forked', flush=True); {FOREVER}"
 
     def forked(slot: str) -> int:

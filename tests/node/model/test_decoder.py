@@ -1,4 +1,4 @@
-"""Stages whose code is transformers' own."""
+"""Stages that compute with the code of transformers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {},
 }
-"""Windows, positions that are added, multipliers, experts, layers without RoPE."""
+"""Models with windows, added positions, experts, multipliers, and layers without RoPE."""
 
 
 def content(kind: str, **others: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def of(kind: str, **others: Any) -> Decoder:
 
 
 def saved(folder: Path, kind: str, **others: Any) -> Any:
-    """A model of transformers in this folder, with weights that aren't initial ones."""
+    """Save a model of transformers, with weights that aren't initial ones, and return it."""
     model = decoder_trial.small_model(of(kind, **others), {})
     model.save_pretrained(folder)
     return model
@@ -99,7 +99,7 @@ def test_stages_compute_what_the_whole_model_does(kind: str, packed: bool) -> No
     ],
 )
 def test_a_stage_that_computes_otherwise_is_refused(monkeypatch, kind, key, value) -> None:
-    """As one built of a model with other flags."""
+    """Stages are built here from a config with other flags."""
 
     def other(decoder: Decoder, layers: range, base: Base | None = None) -> Any:
         changed = Decoder(json.dumps(decoder.config.to_dict() | {key: value}))

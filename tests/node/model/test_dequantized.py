@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already, against what transformers and bitsandbytes read."""
+"""Quantized checkpoints, compared with what transformers and bitsandbytes read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plain(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def quantized(folder: Path, dtype: torch.dtype, **how: Any) -> dict[str, torch.Tensor]:
-    """Save a model that bitsandbytes has quantized. Its dequantized matrices."""
+    """Save a model that bitsandbytes has quantized. Returns its dequantized matrices."""
     from bitsandbytes import functional
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -63,7 +63,8 @@ def quantized(folder: Path, dtype: torch.dtype, **how: Any) -> dict[str, torch.T
     for name, part in model.named_parameters():
         if (state := getattr(part, "quant_state", None)) is not None:
             shape = state.shape
-            state.shape = torch.Size((shape.numel() // 64, 64))  # of rows of 160, 0.50.2 errs
+            # bitsandbytes 0.50.2 errs with rows of 160.
+            state.shape = torch.Size((shape.numel() // 64, 64))
             matrices[name] = functional.dequantize_4bit(part.data, state).view(shape)
         elif getattr(part, "SCB", None) is not None:
             matrices[name] = functional.int8_vectorwise_dequant(part.data, part.SCB)
@@ -101,8 +102,8 @@ def same_as(folder: Path, matrices: dict[str, torch.Tensor]) -> None:
 def in_fp8(
     folder: Path, scales: dict[str, tuple[str, tuple[int, int] | None]]
 ) -> dict[str, torch.Tensor]:
-    """Make a plain model's layers FP8, by a matrix's name: the scales' name, and the block (None:
-    the whole). The values that follow."""
+    """Convert matrices of a plain model's layers to FP8, and return their values. `scales` has the
+    scales' name and the block (None: the whole matrix), by a part of the matrix's name."""
     file, config = folder / "model.safetensors", folder / "config.json"
     tensors, matrices = load_file(file), {}
     for name in [name for name in tensors if ".layers." in name and tensors[name].dim() == 2]:
@@ -156,7 +157,7 @@ def test_a_run_from_quantized_weights_loads_the_same_bits_and_exports_a_plain_mo
     fields = {"model": {"from": str(tmp_path / "base"), "stages": 2, "context": 24}}
     run = with_model(from_fields(fields | {"training": {"lora": {"rank": 4, "base": "nf4"}}}))
     checkpoint = Checkpoint.open(tmp_path / "base")
-    for stage in range(3):  # whose digest is that of the run
+    for stage in range(3):  # this checks the digest in the run
         InitialStages(run, run.config, checkpoint).stage(stage)
     write(tmp_path / "out", run, True)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())

@@ -63,7 +63,7 @@ def test_only_adapters_are_trained_and_lie_as_they_are_said_to() -> None:
     module(some_input(ADAPTED)).square().sum().backward()
     optimizer.step(1e-2)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name in before if name.endswith("lora_B")}  # A where B isn't 0
+    assert moved == {name for name in before if name.endswith("lora_B")}  # A only if B isn't 0
 
 
 def test_an_adapter_adds_a_matrix_of_low_rank() -> None:
@@ -101,14 +101,14 @@ def test_a_stage_is_looked_at_with_other_adapters_and_nothing_is_copied() -> Non
 
 
 def rounded(module: nn.Module) -> nn.Module:
-    """As of a checkpoint in bf16."""
+    """Round all parameters to bf16, as in a checkpoint in bf16."""
     for parameter in module.parameters():
         parameter.data = parameter.bfloat16().float()
     return module
 
 
 def passed(module: nn.Module, config: ModelConfig, bf16: bool) -> list[torch.Tensor]:
-    """What a stage makes, and the gradients of its input and its adapters."""
+    """Return a stage's output, and the gradients of its input and its adapters."""
     if isinstance(module, BodyStage):
         x = some_input(config).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -126,7 +126,7 @@ def passed(module: nn.Module, config: ModelConfig, bf16: bool) -> list[torch.Ten
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_a_base_that_is_bf16_anyway_lies_so_and_nothing_changes(config, stage) -> None:
-    """Neither under autocast, in which it trains, nor without, as it validates."""
+    """Results are the same under autocast, as the stage trains, and without, as it validates."""
     config = replace(config, lora=replace_targets(matrix_names(config)))
     initial = initial_adapters(config, stage, 5)
     noise = torch.rand(initial.shape, generator=torch.Generator().manual_seed(2))
@@ -157,7 +157,7 @@ def test_a_base_that_bf16_would_change_stays_as_it_is() -> None:
     assert module.layers[0].self_attn.q_proj.base.weight.dtype == torch.bfloat16
     frozen = [p for p in module.parameters() if not p.requires_grad]
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in frozen), "no more is kept"
-    base.put(exact)  # what a peer gives may be another
+    base.put(exact)  # a peer may send other values
     assert torch.equal(base.words().between(0, base.size), exact)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 

@@ -39,7 +39,7 @@ def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) 
 
 
 def test_a_document_is_computed_as_if_it_were_alone() -> None:
-    """Wherever it lies in its sample; and so are gradients."""
+    """A document's place in its sample doesn't matter. Gradients are the same, too."""
     apart = replace(QWEN3, attn_mask_type="block_causal")
     tokens, lengths = some_tokens(apart, 24)[:1], [5, 1, 11, 7]
     begins = torch.zeros(1, 24, dtype=torch.bool)
@@ -267,7 +267,7 @@ def test_presets_are_table_4_of_the_paper_and_modules_those_of_its_code(
     preset: str, dim: int, heads: int, layers: tuple[int, ...], context: int
 ) -> None:
     """A block of the published code has four square matrices, three of four times the width, and
-    two norms; its first stage two tables of 32,000 tokens, and a norm."""
+    two norms. Its first stage has two tables of 32,000 tokens, and a norm."""
     config = shape.model_config(ModelSection(preset=preset), 32_000)
     assert (config.dim, config.heads, config.kv_heads) == (dim, heads, heads)
     assert (config.cut, config.context) == (layers, context)

@@ -1,4 +1,4 @@
-"""Frozen matrices of fewer bits."""
+"""Frozen matrices in fewer bits: how they are packed, unpacked, multiplied and sent."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_expected_bytes_of_a_row() -> None:
 
 
 def dequantized(module: nn.Module) -> nn.Module:
-    """The stage with plain linear modules of the same values."""
+    """Return a copy of the stage with plain linear modules of the same values."""
     plain = deepcopy(module)
     for name, layer in list(plain.named_modules()):
         if isinstance(layer, QuantizedLinear):
@@ -180,7 +180,7 @@ def test_a_bias_is_added() -> None:
 
 
 def test_no_code_is_loaded_from_a_hub() -> None:
-    """bitsandbytes asks the package `kernels` for it when it is imported."""
+    """bitsandbytes asks the package `kernels` for code when it is imported."""
     program = (
         "import sys, types; kernels = sys.modules['kernels'] = types.ModuleType('kernels');"
         "asked = []; kernels.get_kernel = lambda *a, **k: asked.append(a);"

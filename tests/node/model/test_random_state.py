@@ -29,7 +29,7 @@ def test_it_follows_from_a_seed_and_is_put_back() -> None:
 
 
 class Seen:
-    """A lock that says when somebody waits for it."""
+    """A lock that sets `awaited` when a thread has to wait for it."""
 
     def __init__(self) -> None:
         self._lock, self.awaited = threading.Lock(), threading.Event()
@@ -45,7 +45,7 @@ class Seen:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_stages_are_built_one_after_the_other(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    """By as many threads as there are seats."""
+    """Seats build their stages in threads of their own."""
     lock = Seen()
     monkeypatch.setattr(random_state, "_ALONE", lock)
     built = []

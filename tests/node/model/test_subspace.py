@@ -1,4 +1,4 @@
-"""A model whose residual stream lies in a subspace is LLaMA, of which little crosses a boundary."""
+"""LLaMA models whose residual stream lies in a subspace, so that little crosses a boundary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NARROW = replace(GROUPED, subspace=RANK)
 
 
 def as_a_whole(config: ModelConfig, modules: list[EmbeddingStage | BodyStage]) -> None:
-    """Makes the modules, of a model in a subspace, those of one that has none."""
+    """Replace the modules, of a model in a subspace, by those of the same model without one."""
     subspace, whole = subspace_of(config), replace(config, subspace=None)
     assert subspace is not None
     for stage, narrow in enumerate(modules):
@@ -54,7 +54,7 @@ def test_it_is_a_model_without_one(mask: str) -> None:
 
 
 def bytes_of(config: ModelConfig, codec: Codec) -> int:
-    """Of six tokens."""
+    """Return the bytes of six tokens' activations."""
     activations, _ = crossing_bytes(config, 6, WireSection(activations=codec))
     return activations
 

@@ -1,4 +1,4 @@
-"""What is handed out over HTTP, and to whom."""
+"""What the page's app serves over HTTP, and to which clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planaria.node.page.http_address import PageAddress, TlsFiles
 
 
 class Shown:
-    """A state that changes in one part."""
+    """A state to show, of which one part changes each time."""
 
     def __init__(self, span: tuple[float, float] | None = None) -> None:
         self.span = span
@@ -88,7 +88,7 @@ def test_who_does_not_show_the_token_is_refused() -> None:
 
 
 def test_a_page_for_this_machine_is_asked_for_by_its_names_only() -> None:
-    """A name of somebody else's that is made to lead here is how a website would read it."""
+    """A website could otherwise read the page by a name of its own that leads to this machine."""
     browser = client(Shown())
     assert browser.get("/", headers={"Host": "localhost:8000"}).status_code == 200
     assert browser.get("/", headers={"Host": "evil.example"}).status_code == 400

@@ -1,5 +1,5 @@
-"""The page in a real browser, where there is one. The pictures are for people, who find them in the
-folder that PLANARIA_PICTURES names."""
+"""The page in Chromium, if it is installed. Pictures of it, for people, go to the folder that
+PLANARIA_PICTURES names."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def event(time: float, node: str, kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def run() -> Replay:
-    """In which stage 2 is lost at second 21 and rebuilt at second 24; its nodes bear names that
-    would like to be more than names."""
+    """Return a replay in which stage 2 is lost at second 21 and rebuilt at second 24. Names and
+    texts of nodes have markup and scripts."""
     events = []
     for stage in range(STAGES + 1):
         node = f"{stage}aaa{HOSTILE if stage == 1 else ''}"
@@ -81,7 +81,7 @@ async def served() -> AsyncIterator[str]:
 
 
 async def browse(url: str, profile: Path, *options: str) -> str:
-    """What Chromium prints."""
+    """Open the page in Chromium, and return what it prints."""
     assert CHROMIUM is not None
     browser = await asyncio.create_subprocess_exec(
         *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),

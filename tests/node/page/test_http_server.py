@@ -1,4 +1,4 @@
-"""Clients that are many."""
+"""The HTTP server: its bounds on connections, its headers and its address."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def endless(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says more than any buffer holds, to whoever asks for it."""
+    """An app that answers `/endless` with more than any buffer holds, and other paths briefly."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(2000 if scope["path"] == "/endless" else 0):
         await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
-        await asyncio.sleep(0)  # who is gone takes all of it at once
+        await asyncio.sleep(0)  # a client that is gone takes all of it at once
     await send({"type": "http.response.body", "body": b"here"})
 
 
@@ -35,7 +35,7 @@ async def served() -> AsyncIterator[int]:
 
 
 async def closed(reader: asyncio.StreamReader) -> bytes:
-    """What came until the other side was gone."""
+    """Return what arrives until the server closes the connection."""
     try:
         return await reader.read()
     except ConnectionError:
@@ -75,7 +75,7 @@ async def test_idle_connections_of_one_address_keep_out_nobody_else() -> None:
         writer.write(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         assert b"here" in await closed(reader)
         end = b""
-        while b"here" not in end:  # this one isn't closed, either
+        while b"here" not in end:  # this connection isn't closed, either
             end = end[-4:] + (await stream.read(2**20) or b"closed: not here")
         assert b"closed" not in end
         for other in (streaming, *(writer for _, writer in idle)):

@@ -1,4 +1,4 @@
-"""What Prometheus is told, and that docs/metrics.md has it all."""
+"""Figures for Prometheus, all of which docs/metrics.md lists."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def member(node: str) -> MemberDescription:
 
 
 def read(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
-    """By name, then by the values of the labels but `run`."""
+    """Return values by name, then by the values of the labels but `run`."""
     samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:

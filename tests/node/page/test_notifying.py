@@ -1,4 +1,4 @@
-"""The command of [notify], beside a registry."""
+"""The command of the section [notify], which runs beside a registry."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_back_is_as_good_as_forth() -> None:
 
 
 def test_money_is_that_of_then() -> None:
-    # A node for a second each: 2 from 1.0 to 4.0, 1 to 5.0, 2 to 6.0.
+    # A node costs 1 a second: there are 2 from 1.0 to 4.0, 1 until 5.0 and 2 until 6.0.
     assert replay().at(6.0)["progress"]["spent"] == pytest.approx(2 * 3.0 + 1 + 2 * 1.0, abs=0.01)
 
 

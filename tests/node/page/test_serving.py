@@ -1,4 +1,4 @@
-"""A registry with its page, and a node that tells it what happens."""
+"""Pages and figures, as they are served beside a registry, a node and a client."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_figures_of_a_node_are_served_where_it_says(caplog) -> None:
 async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No browser asks the registry, which serves none; when it is away, what it showed stays."""
+    """Browsers ask the client alone. While the registry is away, its last state stays."""
     monkeypatch.setattr(serving, "ANSWER", 0.3)
     registry = RegistryServer(MembershipRules(run="prose-1", stages=1), "")
     port = await registry.start("127.0.0.1:0")

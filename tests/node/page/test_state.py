@@ -57,7 +57,7 @@ def whole(**reported: Any) -> list[MemberDescription]:
 def state(
     description: Description, history: History | None = None, **moment: Any
 ) -> dict[str, Any]:
-    """What a browser gets of it."""
+    """Return the page's state as a browser gets it."""
     when = Moment(NOW, began=400.0, **moment)
     made = page_state(description, history or History(RUN.steps), RUN, when)
     parsed = json.loads(join_parts(as_json(made)))

@@ -1,4 +1,4 @@
-"""Lines of event logs, of which tests name the fields that matter to them."""
+"""Lines of event logs for tests, which name only the fields that matter to them."""
 
 import dataclasses
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from planaria.node.report.events import Entry, Event, parse
 
 ZEROS = {"str": "", "Figure": 0.0, "Count": 0, "bool": False, "tuple": [], "Mapping": {}}
-ZEROS["Annotated"] = 0  # with another name in JSON
+ZEROS["Annotated"] = 0  # a field with another name in JSON
 
 
 def whole(line: dict[str, Any]) -> dict[str, Any]:
-    """The line, whose other fields are zero or empty."""
+    """Return the line with its missing fields as zero or empty."""
     kinds = {kind.kind: kind for kind in Event.__subclasses__()}
     fields = dataclasses.fields(kinds[line["kind"]]) if line["kind"] in kinds else ()
     zeros = {

@@ -75,7 +75,7 @@ def test_what_this_version_does_not_know_is_passed_over():
 
 
 def test_the_names_in_a_log_stay():
-    """Summaries of older runs, and whoever else reads `events.jsonl`, go by these."""
+    """Summaries of older runs and other readers of `events.jsonl` rely on the names."""
     assert [kind.kind for kind in KINDS] == [
         *("aborted", "accused", "applied", "committed", "computed wrong", "cost", "diverged"),
         *("ending", "exited", "fetching", "finished", "given back", "goes on"),

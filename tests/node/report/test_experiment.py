@@ -1,4 +1,4 @@
-"""What is kept of a run in trackers of experiments, and that these get into nobody's way."""
+"""What trackers of experiments keep of a run. Trackers that hang or fail hold no node up."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ LINES = [
 
 
 class Kept:
-    """An experiment that is looked at."""
+    """An experiment that notes its calls for the test."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -61,12 +61,12 @@ def commit(
 def committed(
     step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: Windows = WINDOWS
 ) -> Line:
-    """A line without the commit itself, which isn't signed."""
+    """Return a line without the commit itself, which isn't signed."""
     return ledger_line(commit(step, view, attempt, windows), windows.epoch(step), time)
 
 
 def chained(steps: int, lineage: int = 0, view: int = 1, after: int = 0) -> list[Line]:
-    """Those of the lineage, each of which names the one before."""
+    """Return lines of a lineage with signed commits, each of which names the one before."""
     lines, previous = [], b""
     for step in range(after + 1, after + steps + 1):
         made = commit(step, view)
@@ -77,7 +77,7 @@ def chained(steps: int, lineage: int = 0, view: int = 1, after: int = 0) -> list
 
 
 def changed(original: Line, microbatches: list[tuple[int, int, str]]) -> Line:
-    """A line with other microbatches, whose own sums are right."""
+    """Return a line with other microbatches, and with the sums that follow from them."""
     digests = b"".join(bytes.fromhex(digest) for _, _, digest in microbatches)
     fields: dict[str, Any] = dict(original)
     fields["microbatches"] = microbatches
@@ -101,7 +101,7 @@ def test_a_line_holds_the_record_of_the_commit() -> None:
 
 
 def test_ledgers_before_and_behind_a_change_of_the_batch_are_one(tmp_path: Path) -> None:
-    """The run had come to step 4 when it was ended, and its saves to step 2."""
+    """The run had committed step 4 when it ended, and its saves were of step 2."""
     header = HEADER | LedgerHeader(batch=24, microbatch=8, changes=1, earlier=[(2, 12, 4)])  # type: ignore[typeddict-item]
     changed = windows_in(header)
     behind = [committed(step, view=2, windows=changed) for step in (3, 4, 5)]
@@ -375,7 +375,7 @@ def test_a_line_without_its_commit_among_others_is_found(tmp_path: Path) -> None
 
 
 def test_a_commit_is_the_same_where_a_ledger_has_only_its_figures(tmp_path: Path) -> None:
-    """As after saves were written anew for other stages."""
+    """A ledger has figures alone after saves were regrouped for other stages."""
     lines = chained(3)
     write(tmp_path / "ledger-a.jsonl", committed(2), *chained(1, lineage=1, view=2, after=2))
     write(tmp_path / "ledger-b.jsonl", *lines[:2])

@@ -1,4 +1,4 @@
-"""Lines for a disk that is full or fails."""
+"""Files of lines on a disk that is full, fails or stalls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planaria.node.report.line_file import STALLED, BackgroundLineFile, LineFile
 
 
 class Disk:
-    """Takes so many bytes more, as `os.write` does on one that fills up."""
+    """Stand-in for `os.write` on a disk with room for so many more bytes."""
 
     def __init__(self, room: int) -> None:
         self.room, self.write = room, os.write
@@ -94,7 +94,7 @@ def test_of_too_many_the_oldest_are_dropped_and_counted(
 def test_whatever_is_written_is_whole_lines_in_order_and_the_rest_is_counted(
     steps: list[tuple[int, int]],
 ) -> None:
-    """However the disk fills and empties, within the memory that is allowed."""
+    """However the disk fills and empties, waiting lines stay within the memory allowed."""
     written = bytearray()
     disk = Disk(0)
 
@@ -134,7 +134,7 @@ def test_an_event_log_that_can_not_be_written_raises_nothing(tmp_path: Path) -> 
 
 
 class StalledDisk:
-    """Takes nothing until it is released."""
+    """Stand-in for `os.write` on a disk that takes nothing until it is released."""
 
     def __init__(self) -> None:
         self.asked, self.released, self.write = threading.Event(), threading.Event(), os.write
@@ -217,7 +217,7 @@ Moves = st.lists(
 def test_what_is_added_while_a_disk_writes_changes_nothing_of_what_it_writes(
     moves: list[tuple[str, int | None]],
 ) -> None:
-    """And in the end whole lines are written, in order, and all others are counted."""
+    """In the end, whole lines are written in order, and all others are counted."""
     waiting, written, piece = WaitingLines(most=60), bytearray(), b""
     lines: list[bytes] = []
     for move, size in moves:

@@ -49,7 +49,7 @@ def news(story: RunStory, line: dict[str, Any]) -> News | None:
 
 
 def hear(story: RunStory, line: dict[str, Any]) -> str | None:
-    """The sentence that it is worth."""
+    """Return the sentence that the story tells about a line, or None."""
     item = news(story, line)
     return None if item is None else item.sentence
 
@@ -83,7 +83,7 @@ def text_of(renderable: Any) -> str:
 
 
 def coloured(description: Description) -> list[str]:
-    """The lines of its status page."""
+    """Return the lines of the status page, with codes for colours."""
     console = console_of(160, force_terminal=True, color_system="standard")
     console.print(status_view(description))
     return console.file.getvalue().splitlines()
@@ -203,7 +203,8 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
 
 
 def swarm_that_lost_stage_2() -> RunStory:
-    """At 100.0; noticed at 100.3, a process for it joined at 103.0."""
+    """Return the story of a swarm that lost stage 2 at 100.0. Peers noticed it at 100.3, and a
+    process for the stage joined at 103.0."""
     story = RunStory(steps=40)
     for line in (
         at(0.0, "started", slot="1.0", pid=1),
@@ -486,7 +487,7 @@ def reached_by(description: MemberDescription, node: str) -> MemberDescription:
             ["1 hangs", "hangs 34 s"],
         ),
         (
-            # Who is at step 37 has not heard that the run has gone back.
+            # The node at step 37 has not heard that the run has gone back.
             described(
                 member(OLD, 0, committed=30, lineage=1),
                 member(NEW, 2, committed=37),
@@ -613,7 +614,7 @@ def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
 
 def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
     class ScriptedRegistry:
-        """A registry that says this, one after the other."""
+        """A registry that gives these answers one after the other."""
 
         def __init__(self, *answers: Description | Exception) -> None:
             self._answers = iter(answers)

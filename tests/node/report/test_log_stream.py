@@ -1,4 +1,4 @@
-"""A log that nobody reads, or that goes where it can't be written."""
+"""Logs that nobody reads, or whose target can't be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's log, asked for by who is no member: in virtual time, and nobody is dialled."""
+"""Reading a node's log as an observer, in virtual time and without connections."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_of_what_a_stranger_sends_a_part_is_shown_and_none_of_it_moves_the_curso
 
 
 class Talk:
-    """With one node. `answer`: what it says to a question; None: nothing."""
+    """A conversation with one node. `answer` returns its reply to a message, or None for none."""
 
     def __init__(
         self, node: str, address: str, answer: Callable[[pb.Message], pb.Message | None]
@@ -117,7 +117,7 @@ def read(
     shown: list[str],
     follow: bool = False,
 ) -> list[str]:
-    """What is shown of a node's log; `answer`: of who is dialled."""
+    """Read a node's log and return the lines shown. `answer` replies for each node dialled."""
 
     def converse(run: str) -> Callable[[str, str], Talk]:
         def talk(dialled: str, address: str) -> Talk:
@@ -137,7 +137,7 @@ def test_the_last_lines_come_by_the_first_way_that_answers() -> None:
             "box-aaaaaa": pb.LogLines(error="no link"),
             "0123456789ab": pb.LogLines(lines=["a", "b"], last=2),
         }
-        log_lines = answers.get(dialled)  # another one is too old to say anything
+        log_lines = answers.get(dialled)  # node-2.0-cccccc is too old to answer
         return None if log_lines is None else pb.Message(sender="box-bbbbbb/", log_lines=log_lines)
 
     assert read("bbbbbb", answer, []) == ["a", "b"]

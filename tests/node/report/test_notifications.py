@@ -33,7 +33,7 @@ def described(
     reports: dict[str, dict[str, Any]] | None = None,
     **view: Any,
 ) -> Description:
-    """A run of three stages with a node each, except those of `lost`."""
+    """Describe a run of three stages with a node each. The nodes in `lost` are missing."""
     members = [
         MemberDescription(
             member=Member(node=node, seats=[Seat(stage=stage)]),
@@ -60,7 +60,7 @@ def notified(
 
 
 def heard(*events: dict[str, Any], node: str = NODES[0]) -> History:
-    """The history of a run whose member `node` has told these events."""
+    """Return the history of a run whose member `node` has told these events."""
     history = History(RUN.steps)
     for event in events:
         text = json.dumps({"time": NOW, "node": f"{node}/0", **event})
@@ -148,7 +148,7 @@ def test_a_finished_run_is_told_once_and_waits_for_nobody() -> None:
     ],
 )
 def test_the_end_is_told_when_the_nodes_have_left(event: dict[str, Any], told_of) -> None:
-    """As those of `planaria up` have when its registry looks for the last time."""
+    """Nodes of `planaria up` have left when its registry looks for the last time."""
     history = heard({"reason": "why", "validation": 6.5, **event})
     state = RunState(described(lost=NODES, driver="", committed=50), history.story)
     [only] = Notifier().due(state, history, RUN, NOW)

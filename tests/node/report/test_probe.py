@@ -18,7 +18,8 @@ from planaria.node.wire.link_speed import LARGEST, SMALLEST, MeasuredLink, measu
 
 
 def measured_over(delay: float, rate: float) -> tuple[MeasuredLink, list[int]]:
-    """Of a link that takes `delay` seconds there and back, and `rate` bytes a second."""
+    """Measure a link with a round trip of `delay` seconds and `rate` bytes a second. Returns the
+    result and the sizes sent."""
     sizes: list[int] = []
 
     async def send(size: int) -> None:

@@ -1,4 +1,4 @@
-"""What strangers say moves no terminal's cursor: through each door to one."""
+"""Text of strangers, which moves no terminal's cursor: in the console, in logs and in status."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_console_shows_what_would_move_its_cursor(nasty: str) -> None:
         print_it(nasty, style="bold")
     console.print(table, nasty, markup=False)
     with_colours = file.getvalue()
-    for code in ("\x1b[1m", "\x1b[0m", "\x1b[2m", "\x1b[1;31m", "\x1b[3m"):  # its own
+    for code in ("\x1b[1m", "\x1b[0m", "\x1b[2m", "\x1b[1;31m", "\x1b[3m"):  # the console's own
         with_colours = with_colours.replace(code, "")
     assert is_harmless(with_colours)
 
@@ -94,7 +94,7 @@ def test_a_log_has_a_line_for_what_is_said_and_no_other(nasty: str) -> None:
 
 @pytest.mark.parametrize("nasty", NASTY)
 def test_status_shows_whatever_a_registry_says(nasty: str) -> None:
-    """It lies wherever it can."""
+    """The registry puts such text into each field."""
     member = Member(node=nasty, address=nasty, host=nasty, device=nasty, seats=[Seat(stage=0)])
     seat = SeatReport(phase=nasty, message=nasty, committed=3)
     report = Report(trouble=nasty, seats=[seat])

@@ -1,4 +1,4 @@
-"""Text of a model, which may hold anything, as people see it."""
+"""Samples of a model's text, which may hold anything, as files and terminals show them."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_a_replacement_that_died_before_it_joined_does_not_hide_the_kill():
 
 
 def test_a_seat_that_a_node_gets_later_is_none_that_was_lost_before_it_joined():
-    """Else the stage, which somebody else had served meanwhile, would have stalled for 100 s."""
+    """Otherwise the stage would seem to stall for 100 s, though another node served it then."""
     events = [*KILLED_AND_REBUILT, rebuilt(204.0, "new/2.17")]
     (_, row) = rebuilds(events)
     assert (row["detect_seconds"], row["stall_seconds"]) == (0.0, 1.5)
@@ -246,7 +246,7 @@ def test_a_new_driver_has_seen_only_the_end_of_the_stall():
 
 
 def test_who_was_there_before_has_the_seat_of_who_was_lost_last_at_its_stage():
-    """Also where that one had joined for another stage."""
+    """A node takes the seat lost last at its stage, even if its owner joined for another stage."""
     taken = [
         *slot_events(0.0, "0.0", 11, "driver"),
         *slot_events(0.0, "1.0", 12, "left"),
@@ -270,7 +270,7 @@ def test_a_snapshot_that_is_known_in_part_is_told_in_part():
     (row,) = rebuilds([rebuilt(9.0, "n", method="snapshot", oldest_step=7, perturbation=None)])
     assert (row["oldest_step"], row["perturbation"]) == (7, None)
     assert row["detect_seconds"] == 0.0
-    assert "first_commit_seconds" not in row  # nothing was committed any more
+    assert "first_commit_seconds" not in row  # no step was committed afterwards
 
 
 def commits(*steps: int, at: float) -> list[Entry]:
@@ -339,7 +339,7 @@ RESUMED = [
     event(3.1, "started", slot="2.0", pid=12),
     *commits(1, 2, 3, at=10.0),  # until 12.1; everything is killed
     event(112.0, "started", slot="registry", pid=18),
-    event(112.1, "started", slot="0.0", pid=12),  # a number that was used before
+    event(112.1, "started", slot="0.0", pid=12),  # an id that another process had
     event(113.0, "joined", "d2", pid=12),
     event(113.0, "serving", "d2", stage=0),
     event(115.0, "resuming", "d2", step=2, exact=True, reason="every stage has a save"),
@@ -375,7 +375,7 @@ def test_the_time_between_two_parts_of_a_run_does_not_count():
 
 
 def test_what_was_trained_in_vain_before_a_resume_takes_its_time():
-    lines = [line(1, 117.0), line(2, 118.0)]  # all of the first part's are superseded
+    lines = [line(1, 117.0), line(2, 118.0)]  # all lines of the first part are superseded
     assert seconds_of_training(lines, RESUMED) == pytest.approx(118.0 - 10.0 - (112.0 - 12.1))
 
 
@@ -534,4 +534,4 @@ def test_the_picture_has_nothing_behind_the_steps_of_a_run_that_went_back(tmp_pa
     events = [*commits(*range(1, 1001), at=0.0), event(110.0, "validated", step=1000, loss=1.7)]
     with warnings.catch_warnings(action="error"):
         draw_loss(RUN, [line(1, 1.0), line(2, 2.0)], [*events, back], tmp_path / "loss.png")
-        # Marks there leave no room for the axes, of which matplotlib warns.
+        # matplotlib warns if marks there leave no room for the axes.

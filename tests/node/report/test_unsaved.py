@@ -7,7 +7,7 @@ from planaria.node.report.unsaved import stage_names, unsaved_stages
 
 
 def described(*seats: tuple[int, int]) -> Description:
-    """A node each, of (stage, newest step that is safe)."""
+    """Describe a swarm with one node for each (stage, newest saved step)."""
     reports = [Report(seats=[SeatReport(stage=stage, saved=step)]) for stage, step in seats]
     return Description(members=[MemberDescription(report=report) for report in reports])
 

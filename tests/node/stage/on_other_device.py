@@ -1,7 +1,7 @@
-"""All that computes on a node's device, on the one that DEVICE names, against the CPU.
+"""Tests that compare what a node computes on the device that DEVICE names with the CPU.
 
-test_any_device.py runs these in a process of their own. `other` is neither CPU nor CUDA, and has
-the CPU's bits; a GPU sums in an order of its own.
+test_any_device.py runs them in a process of their own. The device `other` is neither CPU nor CUDA,
+and its results are the CPU's bit for bit. A GPU sums in an order of its own.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ DEVICE: Final = os.environ.get("DEVICE", "other")
 EMULATED: Final = DEVICE == "other"
 OTHER: Final = register(LACKS) if EMULATED else torch.device(DEVICE)
 FAR: Final = 0.05
-"""How far apart, relative to their norm, tensors may be that a GPU has summed: Adam's first steps
-turn rounding errors of a gradient near 0 into whole ones."""
+"""Largest distance, relative to the norm, between tensors that GPU and CPU have summed. Adam's
+first steps turn rounding errors of gradients near 0 into updates of full size."""
 emulated = pytest.mark.skipif(not EMULATED, reason="of a device that is neither CPU nor CUDA")
 rounds = pytest.mark.skipif(LACKS == "rounding", reason="passes and codecs divide")
 SECTION: Final = {"dim": 8, "heads": 2, "stages": STAGES, "layers": 2, "context": 4, "hidden": 8}
@@ -84,7 +84,7 @@ def run_file(settings: dict[str, Any]) -> RunFile:
 
 
 def trained(settings: dict[str, Any], corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """All that stages have after two steps, and what they answer then."""
+    """Train stages for two steps and evaluate them. Returns losses, norms, digests and tensors."""
     run = run_file(settings)
     config = run.config_for(corpus.vocabulary)
     stages: dict[str, TorchStage] = {}
@@ -123,7 +123,8 @@ def test_a_swarm_trains(settings: dict[str, Any], data: Path) -> None:
 
 
 def same(computed: Callable[[torch.device], dict[str, Any]], sums: bool = False) -> None:
-    """Each value, bit for bit; on a GPU nearly, if it `sums` values of a tensor."""
+    """Check that each value is the CPU's, bit for bit. On a GPU, floats may differ by rounding.
+    With `sums`, tensors may differ by FAR, and digests, too."""
     results, wanted = computed(OTHER), computed(CPU)
     assert results.keys() == wanted.keys()
     for name, value in results.items():
@@ -159,7 +160,7 @@ def corpus(data: Path) -> Corpus:
 
 
 def test_replicas_make_the_same_updates(corpus: Corpus) -> None:
-    """Whatever the device computes by itself."""
+    """The device may compute updates by itself or leave them to the CPU."""
     assert is_exact(OTHER) == (not LACKS)
 
     def updated(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Shapes of models whose every number is another."""
+"""Small models of several families, in which few sizes are equal."""
 
 from __future__ import annotations
 

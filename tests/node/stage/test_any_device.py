@@ -11,7 +11,8 @@ import pytest
 import torch
 
 RUN = "import os, pytest, sys; status = pytest.main(); sys.stdout.flush(); os._exit(status)"
-"""Without an end of the interpreter: torch has threads for the device, which don't outlive it."""
+"""Program that runs the tests and skips the interpreter's end, which torch's device threads don't
+survive."""
 HERE = torch.cuda.is_available()
 CUDA = pytest.mark.cuda, pytest.mark.skipif(not HERE, reason="torch sees no GPU by CUDA")
 
@@ -36,5 +37,6 @@ def run_on(device: str, lacks: str, tests: Path, which: str = "") -> None:
     ],
 )
 def test_all_computes_on_a_device_of_any_kind(device: str, lacks: str, which: str) -> None:
-    """Where it lacks nothing, or rounds in its own way, only updates are made elsewhere."""
+    """A device that lacks nothing, or rounds in its own way, differs only in where updates are
+    made: only these are tested there."""
     run_on(device, lacks, Path(__file__).with_name("on_other_device.py"), which)

@@ -1,4 +1,4 @@
-"""A lost stage as a guess from others, which may have more layers or fewer."""
+"""Guesses of a lost stage from other stages, which may have more layers or fewer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUTS = {
 def test_each_layer_comes_from_those_at_its_relative_depth(
     cut: tuple[int, ...], lost: int, omegas: dict[int, float], layers: list[float], omega: float
 ) -> None:
-    """Each layer's weights are its number."""
+    """All weights of a layer are its number."""
     config = model(sum(cut), len(cut), sizes=cut)
 
     def numbers(stage: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How many microbatches a stage keeps, by what its device turns out to have."""
+"""Limits on the microbatches that a stage keeps, which follow from its device's memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_after_a_pass_that_cannot_wait_the_next_attempt_keeps_half_as_many(
 
 
 def test_alone_there_is_nothing_to_wait_for(room: DeviceRoom) -> None:
-    """Of this seat: others of the node may have taken what there is."""
+    """The seat keeps no microbatch, but others of the node may have taken the memory."""
     goes_well(room, 0, 1, 2, 3)
     lacking = runs_out(room, kept=0, waits=True)
     assert not (lacking.waits or lacking.ends)
@@ -80,7 +80,7 @@ def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: 
 
 
 def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is learned for later: others may have taken it for a while."""
+    """The limit stays as it was, since others may use the memory for a while only."""
     available: Any = 2.5 * SMALL
     monkeypatch.setattr(module, "available_memory", lambda: available)
     room = DeviceRoom(CPU)

@@ -155,7 +155,7 @@ def test_digest_tells_any_bit_of_any_weight(size: int, where: float, bit: int) -
 def test_in_eight_updates_the_digest_tells_any_bit_of_any_moment(
     name: str, size: int, where: float, bit: int
 ) -> None:
-    """Each in one of them."""
+    """Each bit is covered by one of the eight digests."""
     a, b = (StageOptimizer(nn.Linear(size, 1, bias=False), CPU) for _ in "ab")
     b.load(a.state(), 0)
     bits = dict(b.state())[name].view(torch.int32).numpy().view("uint32")
@@ -233,7 +233,7 @@ def test_modules_that_can_not_be_optimized_are_refused() -> None:
 
 
 def test_matrices_move_as_by_torch_s_muon() -> None:
-    """Which computes in bfloat16."""
+    """torch's Muon computes in bfloat16."""
     ours, theirs = nn.Linear(24, 40, bias=False), nn.Linear(24, 40, bias=False)
     theirs.load_state_dict(ours.state_dict())
     stage = StageOptimizer(ours, CPU, weight_decay=0.1, muon=10.0)

@@ -1,4 +1,4 @@
-"""An architecture of the run's own: what is asked of it, and what is said of one that isn't."""
+"""Models by a run's own code: how stages use it, and how invalid code is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ numbers = itertools.count()
 
 
 def written(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> RunFile:
-    """A run whose architecture is this code, in a module that nobody has loaded."""
+    """Return a run whose architecture is this code, in a module that is not loaded yet."""
     name = f"own{next(numbers)}"
     (folder / f"{name}.py").write_text(code)
     monkeypatch.chdir(folder)
@@ -51,7 +51,7 @@ def written(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> RunFile
 
 
 def built(run: RunFile) -> tuple[ModelConfig, Any]:
-    """Its config and its code."""
+    """Return the run's model config and its architecture."""
     run = add_parts(run)
     return run.model.config, load_checked(run, run.model.config)
 
@@ -254,7 +254,7 @@ def test_what_is_wrong_with_the_code_is_wrong_with_the_run_file(data, tmp_path, 
 
 
 def test_it_is_exported_as_named_tensors_which_its_code_reads(tmp_path, monkeypatch):
-    """By the lines in docs/own-architecture.md."""
+    """The code in docs/own-architecture.md reads the exported tensors."""
     config, own = built(RUN)
     stages = [build_stage(config, stage, 0, own) for stage in range(3)]
     flat = [StageOptimizer(module, torch.device("cpu")).weights for module in stages]

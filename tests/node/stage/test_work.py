@@ -1,4 +1,4 @@
-"""A stage's arithmetic in torch: what the attempts of a small swarm compute with real tensors."""
+"""A stage's arithmetic in torch, in attempts of a small swarm with real tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_gradients(swarm: Swarm, other: Swarm) -> None:
 
 
 def test_what_is_done_twice_is_the_same_and_leaves_no_gradient(corpus: Corpus) -> None:
-    """Bit for bit."""
+    """Spot checks leave all gradients the same, bit for bit."""
     made = []
     for share in (0.0, 0.5):
         swarm = Swarm(2, random.Random(5), make_work=partial(make_work, corpus))
@@ -123,7 +123,7 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(corpus, seed,
 
 
 def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus, conversations):
-    """However that is spread over microbatches and nodes; some have nothing that is."""
+    """Scored tokens may be in any microbatches and at any nodes. Some microbatches have none."""
     chat = Corpus.open(conversations)
     swarm = Swarm(2, random.Random(0), make_work=partial(make_work, chat))
     swarm.starts()
@@ -136,7 +136,7 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
     config = model_config(SECTION, chat.vocabulary)
     ends, *body = modules = [build_stage(config, stage, 0) for stage in range(STAGES + 1)]
     x = ends.embed(tokens[:, :-1]).split(RUN.training.microbatch)
-    orders = [body[:: 1 if number % 2 == 0 else -1] for number in range(len(x))]  # as attempts have
+    orders = [body[:: 1 if number % 2 == 0 else -1] for number in range(len(x))]  # as in attempts
     x = torch.cat(
         [
             reduce(lambda x, stage: stage(x), order, part)
@@ -153,8 +153,8 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
 
 
 def test_where_documents_begin_is_said_and_checked(conversations):
-    """Exactly, in every codec. A frame that says something else than yes or no is its sender's
-    fault."""
+    """Frames say exactly where documents begin, even in int4. Other values than 0 and 1 are the
+    sender's fault."""
     section = SECTION.model_copy(update={"attn_mask_type": "block_causal"})
     run = RUN.model_copy(update={"wire": WireSection(activations="int4", gradients="int4")})
     chat = Corpus.open(conversations)
@@ -208,14 +208,14 @@ def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again(corpus):
     swarm.starts()
     swarm.ends()
     own = swarm.nodes["1.0"].gradient.clone()
-    swarm.loses({"1.1"}, mute=True)  # it is spoilt then
+    swarm.loses({"1.1"}, mute=True)  # averaging, which ends in vain, has changed the gradient
     swarm.ends()
     check_gradients(swarm, undisturbed(make))
     assert not torch.equal(swarm.nodes["1.0"].gradient, own)
 
 
 class Small(TorchWork):
-    """On a device that has room for the activations of two microbatches."""
+    """A stage on a device that has room for the activations of two microbatches."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -326,7 +326,8 @@ async def test_a_disk_that_is_slow_to_give_samples_is_no_hanging_device(corpus, 
 
 
 def guarded(kind: type, thread: Any) -> type:
-    """`kind`, whose fields can be touched from `thread()` only, once there is one."""
+    """Return a class like `kind` that notes accesses to its fields from another thread than
+    `thread()`, once that returns one."""
 
     class Guarded(kind):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
@@ -350,7 +351,7 @@ trespasses: list[str] = []
 
 
 async def test_no_field_is_touched_from_two_threads(corpus):
-    """Two nodes a stage with threads of their own, one of them lost on the way."""
+    """Each stage has two nodes with compute threads of their own. Node 1.1 is lost on the way."""
     trespasses.clear()
     loop, main = asyncio.get_running_loop(), threading.current_thread()
     threads: dict[str, threading.Thread] = {}

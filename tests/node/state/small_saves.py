@@ -1,4 +1,4 @@
-"""Saves of small models, in folders as the nodes of a run have them."""
+"""States of small models, and saves of them in one folder for each node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(layers: int, stages: int, **changes: Any) -> ModelConfig:
 
 
 def flat(values: int) -> Contents:
-    """Of a stage with one parameter."""
+    """Return the contents of a save of a stage with one parameter, a vector of `values`."""
     return Contents({"flat": [values]}, {})
 
 
@@ -41,7 +41,7 @@ def opened(folder: Path, run: str, config: ModelConfig, stage: int) -> Saves:
 
 
 def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> StageState:
-    """Weights that follow from (seed, stage, layer), and moments of none but this stage."""
+    """Return a stage's state, whose tensors are drawn with a seed from step and stage."""
     size = config.trained_in(stage)
     drawn = torch.Generator().manual_seed(100 * step + stage)
     scales = [1.0] * (config.stages + 1)
@@ -63,7 +63,7 @@ def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> Sta
 def saved(
     folder: Path, config: ModelConfig, steps: Sequence[int] = (8,), run: str = "old", **changes: Any
 ) -> list[SaveFile]:
-    """Each stage's in a folder of its own node."""
+    """Save each stage at each of `steps`, in the folder of a node of its own."""
     for stage in range(config.stages + 1):
         for step in steps:
             node = folder / f"{stage}.0"

@@ -1,4 +1,4 @@
-"""The rest of a lesson, beside steps: what comes of it is what one process would make of it."""
+"""Background relearning: it makes the same weights as one process that learns alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from planaria.recovery.relearning import decayed_rate, pull, shuffled, updates_p
 from tests.node.state.test_relearn import SHAPE, TERMS, Student, alone, crossed, fetched_by, student
 
 PASS = 8 * SHAPE[0]
-"""Updates of one."""
+"""Relearning updates in one pass: one for each sample of 8 pairs."""
 
 
 def before_enough(

@@ -58,7 +58,7 @@ def bf16(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def values(microbatch: int, position: int, version: int = 0) -> torch.Tensor:
-    """What is on its way to the visit at `position`."""
+    """Return the tensor that a microbatch carries to the visit at `position`."""
     generator = torch.Generator().manual_seed(1000 * microbatch + 10 * position + version)
     return torch.randn(SHAPE, generator=generator)
 
@@ -94,7 +94,8 @@ def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
 
 
 def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, BoundaryKeeper]:
-    """Two replicas of each stage, after steps whose microbatches went through them in turn."""
+    """Return keepers of two replicas of each stage, by node, after STEPS steps. The replicas have
+    computed the microbatches in turn, two at a time."""
     keepers = {
         f"{stage}.{replica}": keeper_of(STEPS) for stage in range(stages + 1) for replica in "ab"
     }
@@ -114,10 +115,10 @@ def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, Boun
 
 
 class Neighbours(Network):
-    """A joiner and its neighbours."""
+    """A network of a joiner, which fetches boundary tensors, and its neighbours."""
 
     def __init__(self, keepers: dict[str, BoundaryKeeper], beside: int = 0) -> None:
-        """`beside`: features of what is wanted that come as bytes."""
+        """`beside`: how many features of a wanted tensor are sent as bytes."""
         super().__init__(latency=0.0, ordered=True)
         self.beside = beside
         self.accused: list[tuple[str, Cause]] = []
@@ -129,7 +130,7 @@ class Neighbours(Network):
             self.nodes[node] = BoundaryServer(keeper, tensors, partial(self.send, node))
 
     def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> FetchedTensors:
-        """Whatever comes at once."""
+        """Fetch the boundary tensors of `stage` from `neighbours`, with a patience of 1 s."""
         shape = *SHAPE[:-1], SHAPE[-1] + self.beside
         wanted = WantedTensors(
             STEP, STEPS, stage, frozenset(lost), MICROBATCHES, shape, self.beside
@@ -141,7 +142,7 @@ class Neighbours(Network):
 
 
 def check_values(fetched: FetchedTensors, stages: int, swapped: bool) -> None:
-    """Each tensor is what crossed at that end of the run."""
+    """Check that each tensor is what crossed that end of its run of lost stages, in bfloat16."""
     for at_end, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
         for pair, tensor in at_end.items():
             visits = route(pair.microbatch, stages, swapped)
@@ -192,7 +193,7 @@ def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None
 
 
 class Beforehand(AtOnce):
-    """A compute thread that does something before each work."""
+    """A compute thread that calls `first` with the priority before each task."""
 
     def __init__(self, first: Callable[[Priority], object]) -> None:
         self._first = first
@@ -225,7 +226,7 @@ def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
         if codec == "none":
             assert torch.equal(bf16(decoded(kept)), bf16(values(frame.fields["microbatch"], 2)))
         else:
-            assert kept.payload is frame.payload  # the very bytes
+            assert kept.payload is frame.payload  # not encoded again
 
 
 def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +267,8 @@ def test_a_second_visit_replaces_the_first() -> None:
 
 @given(st.integers(1, 4), st.data())
 def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
-    """Whatever starts, fails, commits, is missed or gone back behind: what is kept is what the last
-    committed attempts were given, as far as they lead without a gap to where the run stands."""
+    """A keeper holds the tensors of the last committed attempts, up to `steps` of them: those of
+    consecutive steps that end at the current one. Attempts may fail, be missed or be undone."""
     keeper = keeper_of(steps)
     step, lineage = 0, 0
     history: list[dict[BoundaryPair, torch.Tensor]] = []  # of consecutive steps, up to `step`
@@ -289,7 +290,7 @@ def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
                 step, history = step + 2, []
                 keeper.drop()
                 keeper.set_state_step(step, lineage)
-            case "back":  # to files, of this very step perhaps
+            case "back":  # to files, perhaps of the current step
                 step, lineage, history = data.draw(st.integers(0, step)), lineage + 1, []
                 keeper.drop()
                 keeper.set_state_step(step, lineage)
@@ -304,7 +305,7 @@ def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
 def test_what_the_next_commit_finds_wide_it_has_narrowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compute thread has time for a piece only between two commits, and then for all."""
+    """A commit comes before each piece that is narrowed, until three steps are committed."""
     monkeypatch.setattr(boundary, "PIECE", 1)
     narrowing: list[Exchange[None]] = []
     trained = pieces = 0
@@ -332,7 +333,7 @@ def test_what_the_next_commit_finds_wide_it_has_narrowed(
         nodes.outcome(exchange)
     assert len(narrowing) == 3
     assert keeper.memory_bytes == 3 * 3 * ELEMENTS * 2
-    assert pieces <= 3 * 3 + 2  # one that was under way at each commit is done twice
+    assert pieces <= 3 * 3 + 2  # the piece under way at a commit is narrowed again
     for pair, _, kept in keeper.tensors_for(STEP + 2, 2, frozenset([2])):
         assert torch.equal(bf16(decoded(kept)), bf16(values(pair.microbatch, 2, pair.step)))
 
@@ -381,13 +382,14 @@ def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(fetched.inputs) == len(fetched.outputs) == STEPS * MICROBATCHES
     asked = [sent.item for sent in network.sent if sent[1:3] == ("joiner", "1.a")]
     offsets = [message.boundary_request.offset for message in asked]
-    assert offsets == [0, 2, 4]  # of its 6; the last one is never asked twice
+    assert offsets == [0, 2, 4]  # 1.a keeps 6 tensors, and is asked once for each batch
     check_values(fetched, 3, swapped=False)
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
 def test_whole_numbers_beside_the_figures_come_as_they_are(codec: Codec) -> None:
-    """Kept wide or narrow; and where they are due, figures alone aren't taken."""
+    """Bytes beside the figures come unchanged in codecs of four bytes a value and of fewer. A frame
+    without the bytes that are due is refused."""
     keeper = keeper_of(1)
     keeper.start(BALLOT, STEP)
     for microbatch, beside in enumerate([3, 3, 0]):
@@ -406,7 +408,7 @@ def test_whole_numbers_beside_the_figures_come_as_they_are(codec: Codec) -> None
 
 
 def part(replica: str) -> list[tuple[int, int]]:
-    """Step and microbatch of what went through the replicas of this name."""
+    """Return (step, microbatch) of all that went through the replicas of this name."""
     return [
         (step, microbatch)
         for step in (STEP - 1, STEP)
@@ -416,7 +418,7 @@ def part(replica: str) -> list[tuple[int, int]]:
 
 
 def test_who_is_missing_costs_only_its_own_tensors() -> None:
-    """One is silent, one has no link, one has another step, one is lost meanwhile."""
+    """0.a is silent, 3.a has no link, 1.b has another step, and 0.b is lost meanwhile."""
     nodes = keepers(3, swapped=False)
     nodes["1.b"].start(BALLOT, STEP + 1)
     nodes["1.b"].commit(STEP + 1, 0)
@@ -476,7 +478,7 @@ def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
     change: Callable[[Frame], Frame], cause: Cause, complaint: str
 ) -> None:
     network = Neighbours(keepers(3, swapped=False))
-    later: list[Frame] = []  # the changed one comes last of all frames
+    later: list[Frame] = []  # changed frames, which 1.a sends after all its others
 
     def fault(answer: Item) -> Item | None:
         fields = answer.fields if isinstance(answer, Frame) else {}

@@ -37,7 +37,7 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def values_at(step: int, seed: int) -> list[torch.Tensor]:
-    """Every block differs from that of every other step."""
+    """Return weights and moments at a step. Each block differs from itself at other steps."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
     weights, first, second = torch.randn(3, LAYOUT.values, generator=generator)
     return [weights, first, second.square()]
@@ -49,12 +49,12 @@ def commit_of(step: int, attempt: int = 0) -> pb.Commit:
 
 
 def having(step: int, attempt: int = 0, lineage: int = 0) -> StateId:
-    """What a holder that serves stage 1 has after that commit."""
+    """Return the id of the state that a holder, which serves stage 1, has after that commit."""
     return StateId.after(commit_of(step, attempt), 1, lineage, step)
 
 
 class Training:
-    """A node that sends: its state, a commit at a time."""
+    """A node that applies commits and sends copies of its state."""
 
     def __init__(self, world: World, outgoing: OutgoingCopies, name: str, silence: float) -> None:
         self.name, self.world = name, world
@@ -98,7 +98,7 @@ class Training:
 
 
 class World(Network):
-    """Who sends, and holders `h` and `i`."""
+    """A network of nodes that send copies, and of the holders `h` and `i`."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class World(Network):
         return [sent.item.kept for sent in self.sent if isinstance(sent.item, pb.Message)]
 
     def lose_link(self, a: str, b: str) -> None:
-        """What is under way on it is lost, and both ends are told."""
+        """Break the link: what is in transit on it is lost, and both ends are told."""
         self.in_flight = [sent for sent in self.in_flight if {*sent[1:3]} != {a, b}]
         self.unanswered[a, b] = 0
         self.trainings[a].sender.on_peer_lost(b, "reset")
@@ -163,29 +163,29 @@ class World(Network):
     # --- time
 
     def settle(self) -> None:
-        """Until nobody has anything to do."""
+        """Run until no node has anything to do. Raise the error of a task that failed."""
         super().settle()
         for error in self.crashes:
             raise error
 
     def moment(self) -> None:
-        """Let everything happen that takes less than a second."""
+        """Run all that happens within a second."""
         self.sleep(1.0)
 
     def commit(self, step: int, attempt: int = 0) -> None:
-        """Everybody commits it."""
+        """Commit the step at the sender and at all holders."""
         self.training.commit(step, attempt)
         for holder in self.holders.values():
             holder.committed(having(step, attempt))
 
     def commits(self, *steps: int) -> None:
-        """Everybody commits each of them, and everything that follows from it happens."""
+        """Commit each step at all nodes, and run until none has anything to do."""
         for step in steps:
             self.commit(step)
             self.settle()
 
     def resume(self) -> None:
-        """What was held arrives, and everything that follows from it happens."""
+        """Deliver what was held back, and run until no node has anything to do."""
         self.release()
         self.settle()
 
@@ -193,7 +193,7 @@ class World(Network):
 
     @property
     def state(self) -> StageState:
-        """What `h` holds."""
+        """The state in the snapshot that `h` holds."""
         state = self.holder.state("snapshot", STAGE)
         assert state is not None
         return state
@@ -209,7 +209,7 @@ class World(Network):
         return state.id.step if state else None
 
     def assert_true(self, holder: str = "h", exact: bool = True) -> None:
-        """Every block that is held is that of the step it claims, and that step is committed."""
+        """Check that each block held is that of the step it claims, and that this is committed."""
         held = self.holders[holder]._held.get(("snapshot", STAGE))
         if held is None:
             return
@@ -226,7 +226,7 @@ class World(Network):
                     assert torch.equal(x, y)
 
     def assert_agreed(self, sender: CopySender, holder: str = "h") -> None:
-        """The holder has, bit for bit, what the sender thinks it has."""
+        """Check that the holder has, bit for bit, what the sender believes it has."""
         held = self.holders[holder]._held["snapshot", STAGE].state
         sent: Any = sender._recipients[holder].sent
         taken = sent.taken >= 0
@@ -250,7 +250,7 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
             world.commits(world.training.step + 1)
 
     def slow(steps: int) -> None:
-        """An update takes so many steps."""
+        """Hold an update back for so many steps."""
         world.held = True
         for _ in range(steps):
             world.commit(world.training.step + 1)
@@ -262,7 +262,7 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
     for _ in range(3):
         slow(40)
     assert world.paces == [("h", False, 130)] * paced
-    slow(40)  # the trial of step 141, too
+    slow(40)  # the trial of step 141 is slow, too
     before = len(world.kept)
     train(100)
     updates = [kept.step for kept in world.kept[before:] if not kept.received]
@@ -337,7 +337,7 @@ def test_a_holder_that_went_past_a_step_does_not_trust_its_update() -> None:
     world = World(fraction=1.0, period=1)
     world.training.commit(2)
     world.moment()
-    world.holder.committed(having(3))  # it was not there, and has fetched its state
+    world.holder.committed(having(3))  # it has fetched this state, and missed the commit of step 2
     world.settle()
     assert world.step_held() is None
     world.training.commit(3)
@@ -376,7 +376,7 @@ def test_a_snapshot_is_whole_at_first_and_then_renewed_by_parts(codec: str) -> N
         world.assert_true(exact=codec == "none")
         world.assert_agreed(world.sender)
     (held,) = world.holder.holdings()
-    assert held.oldest_step in (1, 3)  # those that changed most went first
+    assert held.oldest_step in (1, 3)  # blocks that changed most were sent first
     assert held.oldest_step < held.mean_step < held.step == 7
     state = world.state
     assert (state.optimizer_step, state.last) == (7, commit_of(7))
@@ -439,7 +439,7 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
 
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:
-    world = World(fraction=0.5, period=4)  # every 2 steps
+    world = World(fraction=0.5, period=4)  # an update every 2 steps
     world.commits(1)
     world.held = True
     for step in range(2, 7):
@@ -585,7 +585,7 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
     assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
     world.faults.clear()
-    world.commits(2, 3, 4)  # an answer that can't be told from another's is waited for
+    world.commits(2, 3, 4)  # an answer that can't be attributed is waited for in vain
     assert world.step_held() == 4
     world.assert_true()
 
@@ -726,7 +726,7 @@ def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     world.computes["h"].held = True
     world.commit(2)
     world.moment()
-    (_,) = world.computes["h"].posted  # the check
+    (_,) = world.computes["h"].posted  # the check of the update
     world.computes["h"].work()
     world.moment()
     assert world.step_held() == 2

@@ -21,7 +21,7 @@ NEW = pytest.mark.parametrize("config", [LLAMA3, QWEN2, QWEN3], ids=["llama3", "
 
 
 def trained(config: ModelConfig, stage: int) -> tuple[Stage, StageOptimizer]:
-    """Every value is another than at the start."""
+    """Return a stage and its optimizer after one update, which changes every value."""
     module = build_stage(config, stage, seed=0)
     optimizer = StageOptimizer.of_run(module, CPU, RUN)
     generator = torch.Generator().manual_seed(stage)

@@ -1,4 +1,4 @@
-"""What joiners that follow are fed: copies of past states, and gradients, within bounds."""
+"""State pins and reduced gradients for joiners that follow, and the bounds on their memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state(step: int, weights: torch.Tensor) -> StageState:
 
 
 def received(frame: Frame) -> Frame:
-    """As it is on the other side of a link."""
+    """Return a frame as its receiver has it, with a contiguous payload."""
     return replace(frame, payload=bytearray().join(buffers_of(frame.payload)))
 
 

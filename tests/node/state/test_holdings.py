@@ -1,4 +1,4 @@
-"""What a node says that it keeps."""
+"""`Holdings`: which states a node keeps and reports, and which files it writes and loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ every = 2
 
 
 class Host:
-    """A seat of which nothing is sent."""
+    """Stand-in for a seat. It sends nothing, and notes what it is told of saves."""
 
     node = "1.0"
     stage = STAGE
@@ -200,7 +200,7 @@ def test_a_file_that_is_damaged_while_the_node_lives_is_not_offered(tmp_path: Pa
 
 
 class Shelf:
-    """A disk in memory. What `load` is to say of a save is drawn up when it is asked for."""
+    """A folder of saves in memory. `load` only notes a request, which the test answers."""
 
     critical_seconds, bytes_written = 0.0, 0
 
@@ -231,7 +231,7 @@ class Shelf:
 
 
 class Shelves:
-    """Opens them; `damaged` is so from the beginning."""
+    """Stand-in for `OpenDisk`: a `Shelf` for each folder. Saves of `damaged` ages are damaged."""
 
     def __init__(self, damaged: set[Age] | None = None) -> None:
         self.damaged = damaged or set()

@@ -1,4 +1,4 @@
-"""`planaria saves --prune`."""
+"""The command `planaria saves --prune`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(folder: Path, run: str, stage: int) -> list[int]:
 
 
 def test_the_newest_whole_steps_of_each_run_stay_and_what_is_newer(tmp_path: Path) -> None:
-    """A step that lacks a stage doesn't count, and a replica's saves go, too."""
+    """A step that lacks a stage doesn't count. Saves of a replica are removed, too."""
     saves = tmp_path / "saves"
     saved(saves, MODEL, (4, 8, 12, 16, 20))
     for save in find_saves(saves):
@@ -52,7 +52,7 @@ def test_the_newest_whole_steps_of_each_run_stay_and_what_is_newer(tmp_path: Pat
 
 @pytest.mark.parametrize("kept", ["0.0", "1.0"])
 def test_without_a_whole_step_nothing_is_removed(tmp_path: Path, kept: str) -> None:
-    """So it is with the folder of one node, even that of stage 0."""
+    """The folder of one node has no whole step, even if the node serves stage 0."""
     saved(tmp_path, MODEL, (4, 8, 12))
     result = pruned(tmp_path / kept, 1)
     assert result.exit_code == 1

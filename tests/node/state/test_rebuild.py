@@ -1,4 +1,4 @@
-"""How a node gets a state, by each kind of method; what is fetched is the test's."""
+"""Rebuilding of a node's state by each kind of method. The test provides what is fetched."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def state(stage: int, step: int = STEP, lineage: int = 0, boosted_at: int = 0) -
 
 
 class World:
-    """All that a rebuilding asks; what it asks is noted in `asked`."""
+    """Stand-in for all that a `Rebuilding` uses. `asked` lists its requests."""
 
     def __init__(self) -> None:
         self.nodes, self.asked = Nodes(), list[Any]()
         self.member, self.events = MemberSide("me", STAGE), list[Event]()
         self.member.viewed(VIEW)
-        self.given: dict[int, StageState] = {}  # by stage: what is fetched of it
+        self.given: dict[int, StageState] = {}  # by stage: the state that is fetched
         self.own = state(STAGE)
         self.arrived: StageState | None = None
         self.twin: Any = None
@@ -267,7 +267,7 @@ def test_what_is_there_already_counts_in_the_lineage_that_the_run_goes_back_to()
     )
     assert world.asked == [("put", [STAGE])]
     assert (synced.fetched_bytes, rebuilt.id.age, rebuilt.last) == (0, (3, STEP), LAST)
-    world.own = state(STAGE, STEP + 1)  # it has followed on since it was asked what it has
+    world.own = state(STAGE, STEP + 1)  # it has applied a commit since it was queried
     with pytest.raises(ComplaintError, match="step 7 is requested, but step 8 is in memory"):
         world.rebuilds(sync("memory", ("me", STAGE), lineage=4))
 

@@ -1,4 +1,4 @@
-"""Layers that change stages: real files, small tensors."""
+"""Saves regrouped for stages with other layers, in real files of small tensors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_each_layer_is_in_one_stage_in_order(sizes: tuple[int, ...], data: st.Da
 def test_there_and_back_is_what_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], data: st.DataObject
 ) -> None:
-    monkeypatch.setattr(save_file, "CHUNK", 64)  # of which a layer has some
+    monkeypatch.setattr(save_file, "CHUNK", 64)  # so that a layer has several chunks
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
     old, new = cut(*sizes), any_cut(data, sum(sizes))
     moved = regrouped(saved(folder / "old", old), new, folder / "new")
@@ -133,7 +133,7 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
         opened(tmp_path / "old", "old", old, save.id.stage).write(save)
     _, moved = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert (moved.omega, moved.boosted_at, moved.id.stage) == (7.0, 7, 1)
-    assert list(moved.last.lr_scale) == [1.1]  # for each of the new stages
+    assert list(moved.last.lr_scale) == [1.1]  # one value is that of all stages
     assert list(moved.last.clip_scale) == [1.0]
     assert not moved.last.signature
     halves = regrouped(find_saves(tmp_path / "new"), model(4, 4), tmp_path / "four", "third")
@@ -141,7 +141,7 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
 
 
 def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: Path) -> None:
-    """Moments divided by their corrections are what updates go by."""
+    """Updates divide moments by their bias corrections. These quotients stay."""
     old, new = model(2, 2), model(2, 1)
     young = state(old, 2, optimizer_step=3)
     for save in (state(old, 0), state(old, 1, optimizer_step=8), young):
@@ -286,7 +286,7 @@ def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, sa
 
 
 def test_older_saves_say_less_of_their_stages(tmp_path: Path) -> None:
-    """These had as many layers each."""
+    """Older saves lack sizes of stages, and some their number. All had equally many layers."""
     saves = saved(tmp_path, cut(2, 2))
     for stages in (2, 0):
         old = [replace(save, stages=stages, sizes=()) for save in saves]
@@ -307,7 +307,7 @@ def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_nodes_of_the_old_division_are_refused_what_is_of_the_new(tmp_path: Path) -> None:
-    """And the other way round."""
+    """Nodes of the new run are refused saves of the old one, too."""
     saved(tmp_path / "old", model(4, 2))
     regrouped(find_saves(tmp_path / "old"), model(4, 4), tmp_path / "new")
     for folder, run in ((tmp_path / "old" / "1.0", "new"), (tmp_path / "new", "old")):

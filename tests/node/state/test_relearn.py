@@ -44,7 +44,7 @@ TERMS = RelearningTerms(samples=1, passes=3, seconds=math.inf, lr=1e-2, patience
 class Student(NamedTuple):
     module: BodyStage
     optimizer: StageOptimizer
-    updates: list[str]  # one more for each backward
+    updates: list[str]  # an entry for each backward pass
 
     @property
     def adam_is_fresh(self) -> bool:
@@ -64,7 +64,7 @@ Pairs = dict[BoundaryPair, tuple[torch.Tensor, torch.Tensor]]
 
 
 def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
-    """What went into and came out of the runs of lost stages before they were lost."""
+    """Return inputs and outputs of the runs of lost stages, computed before these were lost."""
     teachers = {stage: build_stage(CONFIG, stage, seed=0) for stage in range(1, CONFIG.stages + 1)}
     for teacher in teachers.values():
         for parameter in teacher.parameters():
@@ -103,7 +103,8 @@ def lesson(
 
 
 class Network(network.Network):
-    """Joiners of `stages`. In a `slow` one each work takes a second; nothing else takes time."""
+    """A network of joiners of `stages`. If it is `slow`, each task of a compute thread takes a
+    second. Nothing else takes time."""
 
     def __init__(self, stages: Sequence[int], slow: bool = False) -> None:
         super().__init__(latency=0.0, ordered=True)
@@ -129,7 +130,7 @@ class Network(network.Network):
         return self.exchanges[name].start(self.nodes[name].run(block, a_lesson, fetched, terms))
 
     def lose(self, node: str) -> None:
-        """Its peers notice."""
+        """Tell all peers that their link to the node is lost."""
         for name, other in self.nodes.items():
             if name != node:
                 other.on_peer_lost(node, "connection reset")
@@ -171,7 +172,7 @@ def alone(
     bf16: bool = False,
     made: StageLesson | None = None,
 ) -> pb.Relearned:
-    """By a lesson that was `made` for it, if there is one."""
+    """Let a joiner of stage 2 relearn alone, by the lesson `made` if there is one."""
     network = Network([2], slow)
     joiners, fetched = {2: "joiner-2"}, fetched_by(2, pairs)
     return network.outcome(network.begin(joiners, 2, learner, fetched, terms, bf16, made))
@@ -180,7 +181,7 @@ def alone(
 def block(
     *lost: int, swapped: bool = False
 ) -> tuple[dict[int, Student], dict[int, FetchedTensors]]:
-    """Joiners of these stages, and what they have fetched."""
+    """Return joiners of the stages `lost`, and what they have fetched."""
     pairs = crossed(lost, swapped)
     return {s: student(s) for s in lost}, {s: fetched_by(s, pairs) for s in lost}
 
@@ -249,7 +250,7 @@ def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
 
 
 def test_nobody_runs_ahead_of_who_shares_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only pairs of one stage each are whole: no frame ever makes the leader wait."""
+    """Only pairs of single stages are whole, so no frame makes the leader wait."""
     monkeypatch.setattr(relearn, "TOGETHER", 1)
     pairs = {p: ends for p, ends in crossed([2, 3], swapped=True).items() if len(p.stages) == 1}
     students = {stage: student(stage) for stage in (2, 3)}
@@ -288,7 +289,7 @@ def test_the_time_is_over_between_two_pieces() -> None:
     learner = student(2)
     terms = replace(TERMS, passes=1000, seconds=81.0)
     result = alone(learner, crossed([2], swapped=False), terms, slow=True)
-    # Measuring takes 8 seconds at the start and is counted again for the end; then 2 per piece.
+    # Measuring takes 8 seconds, which are reserved for the end, too; each piece takes 2.
     assert len(learner.updates) == 33
     assert result.passes == 2
     assert result.residual_after < result.residual_before
@@ -305,7 +306,7 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
     update: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between two looks at the clock it falls as the passes have it."""
+    """Between two looks at the clock, only the passes lower the rate."""
     students, fetched = block(*lost)
     rates: dict[int, list[float]] = {}
     backward = Learner.backward
@@ -364,7 +365,8 @@ def test_bf16_relearns_too() -> None:
 
 
 def failures(network: Network, running: Sequence[Exchange[pb.Relearned]]) -> list[Exception]:
-    """The first ones; those who still wait are given up, as by a newer ballot."""
+    """Run until an exchange fails, and return the errors. The others are cancelled, as a newer
+    ballot does."""
     while not any(exchange.done for exchange in running):
         assert network.step()
     errors = [error for exchange in running if exchange.done and (error := network.error(exchange))]
@@ -462,7 +464,8 @@ def test_a_bad_frame_fails_it(fault: str) -> None:
 def test_a_leader_is_refused_pairs_that_are_not_here_and_updates_out_of_turn(
     work: pb.Relearn.Work, asked: dict[str, Any], complaint: str
 ) -> None:
-    """Before it has said of what, after some that were never made, or more than all passes."""
+    """Updates are out of turn before pairs are named, or after updates that were never made.
+    More updates than all passes have are refused, too."""
     students, fetched = block(2, 3, 4)
     network = Network([2, 3, 4])
     exchange = network.begin({2: "joiner-2", 3: "joiner-3"}, 3, students[3], fetched[3])
@@ -473,7 +476,7 @@ def test_a_leader_is_refused_pairs_that_are_not_here_and_updates_out_of_turn(
 
 
 def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
-    """The followers' reports are there before the leader begins; so is one of an older ballot."""
+    """Reports of the followers, and one of an older ballot, arrive before the leader begins."""
     students, fetched = block(2, 3, 4)
     network = Network(list(students))
     joiners = {stage: f"joiner-{stage}" for stage in students}
@@ -491,7 +494,7 @@ def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
 
 
 class ByHand:
-    """In place of the compute thread: works only when it is told to."""
+    """Stand-in for the compute thread whose tasks the test runs by hand."""
 
     def __init__(self) -> None:
         self.posted: list[Callable[[], None]] = []
@@ -509,7 +512,7 @@ def test_who_is_given_up_goes_no_further() -> None:
     relearning = exchanges.start(node.run(block, lesson(learner, fetched, [2]), fetched, TERMS))
 
     def work() -> None:
-        (posted,) = thread.posted  # in pieces: other work gets in between
+        (posted,) = thread.posted  # one piece at a time, so that other work gets in between
         thread.posted.clear()
         posted()
         time.catch_up()

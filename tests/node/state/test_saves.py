@@ -1,4 +1,4 @@
-"""Run as a script, this file forks writers and kills them (see `main`)."""
+"""Saves of stages on disk. As a script, this file forks writers and kills them (see `main`)."""
 
 import errno
 import fcntl
@@ -87,7 +87,7 @@ def temporaries(saves: Saves) -> list[Path]:
 
 @pytest.fixture
 def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the many writes of a property test."""
+    """Let `os.fsync` do nothing, since a property test writes many files."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -259,7 +259,7 @@ def test_milestones_stay_unless_the_run_went_back_over_them(tmp_path: Path) -> N
 def test_the_newest_of_what_led_to_the_present_state_are_kept(
     tmp_path: Path, unflushed: None, moves: list[int], keep: int
 ) -> None:
-    """A move: go back by that many saves (0: don't), then train four steps and save."""
+    """Each move goes back by so many saves (0: by none), then trains four steps and saves."""
     saves = opened(tmp_path / f"{len(list(tmp_path.iterdir()))}", keep)
     kept: list[Age] = []  # newest first
     lineage = step = 0
@@ -426,7 +426,7 @@ def test_the_pointer_stays_at_the_newest(tmp_path: Path) -> None:
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes of any file fails, as on a full disk."""
+    """Let writes beyond `size` bytes of any file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -456,7 +456,7 @@ def test_a_power_cut_finds_each_thing_flushed_before_the_next(
     written(folder.parent, state(4))
     name = "step-00000004-0.safetensors"
     assert done == [
-        f"flush {tmp_path.name}",  # which has the new folder
+        f"flush {tmp_path.name}",  # the parent of the new folder
         "flush new",
         *(f"flush .{name}", f"rename {name}", "flush stage-3"),
         *("flush .latest", "rename latest", "flush stage-3"),
@@ -543,7 +543,7 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:
 
 
 class GatedSaves(Saves):
-    """Writes only once `gate` is open."""
+    """Saves that are written only once `gate` is set."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -736,7 +736,7 @@ def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path
 def test_a_file_that_is_taken_for_a_dead_writers_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its making and its lock another process has opened the folder."""
+    """Another process opens the folder after a temporary file is made and before it is locked."""
     lock, taken = fcntl.flock, []
 
     def late(file: Any, how: int) -> None:
@@ -754,7 +754,7 @@ def test_a_file_that_is_taken_for_a_dead_writers_is_begun_anew(
 
 
 def forked(work: Callable[[], None]) -> int:
-    """`work` in a child process, to be waited for."""
+    """Run `work` in a child process, and return its id, which `os.waitpid` needs."""
     child = os.fork()
     if not child:
         try:
@@ -766,14 +766,14 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def killed(work: Callable[[], None]) -> bool:
-    """Whether `work`, in a child process, was ended by a signal. Raises if it failed otherwise."""
+    """Return whether a signal ended `work` in a child process. Raises if it failed otherwise."""
     _, status = os.waitpid(forked(work), 0)
     assert os.WIFSIGNALED(status) or status == 0
     return os.WIFSIGNALED(status)
 
 
 def kill_at_line(number: int) -> None:
-    """Kill this process before the `number`th line that it comes to in what touches the disk."""
+    """Kill this process before the `number`th line that it runs in code that writes to disk."""
     left = number
     functions = (Saves.write, Saves._put, Saves._prune, flush)
     disk = {function.__code__ for function in functions}
@@ -798,7 +798,7 @@ def kill_at_byte(size: int) -> None:
 
 
 def kill_writers(folder: Path, kill: Callable[[int], None], points: range) -> int:
-    """A writer is killed at each point until one comes through; returns how many were killed."""
+    """Kill a writer at each of `points` until one survives. Returns how many were killed."""
     for died, point in enumerate(points):
         old, new = state(10 * point), state(10 * point + 4)
         written(folder, old, keep=2)

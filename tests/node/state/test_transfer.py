@@ -41,7 +41,7 @@ AGE = Age(1, STEP)
 SHARD_SIZE = 64
 LENGTH = 401  # values a tensor: no multiple of a shard
 GONE = "(lost: connection reset|there is no link to it)"
-"""By when a source is asked."""
+"""The complaint about a lost source, which depends on when the source is asked."""
 
 
 def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> StageState:
@@ -59,7 +59,7 @@ def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> StageState:
 
 
 class Network(network.Network):
-    """A joiner and sources. What they send arrives in any order."""
+    """A network of a joiner and sources. What sources send arrives in any order."""
 
     def __init__(self, seed: int = 0, sources: list[str] = SOURCES) -> None:
         super().__init__(seed, latency=0.0)
@@ -86,7 +86,7 @@ class Network(network.Network):
 
     @property
     def asked(self) -> list[tuple[str, int]]:
-        """Source and offset of each shard."""
+        """Source and offset of each shard requested so far."""
         messages = [sent for sent in self.sent if isinstance(sent.item, pb.Message)]
         return [
             (sent.target, sent.item.shard_request.offset)
@@ -112,7 +112,7 @@ class Network(network.Network):
         )
 
     def fetch(self, *arguments: Any, **options: Any) -> Delivery:
-        """As `start`, and what comes of it."""
+        """Start a transfer, run it to its end and return what it delivers."""
         delivery = self.outcome(self.start(*arguments, **options))
         self.settle()
         return delivery
@@ -150,7 +150,7 @@ def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool)
 
 
 def test_of_many_sources_a_few_are_asked_and_others_in_the_place_of_those_that_fail() -> None:
-    """Those first to which there is a link."""
+    """Sources with a link are asked first."""
     names = [f"s{number:02}" for number in range(30)]
     network = Network(sources=names)
     network.client.linked = lambda source: source >= "s25"
@@ -165,7 +165,7 @@ def test_of_many_sources_a_few_are_asked_and_others_in_the_place_of_those_that_f
 
 
 def unread(whole: StageState, read: Callable[[int, int], torch.Tensor]) -> StageState:
-    """Weights of which only their number is in memory."""
+    """Return a state whose weights are not in memory: `read` reads them."""
     weights = whole.tensors["weights"].to("meta")
     return replace(whole, tensors={"weights": weights}, read=read)
 
@@ -240,7 +240,7 @@ def test_two_transfers_at_a_time() -> None:
 
 
 def frames_from(number: int, fault: Callable[[Frame], Item | None]) -> Callable[[Item], Any]:
-    """`fault` for the frames after the first `number`."""
+    """Return a change of answers that applies `fault` to frames after the first `number`."""
     seen = 0
 
     def change(answer: Item) -> Item | None:
@@ -280,7 +280,7 @@ FAULTS: dict[str, Callable[[Frame], Item | None]] = {
 
 
 WRONG = {"arrived damaged": CHECKSUM, "its shard has 12 bytes": SHAPE, "exact float32": SHAPE}
-"""What its sender is accused of."""
+"""Cause that a source is accused of, by fault."""
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -447,7 +447,7 @@ def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
 
     delivery = network.fetch(on_progress=repeat)
     assert_equal(delivery, state())
-    network.arrive("b", "joiner", sent[0])  # long after
+    network.arrive("b", "joiner", sent[0])  # long after the transfer
 
 
 def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
@@ -468,12 +468,12 @@ DIGEST = b"of both"
 
 
 def told_of(**changes: Any) -> StageState:
-    """A state of which its source says the digest."""
+    """Return a state whose source tells its digest."""
     return replace(state(), digest=DIGEST, **changes)
 
 
 def broken_off(come: int) -> Network:
-    """All sources have gone when so many shards had come."""
+    """Return a network whose sources were all lost after `come` shards, and are back."""
     network = Network()
     network.states = dict.fromkeys(SOURCES, told_of())
     nodes = dict(network.nodes)
@@ -490,7 +490,7 @@ def broken_off(come: int) -> Network:
 
 
 WEIGHTS = len(cut_into_shards([4 * LENGTH], SHARD_SIZE))
-"""Shards."""
+"""Number of shards of the weights."""
 
 
 def test_weights_that_are_whole_stay_when_their_moments_are_lost() -> None:
@@ -695,7 +695,7 @@ def ask_server(
     served: Callable[[], StageState | None] = state,
     compute: Compute | None = None,
 ) -> list[Item]:
-    """The answers to requests that come at once."""
+    """Return a server's answers to requests that arrive at once."""
     answers: list[Item] = []
     nodes = Nodes()
 
@@ -743,7 +743,7 @@ def test_a_joiner_cannot_have_a_source_work_on_any_number_of_requests(
 
     class Stuck(AtOnce):
         def post(self, work: Any, then: Any, priority: Priority) -> None:
-            """Never."""
+            """Never run the task."""
 
     assert ask_server(*[shard_request(0, 4)] * 5, compute=Stuck()) == []
     assert caplog.text.count("dropped a request for state from joiner") == 3
@@ -797,7 +797,7 @@ def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
         for source, shard in plan.ask(now):
             assert source in live
             owed.append((source, shard))
-        assert len({shard for _, shard in owed}) == len(owed)  # of one source at a time
+        assert len({shard for _, shard in owed}) == len(owed)  # each shard by one source
         assert all(sum(s == source for s, _ in owed) <= 2 for source in live)
         assert owed or not live, "nothing to wait for"
         events += 1
@@ -882,7 +882,7 @@ def test_asking_for_more_does_not_excuse_silence() -> None:
 
 
 def test_a_source_has_time_for_what_it_owes() -> None:
-    """Two shards that share a link of 100 kB/s are both there after 80 s, and neither before."""
+    """Two shards that share a link of 100 kB/s both arrive after some 80 s, and none earlier."""
     plan = ShardPlan(cut_into_shards([3 * SHARD], SHARD), silence=5.0)
     plan.add("a")
     (_, first), (_, second) = plan.ask(0.0)

@@ -46,7 +46,7 @@ def config_of(stages: int) -> ModelConfig:
 
 
 def places(*replicas: int) -> list[pb.Place]:
-    """That many nodes of stage 0, 1, .."""
+    """Return places for so many nodes at stages 0, 1, .."""
     return [
         pb.Place(node=f"{stage}.{replica}", stage=stage)
         for stage, nodes in enumerate(replicas)
@@ -107,7 +107,7 @@ def test_each_holder_is_served_by_one_replica_and_each_replica_serves_its_share(
 
 
 class Swarm(Network):
-    """Stages and twins; frames arrive in any order."""
+    """A swarm of stages and twins. Frames arrive in any order."""
 
     def __init__(self, members: list[pb.Place], seed: int) -> None:
         super().__init__(seed)
@@ -127,7 +127,7 @@ class Swarm(Network):
         self.committed = 0
 
     def start(self) -> list[Exchange[None]]:
-        """A new attempt, up to where each stage's replicas have averaged."""
+        """Start an attempt with averaged gradients. Returns the nodes' exchanges with twins."""
         self.ballot = Ballot(self.ballot.view, self.ballot.attempt + 1)
         for twin in self.nodes.values():
             twin.forget(self.ballot)
@@ -175,7 +175,7 @@ class Swarm(Network):
         )
 
     def abort(self) -> None:
-        """The attempt ends wherever it is."""
+        """Start an attempt, and cancel it after a random number of events."""
         exchanges = self.start()
         for _ in range(self.random.randrange(60)):
             self.step()
@@ -233,7 +233,7 @@ MEMBERS = places(1, 1, 1, 1)
 
 
 class Holder:
-    """1.0, of three body stages, which holds stage 2."""
+    """Node 1.0 of a swarm with three body stages: it holds the twin of stage 2."""
 
     def __init__(
         self, send: Callable[[str, Frame], bool] = lambda peer, frame: True, compute: Any = None
@@ -252,14 +252,14 @@ class Holder:
         self.time.run(self.exchanges, self.twin.exchange(*arguments))
 
     def gather(self, ballot: Ballot = BALLOT, replicas: int = 1) -> None:
-        """Only what is there already is heard."""
+        """Run an exchange with a deadline of 0: only frames that have arrived count."""
         self.exchange(ballot, places(*[replicas] * 4), torch.zeros(200), 0.0, 0)
 
 
 def frames_of(
     value: float, replica: int = 0, replicas: int = 1, ballot: Ballot = BALLOT
 ) -> list[Frame]:
-    """What a node of stage 2 sends to 1.0 when its reduced gradient is `value` everywhere."""
+    """Return what a node of stage 2 sends to 1.0 if each value of its gradient is `value`."""
     sent: list[tuple[str, Frame]] = []
     time = Nodes()
     exchanges = time.new()
@@ -270,7 +270,7 @@ def frames_of(
     gradient = torch.full_like(node.optimizer.gradient, value)
     norm = float(gradient.double().square().sum())
     node.hurry(ballot)
-    with pytest.raises(ComplaintError):  # it is alone, too
+    with pytest.raises(ComplaintError):  # nobody sends to it
         time.run(exchanges, node.exchange(ballot, places(*[replicas] * 4), gradient, norm, 0))
     return [copied(frame) for peer, frame in sent if peer == "1.0"]
 
@@ -382,7 +382,7 @@ def test_frames_of_a_coming_exchange_are_kept_and_old_ones_dropped() -> None:
     twin.hears(frames_of(9.0, ballot=older))
     twin.gather()
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 1.0))
-    twin.hears(frames_of(9.0))  # over
+    twin.hears(frames_of(9.0))  # of the exchange that is over
     twin.hears(frames_of(2.0, ballot=newer))
     twin.gather(newer)
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
@@ -426,7 +426,7 @@ def test_a_peer_far_ahead_cannot_fill_the_memory(caplog: pytest.LogCaptureFixtur
     for _ in range(5):
         twin.hears(frames)
     assert caplog.text.count("bytes from 2.0: too many wait") >= 3 * len(frames)
-    newest = frames_of(2.0, ballot=Ballot(3, 7))  # in the place of the older ones
+    newest = frames_of(2.0, ballot=Ballot(3, 7))  # they replace the older ones
     twin.hears([*newest, *frames])
     twin.gather(Ballot(3, 7))
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
@@ -463,7 +463,7 @@ def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> Non
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
     values, last = dict(swarm.own["2.1"].state()), swarm.record()
     boosted = StageState(StateId.after(last, 2, 1, swarm.committed), values, 7.5, 1, last, 2)
-    exchanges = swarm.start()  # it comes while the next attempt runs
+    exchanges = swarm.start()  # the state is loaded while the next attempt runs
     late.load(fetched(boosted))
     for exchange in exchanges:
         swarm.outcome(exchange)

@@ -1,4 +1,4 @@
-"""What is kept for onlookers who take the model home, and for how long."""
+"""Weight pins: which steps' weights a node keeps for observers, and for how long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def state(step: int, weights: torch.Tensor) -> StageState:
 
 
 def committed(taken: WeightPins, step: int, weights: torch.Tensor, now: float = 0.0) -> None:
-    """The next step changes the weights."""
+    """Offer the weights of `step` to the pins, then change them as the next step does."""
     taken.keep(state(step, weights), step + 1, now)()
     weights += 1
 
@@ -84,7 +84,7 @@ def test_who_follows_with_an_older_state_to_show_keeps_nothing() -> None:
 
 
 class NoRoom:
-    """In place of the port `Tensors`."""
+    """Stand-in for the port `Tensors` that has no memory left."""
 
     def empty(self, values: int) -> torch.Tensor:
         raise MemoryError("no room")
