@@ -41,12 +41,12 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
 
     decoded, onward, began = TorchWork._decode_valid, TorchWork._frame_onward, 0.0
 
-    def beginning(work: TorchWork, *arguments: Any) -> torch.Tensor:
+    def timed_decode(work: TorchWork, *arguments: Any) -> torch.Tensor:
         nonlocal began
         began = time.perf_counter()
         return decoded(work, *arguments)
 
-    def paced(
+    def paced_frame(
         work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float
     ) -> PassResult:
         done = onward(work, kind, visit, tensor, started)
@@ -56,8 +56,8 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
         work._spend(visit, ready)
         return done
 
-    wrap(TorchWork, "_decode_valid", beginning)
-    wrap(TorchWork, "_frame_onward", paced)
+    wrap(TorchWork, "_decode_valid", timed_decode)
+    wrap(TorchWork, "_frame_onward", paced_frame)
 
 
 def run_paced(pace: Pace, arguments: list[str]) -> None:

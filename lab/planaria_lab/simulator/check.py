@@ -3,7 +3,7 @@
 Nothing is fitted to a swarm that is predicted. The inputs of a prediction are measured elsewhere.
 The seconds of each task are measured in this process alone. Swarms without delays (`CALIBRATIONS`)
 give the seconds of a frame and of a message. They also give a newcomer's seconds to start, and the
-additional seconds of its first step; both for each policy, as each policy loads other code.
+additional seconds of its first step. Both depend on the policy, as each policy loads other code.
 """
 
 from __future__ import annotations

@@ -521,9 +521,9 @@ class _Run:
     def _left_without(self, lost: Sequence[LostPlace]) -> float:
         """The rest of the step for the surviving nodes, in steps.
 
-        At the stages of the lost nodes only, others take over the part that the lost nodes had yet
-        to compute, and repeat the part that these had computed. The step is longer only if this
-        computing, or the sending for it, takes longer than the rest of the step.
+        The replicas of the lost nodes recompute what these had computed, and compute what was still
+        to come. Other stages aren't affected. The step is longer only if this computing, or the
+        sending for it, takes longer than the rest of the step.
         """
         step, present = self._step(), self._present()
         window = self.swarm.run.training.microbatches

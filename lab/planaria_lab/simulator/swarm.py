@@ -259,9 +259,9 @@ def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
 
 
 def forward_flops(config: ModelConfig, stage: int, tokens: int) -> float:
-    """FLOPs of one forward pass: two for each weight of a matrix (adapters included) and token,
-    and attention's two products over the causal half of the context. At stage 0 only the head
-    counts; the embedding is a look-up."""
+    """FLOPs of one forward pass. Each token takes two for each weight of a matrix, adapters
+    included. Attention has two products over the causal half of the context. At stage 0 only the
+    head counts; the embedding is a look-up."""
     if stage == 0:
         return 2.0 * tokens * config.dim * config.vocabulary
     layers = len(config.layers_of(stage))
@@ -290,9 +290,9 @@ def seconds_at(
     A backward pass costs two forward passes, or three with recomputation. It costs one less for
     frozen matrices, which have no gradient. A packed base is unpacked for each pass: its bytes are
     read, and those of the matrix written and read. The optimizer reads four tensors and writes
-    three, its gradient is cleared, and the digest reads the weights and an eighth of the moments:
-    37 bytes a parameter. Muon also orthogonalizes. A relearning update has a forward and a backward
-    pass, and orthogonalizes. Raises SwarmFiguresError.
+    three, and its gradient is cleared. The digest reads the weights and an eighth of the moments.
+    Together these are 37 bytes a parameter. Muon also orthogonalizes. A relearning update has a
+    forward and a backward pass, and orthogonalizes. Raises SwarmFiguresError.
     """
     if config.own is not None:
         raise SwarmFiguresError(

@@ -3,8 +3,8 @@
 Model, sites, links, speed, microbatches and losses are the constants of the published rig
 (github.com/gensyn-ai/CheckFree at 8d7d547: trainer.py, communication/, failure_p_configs/). Nothing
 is fitted. The rig's 0.055 s "per sample per layer" may mean a forward pass or both passes, so both
-are simulated. Two assumptions are ours: a backward pass takes as long as two forward passes, and a
-weight of the head as long as one of a layer.
+are simulated. Two assumptions are ours. A backward pass takes as long as two forward passes. A
+weight of the head takes as long as one of a layer.
 """
 
 from __future__ import annotations
