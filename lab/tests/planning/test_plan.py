@@ -98,7 +98,7 @@ def test_codecs_that_the_run_file_leaves_open_are_chosen_with_the_reason(tmp_pat
     assert {name: getattr(load(out).wire, name) for name in chosen} == chosen
     status, output = invoke(tmp_path, "RUN", *NODES, *HOMES)
     assert status == 0
-    assert re.search(r"on the wire .*costs nothing in learning.*With activations", output, re.S)
+    assert re.search(r"on the wire .*showed no cost in learning.*With activations", output, re.S)
 
 
 def test_codecs_of_the_run_file_are_kept(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*NODES, "--nodes", "4"), "give either a run file or --preset"),
+        ((*NODES, "--nodes", "4"), "give exactly one of these: a run"),
         (("--preset", "huge", *NODES, "--nodes", "4"), "--preset huge: unknown; choose from large"),
         (("--preset", "tiny", *NODES, "--nodes", "4"), "give --tokens"),
         (("RUN", *NODES), "give --nodes, or --site NAME:NODES"),
@@ -218,7 +218,7 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message:
             "recovery.policy = checkfree+ swaps stages, but with training.lora",
         ),
         (("--from", "none/", *NODES, "--nodes", "4"), "there is no such folder"),
-        (("--from", "RUN", *NODES, "--nodes", "4"), "name a model's folder, or the config.json in"),
+        (("--from", "RUN", *NODES, "--nodes", "4"), "give a model's folder, or the config.json in"),
         (("--from", "GPT2", *NODES, "--nodes", "4"), "own code (model_type = gpt2); suppo"),
         (("--from", "MODEL", "--kinds", "t4:0.1 x2"), "nothing fits on 2 nodes."),
     ],
