@@ -25,8 +25,8 @@ from planaria_lab.simulator.swarm import (
 
 _REGISTRY: Final = MembershipRules("simulated", stages=1)
 JOINING: Final = 4
-"""Round trips until a node has joined: one each for TCP, HTTP/2, the request for the run file, and
-the request to join."""
+"""Round trips until a node has joined: one each for TCP, HTTP/2, the query what is trained, and the
+request to join."""
 DIALLING: Final = 2
 """Round trips until a link is up: one to connect, one for the handshake."""
 INITIAL_WINDOW: Final = 10 * 1448
@@ -193,7 +193,7 @@ def training_alone(swarm: Swarm, stage: int, seconds: Seconds, at_most: float) -
 
 def following(swarm: Swarm, stage: int) -> float:
     """Seconds from a node's start until it has copied its stage's state from replicas, which go on
-    training. As if the transfer had the links to itself."""
+    training. The transfer counts as if it had the links to itself."""
     sources = [group for group in swarm.groups if group.stage == stage]
     return joining(swarm, stage) + fetching(swarm, stage, "replica", sources)
 
