@@ -1,9 +1,9 @@
-"""A network of machines, emulated on this one: real sockets behind links with delay and bandwidth,
+"""Emulates a network of machines on this one: real sockets behind links with delay, bandwidth,
 jitter and loss.
 
-Each machine is a network namespace; relay.py carries the packets between them. A process that is to
-be on a machine enters its namespace (`enter_network` of node/machine/processes.py). All of it is
-gone as soon as the process that made it is, even by SIGKILL.
+Each machine is a network namespace; relay.py carries the packets between them. A process enters a
+machine's namespace with `enter_network` of node/machine/processes.py. The network disappears as
+soon as the process that made it ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from planaria_lab.emulation.links import Network
 from planaria_lab.emulation.relay import NETWORK, RelayedTraffic, address
 
 ANSWER: Final = 30.0
-"""Seconds that the relay has for an answer."""
+"""Seconds within which the relay must answer."""
 
 
 class EmulationError(UserError):
-    """Links can't be emulated here, or no longer; the message says why and what to do."""
+    """Links can't be emulated here, or no longer. The message has the reason and the remedy."""
 
 
 class Emulation:
-    """A network that is up. `homes`: node -> its address and namespace. `congestion`: TCP's control
-    of it there."""
+    """A running emulated network. `homes`: node -> its address and namespace. `congestion`: name of
+    TCP's congestion control in it."""
 
     def __init__(self, network: Network, relay: subprocess.Popen[str]) -> None:
         self.relay, self.nodes = relay, list(network.sites)
@@ -47,21 +47,21 @@ class Emulation:
         }
 
     def traffic(self) -> dict[tuple[str, str], RelayedTraffic]:
-        """(from, to) -> what was sent so far. Raises EmulationError when the relay is gone."""
+        """(from, to) -> the traffic so far. Raises EmulationError if the relay has ended."""
         return {
             (self.nodes[a], self.nodes[b]): RelayedTraffic(*figures)
             for a, b, figures in self._ask("")
         }
 
     def change(self, network: Network) -> None:
-        """The links are those of this network of the same nodes. Raises EmulationError when the
-        relay is gone."""
+        """Replaces the links by those of this network, which has the same nodes. Raises
+        EmulationError if the relay has ended."""
         self._ask(NETWORK.dump_json(network).decode())
 
     @contextmanager
     def inside(self, node: str) -> Iterator[None]:
-        """The calling thread, and what it starts, is on this machine meanwhile; other threads that
-        are there already, such as gRPC's, stay where they are."""
+        """Moves the calling thread, and what it starts, to this machine until the block ends. Other
+        running threads, such as gRPC's, stay where they are."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             enter_network(self.homes[node].namespace)
@@ -76,11 +76,11 @@ class Emulation:
         questions, answers = self.relay.stdin, self.relay.stdout
         assert questions is not None
         assert answers is not None
-        with suppress(BrokenPipeError):  # its last words may still be there to read
+        with suppress(BrokenPipeError):  # its last answer may still be readable
             questions.write(line + "\n")
             questions.flush()
         if not select.select([answers], [], [], ANSWER)[0]:
-            raise EmulationError(f"the relay of the links has not answered for {ANSWER:.0f} s")
+            raise EmulationError(f"the relay of the links hasn't answered within {ANSWER:.0f} s")
         reply = answers.readline()
         if not reply:
             status = self.relay.wait()
@@ -88,16 +88,16 @@ class Emulation:
         answer = json.loads(reply)
         if isinstance(answer, dict) and "error" in answer:
             raise EmulationError(
-                f"links can't be emulated: {answer['error']}. It needs root with the capabilities "
-                "NET_ADMIN and SYS_ADMIN and the device /dev/net/tun; in a container, start that "
-                "with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun"
+                f"links can't be emulated: {answer['error']}. Emulation needs root with the "
+                "capabilities NET_ADMIN and SYS_ADMIN, and the device /dev/net/tun. Start a "
+                "container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun"
             )
         return answer
 
 
 @contextmanager
 def emulate(network: Network) -> Iterator[Emulation]:
-    """A machine for each node of the network, with its links, until the block ends. Raises
+    """Emulates a machine for each node of the network, and its links, until the block ends. Raises
     EmulationError."""
     check_possible()
     relay = subprocess.Popen(
@@ -105,7 +105,7 @@ def emulate(network: Network) -> Iterator[Emulation]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a Ctrl-C is for the processes behind the links
+        start_new_session=True,  # so that Ctrl-C doesn't reach the relay
     )
     try:
         yield Emulation(network, relay)
@@ -115,7 +115,7 @@ def emulate(network: Network) -> Iterator[Emulation]:
 
 
 def check_possible() -> None:
-    """Raises EmulationError when this machine is certain not to do."""
+    """Raises EmulationError if this machine surely can't emulate links."""
     if sys.platform != "linux":
         raise EmulationError("links are emulated with network namespaces, which only Linux has")
     if os.geteuid() != 0:

@@ -1,7 +1,7 @@
-"""Links between sites: delay, bandwidth, jitter, loss, and when a packet that is sent now arrives.
+"""Models links between sites: delay, bandwidth, jitter and loss determine when a packet arrives.
 
-Everything here is a pure function of the figures and of the time that is passed in; relay.py
-carries real packets by it.
+All results follow from the figures and from times passed as arguments. relay.py carries real
+packets by this model.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 WAN_LINKS: Final = Path(__file__).parent / "wan-links.csv"
-"""The table that comes with the project."""
+"""The site table that comes with the project."""
 COLUMNS: Final = ("site_a", "site_b", "one_way_delay_ms", "bandwidth_gib_per_s")
 MAY_SAY: Final = ("loss", "jitter_ms")
-"""Columns that may be missing, for links without."""
+"""Optional columns; a missing one counts as 0."""
 MBPS_PER_GIB: Final = 2**30 * 8 / 1e6
 """Mbit/s in a GiB/s."""
 QUEUE_SECONDS, QUEUE_BYTES = 0.25, 256 * 1024
-"""A queue drops what comes when this much time's worth of bytes, and these besides, wait in it."""
+"""Size of a queue: the bytes of QUEUE_SECONDS at the link's rate, and QUEUE_BYTES. A full queue
+drops packets."""
 
 
 SWING: Final = 0.02
-"""Seconds from one drawn delay of a link with jitter to the next, in between it is on the straight
-line. Were it drawn for each packet, those of a stream that fills the link would all wait for the
-slowest, and there would be no jitter."""
+"""Seconds between two random delays of a link with jitter. In between, the delay is interpolated
+linearly. If each packet had a random delay, a stream that fills the link would always wait for its
+slowest packet, without jitter."""
 
 
 class LinkError(ValueError):
@@ -38,24 +39,26 @@ class LinkError(ValueError):
 
 
 class Link(NamedTuple):
-    """Between two sites, alike in both directions."""
+    """A link between two sites, equal in both directions."""
 
     site_a: str
     site_b: str
     delay_ms: float  # one way
     mbps: float  # Mbit/s, for each pair of nodes and each direction
-    loss: float = 0.0  # share of the packets, each by itself
-    jitter_ms: float = 0.0  # by so much the delay is more or less
+    loss: float = 0.0  # share of the packets, independently of each other
+    jitter_ms: float = 0.0  # the delay varies by up to this much, up and down
 
     def check(self, where: str) -> Link:
-        """Raises LinkError."""
+        """Returns this link, or raises LinkError. `where`: prefix of the message."""
         if not (0 <= self.delay_ms < math.inf and 0 < self.mbps < math.inf):
             raise LinkError(
                 f"{where}a delay of {self.delay_ms:g} ms and {self.mbps:g} Mbit/s are impossible "
                 "for a link"
             )
         if not 0 <= self.loss < 1:
-            raise LinkError(f"{where}a loss of {self.loss:g}: it is a share, from 0 to less than 1")
+            raise LinkError(
+                f"{where}a loss of {self.loss:g}: it must be a share, from 0 to less than 1"
+            )
         if not 0 <= self.jitter_ms <= self.delay_ms:
             raise LinkError(
                 f"{where}a jitter of {self.jitter_ms:g} ms with a delay of {self.delay_ms:g} ms: "
@@ -65,13 +68,15 @@ class Link(NamedTuple):
 
 
 WITHIN: Final = (1.0, 2 * MBPS_PER_GIB)
-"""ms and Mbit/s between nodes of one site, where a table doesn't say (CheckFree)."""
+"""Delay in ms and Mbit/s between nodes of one site that has no row in the table (CheckFree)."""
 
 
 def read_links(path: Path) -> list[Link]:
-    """A site table: CSV with the columns `COLUMNS`, and any of `MAY_SAY` behind them; lines that
-    begin with # are comments. A row whose sites are the same is the network within that site.
-    Raises LinkError."""
+    """Reads a site table: CSV with the columns `COLUMNS`, followed by any of `MAY_SAY`.
+
+    Lines that begin with # are comments. A row with the same site twice describes the network
+    within that site. Raises LinkError.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -81,8 +86,8 @@ def read_links(path: Path) -> list[Link]:
     more = named[len(COLUMNS) :]
     if named[: len(COLUMNS)] != COLUMNS or {*more} - {*MAY_SAY} or len({*more}) < len(more):
         raise LinkError(
-            f"{path} is no site table: its columns are {', '.join(named)}, not "
-            f"{', '.join(COLUMNS)}, and maybe {' and '.join(MAY_SAY)}"
+            f"{path} is no site table: its columns are {', '.join(named)}; they must be "
+            f"{', '.join(COLUMNS)}, and optionally {' and '.join(MAY_SAY)}"
         )
     return [_link(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
 
@@ -104,12 +109,12 @@ def _link(row: Mapping[str, str], where: str) -> Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes at sites, and what lies between the sites. Raises LinkError if a link is missing."""
+    """Nodes at sites, and the links between the sites. Raises LinkError if a link is missing."""
 
     sites: Mapping[str, str]  # node -> site
     links: Sequence[Link]
     uplinks: Mapping[str, float] = field(default_factory=dict)
-    """Site -> Mbit/s that all its nodes together send to other sites; missing: no limit."""
+    """Site -> maximum Mbit/s from all its nodes together to other sites; missing: no limit."""
 
     def __post_init__(self) -> None:
         for a, b in permutations(self.sites, 2):
@@ -137,7 +142,7 @@ class Network:
         )
 
     def pipes(self) -> dict[tuple[str, str], Pipe]:
-        """A pipe from each node to each other, with queues that are empty."""
+        """(from, to) -> a pipe with empty queues, for each pair of nodes."""
         uplinks = {site: TokenBucket(mbps) for site, mbps in self.uplinks.items()}
         pipes = {}
         for a, b in permutations(self.sites, 2):
@@ -163,8 +168,8 @@ def all_alike(
     loss: float = 0.0,
     jitter_ms: float = 0.0,
 ) -> Network:
-    """Each node at a site of its own, and the same link between any two; each sends `uplink` Mbit/s
-    at most to all the others together. Raises LinkError."""
+    """A network in which each node has its own site, with the same link between any two. Each node
+    sends at most `uplink` Mbit/s to all others together. Raises LinkError."""
     alike = Link("", "", delay_ms, mbps, loss, jitter_ms).check("")
     names = list(nodes)
     links = [alike._replace(site_a=a, site_b=b) for a, b in combinations(names, 2)]
@@ -173,8 +178,9 @@ def all_alike(
 
 
 class TokenBucket:
-    """Lets `mbps` pass on average and `burst` bytes at once at most; with a burst of 0 it is a wire
-    on which one byte goes after the other. Times in seconds, on any clock that doesn't go back."""
+    """A token bucket: passes `mbps` on average, and at most `burst` bytes at once. With a burst of
+    0 it is a wire that sends one byte after the other. Times are in seconds, on any monotonic
+    clock."""
 
     def __init__(self, mbps: float, burst: int = 0) -> None:
         self.seconds_per_byte = 8 / (mbps * 1e6)
@@ -182,21 +188,22 @@ class TokenBucket:
         self._refilled = float("-inf")  # when the bucket will be full again
 
     def passes(self, size: int, now: float) -> float:
-        """Send `size` bytes behind all that was sent before. Returns when the last of them is
-        through."""
+        """Sends `size` bytes after all earlier ones. Returns the time when the last has passed."""
         self._refilled = max(self._refilled, now) + size * self.seconds_per_byte
         return max(now, self._refilled - self.burst * self.seconds_per_byte)
 
     def is_full(self, now: float) -> bool:
-        """Whether what waits to pass is more than a queue holds."""
+        """Whether more bytes wait to pass than a queue holds."""
         waits = self._refilled - self.burst * self.seconds_per_byte - now
         return waits > QUEUE_SECONDS + QUEUE_BYTES * self.seconds_per_byte
 
 
 class Pipe:
-    """One direction between two nodes: buckets, some of them shared with others, then a delay. What
-    `jitter` makes of that is drawn by time, and nothing overtakes; what is lost is drawn for each
-    segment, behind the buckets."""
+    """One direction between two nodes: buckets, which may be shared with other pipes, then a delay.
+
+    `jitter` changes the delay as a random function of time, and no packet overtakes another.
+    Segments are lost at random after they have passed the buckets.
+    """
 
     def __init__(
         self,
@@ -209,11 +216,11 @@ class Pipe:
         """`delay` and `jitter` in seconds, `loss` a share."""
         self.buckets, self.delay, self.loss, self.jitter = buckets, delay, loss, jitter
         self._seed, self._lots = seed, random.Random(f"loss {seed}")
-        self._last = 0.0  # arrival
-        self._until_loss = self._draw()  # segments
+        self._last = 0.0  # time of the last arrival
+        self._until_loss = self._draw()  # number of segments before the next lost one
 
     def arrival(self, size: int, now: float) -> float | None:
-        """When `size` bytes sent now arrive; None: they are dropped, since a queue is full."""
+        """The time when `size` bytes sent at `now` arrive. None: a full queue drops them."""
         if any(bucket.is_full(now) for bucket in self.buckets):
             return None
         through = now
@@ -223,7 +230,7 @@ class Pipe:
         return self._last
 
     def lost(self, segments: int) -> list[int]:
-        """The lost ones of the next `segments`, counted from 0."""
+        """Indices, from 0, of the lost ones among the next `segments` segments."""
         losses = []
         while self.loss and self._until_loss < segments:
             losses.append(self._until_loss)
@@ -232,12 +239,13 @@ class Pipe:
         return losses
 
     def _draw(self) -> int:
-        """Segments that pass before the next that doesn't."""
+        """A random number of segments that pass before the next lost one."""
         if not self.loss:
             return 0
         return int(math.log(1.0 - self._lots.random()) / math.log1p(-self.loss))
 
     def _swung(self, at: float) -> float:
+        """The change of the delay by jitter, in seconds, at a time."""
         if not self.jitter:
             return 0.0
         number, share = divmod(at / SWING, 1.0)

@@ -33,7 +33,7 @@ class LiveOptions:
     loss: Annotated[float, typer.Option(help="Share of packets that all links lose.")] = 0.0
     site: Annotated[
         list[str] | None,
-        typer.Option(help="Site; repeatable. Nodes are at these in turn; --table has the links."),
+        typer.Option(help="Site of nodes; repeatable. Nodes are assigned to the sites in turn."),
     ] = None
     table: Annotated[
         Path | None,
@@ -44,8 +44,8 @@ class LiveOptions:
     uplink: Annotated[
         float | None,
         typer.Option(
-            help="Bandwidth from a site to all others, Mbit/s; without --site each node has a site "
-            "of its own."
+            help="Bandwidth of a site to all others together, Mbit/s. Without --site, each node "
+            "has its own site."
         ),
     ] = None
     kill: Annotated[
@@ -61,7 +61,8 @@ class LiveOptions:
 @flattened
 def live(options: LiveOptions) -> None:
     """Measure what each policy costs a real swarm behind emulated links: seconds per step, bytes,
-    and the stall after a loss. Needs root. It can be stopped and started again."""
+    and the stall after a loss. This needs root. It can be stopped, and continues when started
+    again."""
     from planaria.node.run_file import load, loads
     from planaria_lab.emulation.links import WAN_LINKS, all_alike, read_links
     from planaria_lab.emulation.live_study import (

@@ -1,9 +1,9 @@
-"""What each policy costs a real swarm whose links have delay and bandwidth.
+"""Measures what each policy costs a real swarm whose links have delay and bandwidth.
 
-A swarm of processes trains behind emulated links (emulation.py), once for each policy and block; in
-each it loses a stage near the end. Policies take turns within a block, and begin it in turn, so
-that the machine's moods hit all alike. What was measured is kept by line: a measurement that was
-interrupted goes on where it was.
+A swarm of processes trains behind emulated links (emulation.py), once for each policy and block. It
+loses a stage near the end. A block measures each policy once; their order rotates from block to
+block, so that variations of the machine's speed affect all alike. Each measurement is a line of a
+file. After an interruption, the study continues there.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "checkpoint": {"recovery__policy": "checkpoint"},
     "redundant": {"recovery__policy": "redundant"},
 }
-"""Name -> changes to the run. `plain` keeps nothing ready, as it is over before its first
-checkpoint: the others are compared with it."""
+"""Policy name -> changes to the run. `plain` keeps no state for a loss, since it ends before its
+first checkpoint. The others are compared with it."""
 RUN: Final = """
 name = "live"
 steps = 30
@@ -82,12 +82,12 @@ validation_microbatches = 0
 KILL: Final = "2@25"
 SAMPLES, FIGURES, TABLE = "samples.jsonl", "live.json", "table.md"
 SCRATCH: Final = Path("out/live")
-"""Where swarms write; what counts of it ends up with the results."""
+"""Folder to which swarms write. The results have what is needed of it."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The measurement of a policy's swarm in a block."""
+    """The measurements of one policy's swarm in one block."""
 
     block: int
     policy: str
@@ -101,8 +101,8 @@ SAMPLE: Final = TypeAdapter(Sample)
 
 
 def with_data(run: RunFile) -> RunFile:
-    """Resolved but for the policy, with the shipped prose prepared when the run asks for no other.
-    Raises RunFileError, CorpusError."""
+    """The run, resolved except for the policy. The shipped prose is prepared if the run names no
+    other data. Raises RunFileError, CorpusError."""
     text = text_to_prepare(run)
     if text is not None:
         prepare(Recipe([str(text)]), Path(run.data.path))
@@ -111,22 +111,22 @@ def with_data(run: RunFile) -> RunFile:
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of a study. Samples of different settings can't be mixed."""
+    """The setting of a study. Samples of different settings can't be mixed. Raises LiveError,
+    SwarmError."""
 
-    run: RunFile  # without a policy
+    run: RunFile  # its policy is replaced by each measured one
     network: Network
-    kills: tuple[str, ...]
+    kills: tuple[str, ...]  # as STAGE@STEP
 
     def __post_init__(self) -> None:
-        """Raises LiveError, SwarmError."""
         if early := [text for text in self.kills if parse_kill(text, self.run).step <= FIRST]:
             raise LiveError(
                 f"--kill {early[0]}: seconds a step are measured from step {FIRST} to the first "
-                "kill, so that must be later"
+                f"kill, so choose a step after {FIRST}"
             )
 
     def header(self) -> dict[str, Any]:
-        """The first line of the samples."""
+        """The first line of the file of samples."""
         open_to_policies = {"data": {"path"}, "recovery": {"policy"}}
         run = self.run.model_dump(mode="json", exclude_none=True, exclude=open_to_policies)
         network = NETWORK.dump_python(self.network, mode="json")
@@ -136,35 +136,37 @@ class Setting:
 def at_sites(
     nodes: Sequence[str], sites: Sequence[str], links: Sequence[Link], uplink: float | None = None
 ) -> Network:
-    """The registry at the first site, the nodes at one site after the other, so that neighbouring
-    stages are apart; each site sends `uplink` Mbit/s at most to others. Raises LinkError."""
+    """A network with the registry at the first site and the nodes at all sites in turn, so that
+    neighbouring stages are at different sites. Each site sends at most `uplink` Mbit/s to all
+    others together. Raises LinkError."""
     placed = {nodes[0]: sites[0]}
     placed |= {node: sites[number % len(sites)] for number, node in enumerate(nodes[1:])}
     return Network(placed, links, {} if uplink is None else dict.fromkeys(sites, uplink))
 
 
 def open_samples(path: Path, setting: Setting) -> list[Sample]:
-    """The samples in the file; a new file begins with the setting. Raises LiveError."""
+    """Reads the samples in the file, and drops an unfinished line. Creates the file with the
+    setting if it is missing. Raises LiveError."""
     header = setting.header()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # the rest is what an interrupted write has left
+        whole = text[: text.rfind("\n") + 1]  # without the rest of an interrupted write
         lines = [json.loads(line) for line in whole.splitlines()] or [header]
         if differ := ", ".join(key for key in header if lines[0].get(key) != header[key]):
             raise LiveError(
                 f"{path} has results of other settings ({differ}): choose another --out, or "
-                "remove it"
+                "remove the file"
             )
         if whole != text or not text:
             path.write_text(whole or json.dumps(header | origin()) + "\n", encoding="utf-8")
         return [SAMPLE.validate_python(line) for line in lines[1:]]
     except (OSError, ValueError, AttributeError) as error:
-        raise LiveError(f"{path} can't be used: {error}; remove it to start again") from error
+        raise LiveError(f"can't use {path}: {error}; remove it to start again") from error
 
 
 def schedule(policies: Sequence[str], blocks: int) -> Iterator[tuple[int, str]]:
-    """(block, policy) in the order of measuring: each block begins with another policy."""
+    """Pairs (block, policy) in the order of measuring. Each block begins with another policy."""
     for block in range(blocks):
         shift = block % len(policies)
         for policy in (*policies[shift:], *policies[:shift]):
@@ -174,10 +176,10 @@ def schedule(policies: Sequence[str], blocks: int) -> Iterator[tuple[int, str]]:
 def measure_all(
     setting: Setting, policies: Sequence[str], blocks: int, device: str, out: Path
 ) -> list[Sample]:
-    """Measure what is missing in `out`, and return all. Raises LiveError, EmulationError,
-    RunFileError, CorpusError, SwarmError."""
+    """Measures the swarms that are missing in `out`, and returns all samples. Raises LiveError,
+    EmulationError, RunFileError, CorpusError, SwarmError."""
     if unknown := set(policies) - POLICIES.keys():
-        raise LiveError(f"--policy {min(unknown)}: unknown; choose of {', '.join(POLICIES)}")
+        raise LiveError(f"--policy {min(unknown)}: unknown; choose from {', '.join(POLICIES)}")
     path = out / SAMPLES
     samples = open_samples(path, setting)
     done = {(sample.block, sample.policy) for sample in samples}
@@ -212,7 +214,7 @@ def _measure_one(
     setting: Setting, block: int, policy: str, device: str, links: Emulation, on_step: OnStep
 ) -> Sample:
     folder = SCRATCH / f"{block + 1}-{policy}"
-    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted swarm
+    shutil.rmtree(folder, ignore_errors=True)  # the files of an interrupted swarm
     plan = SwarmPlan(plan_run(setting.run, policy, folder), folder, None, device, links.homes)
     kills = [parse_kill(text, plan.run) for text in setting.kills]
     with links.inside("registry"):
@@ -221,12 +223,13 @@ def _measure_one(
 
 
 def plan_run(run: RunFile, policy: str, folder: Path) -> RunFile:
-    """The run as this policy's swarm trains it, resolved. Raises RunFileError, CorpusError."""
+    """The resolved run of this policy's swarm. Raises RunFileError, CorpusError."""
     shared = str((folder / "checkpoints").absolute())
     return resolve(override(run, **POLICIES[policy], recovery__checkpoint__dir=shared))
 
 
 def _in_short(sample: Sample) -> str:
+    """A line for the terminal about a sample."""
     stalls = ", ".join(f"{loss.stall:.1f} s" for loss in sample.measured.losses) or "none"
     return (
         f"{statistics.median(sample.measured.step_seconds):.3f} s a step, "
@@ -235,11 +238,11 @@ def _in_short(sample: Sample) -> str:
     )
 
 
-# --- what it came to
+# --- results
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles; of a single value three times that."""
+    """Median and quartiles; for a single value, all three are that value."""
     low, middle, high = (
         statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     )
@@ -247,7 +250,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """Policy -> its figures over all blocks. `against_plain` is of the medians within a block."""
+    """Policy -> its figures over all blocks. `against_plain` has ratios of a block's medians."""
     by_policy: dict[str, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.block):
         by_policy.setdefault(sample.policy, []).append(sample)
@@ -284,7 +287,7 @@ def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str,
 
 
 def table(figures_of: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures as Markdown; a range is from quartile to quartile."""
+    """The figures as a table in Markdown. Ranges are from the lower to the upper quartile."""
     rows = [
         "| policy | swarms | seconds a step | mean | of plain | bytes a step | rebuilt by "
         "| stall, s | caught up, s |",
@@ -315,6 +318,7 @@ def _spread(quartiles: Mapping[str, float] | None, digits: int) -> str:
 
 
 def machine() -> str:
+    """A description of this machine: cores, kernel, versions of Python and torch."""
     return (
         f"{os.cpu_count()} cores of {platform.machine()}, Linux {platform.release()}, "
         f"Python {platform.python_version()}, torch {version('torch')}"
@@ -322,7 +326,7 @@ def machine() -> str:
 
 
 def write_results(setting: Setting, samples: Sequence[Sample], out: Path) -> str:
-    """The figures, as JSON and as the table that is returned."""
+    """Writes the figures to `out`, as JSON and as a table. Returns the table."""
     measured = figures(samples)
     content = {"machine": machine(), "setting": setting.header(), "policies": measured}
     (out / FIGURES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A real swarm behind emulated links: how long its steps take, what it sends, what a loss stalls.
+"""Measures a real swarm behind emulated links: seconds of its steps, bytes sent, stalls by losses.
 
-The machines are emulation.py's, the processes those of `planaria up`. Nodes share this
-machine's cores, so a swarm measures its links only as long as there is little to compute.
+emulation.py emulates the machines; the processes are those of `planaria up`. Nodes share this
+machine's cores, so a swarm measures its links only if there is little to compute.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from planaria.node.run_file import RunFile
 from planaria_lab.emulation.emulation import Emulation
 
 FIRST: Final = 10
-"""Step from which on seconds and bytes count: until then TCP finds out what its links can do, and
-the first snapshots are sent, whole."""
+"""First step whose seconds and bytes count. Before, TCP adapts to its links, and the first
+snapshots are sent whole."""
 LOOK: Final = 0.05
-"""Seconds between two looks at a swarm's ledgers and its links."""
+"""Seconds between two readings of a swarm's ledgers and of its links' traffic."""
 
 OnStep = Callable[[int], None]
 
 
 class LiveError(UserError):
-    """The measurement can't begin or go on; the message says why and what to do."""
+    """The measurement can't begin or go on. The message has the reason and the remedy."""
 
 
 def machines(run: RunFile) -> list[str]:
-    """The machines of a resolved run's swarm: the registry's, and the nodes' from stage to
-    stage."""
+    """Names of the machines for a resolved run's swarm: the registry's, then the nodes' as
+    STAGE.REPLICA, replica by replica."""
     stages, replicas = run.model.body_stages, run.swarm.replicas
     nodes = [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
     return ["registry", *nodes]
 
 
 class Carried(NamedTuple):
-    """The traffic of all links together since they are up, at a time (Unix seconds)."""
+    """The traffic of all links together since the emulation began, at a time (Unix seconds)."""
 
     time: float
     packets: int = 0
@@ -60,9 +60,9 @@ class Carried(NamedTuple):
 async def train(
     plan: SwarmPlan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
 ) -> list[Carried]:
-    """Run a swarm whose plan has homes in `links`; the caller is inside that of the registry.
-    Returns what the links carried meanwhile, by time. Raises LiveError when the run fails, and
-    EmulationError."""
+    """Runs a swarm whose plan has its homes in `links`. The caller must be inside the registry's
+    machine. Returns readings of the links' traffic in the order of time. Raises LiveError if the
+    run fails, and EmulationError."""
     carried = [_carried(links)]
     plan.out.mkdir(parents=True)
     with (plan.out / "up.log").open("w", encoding="utf-8") as log:
@@ -77,13 +77,14 @@ async def train(
                 on_step(line.get("step", 0))
         status, why = training.result()
     if status >= 128:
-        raise LiveError("stopped; the same command continues from here")
+        raise LiveError("stopped: the same command continues from here")
     if status:
         raise LiveError(f"a swarm in {plan.out} failed: {why}")
     return carried
 
 
 def _carried(links: Emulation) -> Carried:
+    """The traffic of all links now."""
     ways = list(links.traffic().values())
     return Carried(
         time=time.time(),
@@ -96,28 +97,29 @@ def _carried(links: Emulation) -> Carried:
 
 @dataclass(frozen=True)
 class KilledStage:
-    """A stage, killed with all its nodes. Seconds from the SIGKILL."""
+    """A stage of which all nodes were killed, and its rebuild. Seconds count from the SIGKILL."""
 
     stage: int
-    method: str  # how it came back
-    stall: float  # to the next commit
-    caught_up: float  # to the next commit of a step that none had been made of before
-    fetched_bytes: int
+    method: str  # of the rebuild
+    stall: float  # until the next commit after the rebuild
+    caught_up: float  # until the next commit of a step that was never committed before
+    fetched_bytes: int  # fetched for the rebuild
 
 
 @dataclass(frozen=True)
 class MeasuredSwarm:
     """The measurements of a swarm."""
 
-    step_seconds: list[float]  # between the commits of the ledger, before the kill
-    step_bytes: float  # on all links, a step, before the kill
+    step_seconds: list[float]  # between commits in the ledgers, before the first kill
+    step_bytes: float  # mean bytes of a step on all links, before the first kill
     losses: list[KilledStage]
-    dropped: int  # packets, by full queues, in all the run
-    late: float  # seconds by which packets came late because of the relay, on average
+    dropped: int  # packets dropped by full queues in the whole run
+    late: float  # mean seconds by which the relay delivered packets too late
 
 
 def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> MeasuredSwarm:
-    """Reads what a swarm has written to `out`. Raises LiveError, see `losses`."""
+    """The measurements from what a swarm has written to `out`, and from the traffic of its links.
+    Raises LiveError as `losses`."""
     times = commit_times(
         line for path in (out / "logs").glob("ledger-*.jsonl") for line in LineReader(path).lines()
     )
@@ -134,8 +136,8 @@ def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> Mea
 
 
 def commit_times(ledgers: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Step -> when it was first committed, Unix seconds, by lines of ledgers; headers may be among
-    them, and steps that were made again after all stages had gone back."""
+    """Step -> Unix seconds of its first commit, from lines of ledgers. Headers are skipped. A step
+    may be there several times, after a roll back."""
     times: dict[int, float] = {}
     for line in ledgers:
         if "step" in line:
@@ -144,15 +146,15 @@ def commit_times(ledgers: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
-    """Bytes carried between two times, by straight lines between those that were looked at."""
+    """Bytes carried between two times; interpolated linearly between readings."""
     at = np.interp([since, to], [look.time for look in carried], [look.bytes for look in carried])
     return float(at[1] - at[0])
 
 
 def losses(events: Sequence[Entry]) -> list[KilledStage]:
-    """The outcome of each kill, by a swarm's events in the order of time; nodes of a stage that
-    were killed together are one loss. Raises LiveError when the swarm did not recover."""
-    first: dict[tuple[int, int], float] = {}  # by stage and step, when
+    """The outcome of each kill, from a swarm's events in the order of time. Nodes of a stage that
+    were killed in the same step are one loss. Raises LiveError if the swarm didn't recover."""
+    first: dict[tuple[int, int], float] = {}  # (stage, step) -> time of the first kill
     commits: list[tuple[float, int]] = []
     rebuilds: list[tuple[float, StageRebuilt]] = []
     for entry in events:
@@ -161,12 +163,12 @@ def losses(events: Sequence[Entry]) -> list[KilledStage]:
                 first.setdefault((stage, step), entry.time)
             case Committed(step=step):
                 commits.append((entry.time, step))
-            case StageRebuilt() as told:
-                rebuilds.append((entry.time, told))
+            case StageRebuilt() as rebuild:
+                rebuilds.append((entry.time, rebuild))
     stages = []
     for (stage, step), killed in sorted(first.items(), key=lambda item: item[1]):
         done = next(
-            (rebuild for rebuild in rebuilds if rebuild[1].stage == stage and rebuild[0] > killed),
+            (timed for timed in rebuilds if timed[1].stage == stage and timed[0] > killed),
             None,
         )
         if done is None:

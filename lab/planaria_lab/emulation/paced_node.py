@@ -1,10 +1,9 @@
-"""`planaria node`, on a machine whose processor is emulated, as its links are.
+"""Runs `planaria node` with an emulated processor: passes over a microbatch have a fixed duration.
 
-Nodes that share this machine's cores slow each other down. Here a pass over a microbatch, decoding
-and encoding included, takes as long as on a processor of so many FLOP/s that the node has for
-itself: what is left of that time the compute thread waits. That holds as long as the cores are
-quicker than all these processors together; what took longer nevertheless is in the `wall` events,
-as computing.
+Nodes that share this machine's cores slow each other down. Here, a pass over a microbatch, with
+decoding and encoding, takes as long as on a processor of the node's own. The compute thread sleeps
+for the rest of that time. This works if the cores are faster than all emulated processors together.
+If a pass takes longer nevertheless, the `wall` events count it as computing.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ if TYPE_CHECKING:
 
 
 class Pace(NamedTuple):
-    """Seconds of a microbatch's passes: through a body stage, and at the head, both ways at once.
-    Embedding is not waited for, nor what a step has to do once."""
+    """Seconds of each pass over a microbatch. The embedding and tasks once a step aren't paced."""
 
-    forward: float
-    backward: float
-    head: float
+    forward: float  # of a body stage
+    backward: float  # of a body stage
+    head: float  # forward and backward together
 
     def of(self, kind: str, position: int, at_head: bool) -> float:
-        """Seconds of the pass that makes this kind of frame at that visit."""
+        """Seconds of the pass that produces a frame of this kind at this visit."""
         if position == 0:
             return 0.0
         if at_head:
@@ -38,17 +36,17 @@ class Pace(NamedTuple):
 
 
 def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Makes this process compute at this pace from here on."""
+    """Makes this process compute at this pace from now on. `wrap` replaces a method of a class."""
     from planaria.node.stage.work import TorchWork
 
     decoded, onward, began = TorchWork._decode_valid, TorchWork._frame_onward, 0.0
 
-    def beginning(work: TorchWork, *arguments: Any) -> torch.Tensor:
+    def timed_decode(work: TorchWork, *arguments: Any) -> torch.Tensor:
         nonlocal began
         began = time.perf_counter()
         return decoded(work, *arguments)
 
-    def paced(
+    def paced_frame(
         work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float
     ) -> PassResult:
         done = onward(work, kind, visit, tensor, started)
@@ -58,15 +56,15 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
         work._spend(visit, ready)
         return done
 
-    wrap(TorchWork, "_decode_valid", beginning)
-    wrap(TorchWork, "_frame_onward", paced)
+    wrap(TorchWork, "_decode_valid", timed_decode)
+    wrap(TorchWork, "_frame_onward", paced_frame)
 
 
 def run_paced(pace: Pace, arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`, and if that is a node, at this pace. For `Processes`."""
+    """Runs `planaria ARGUMENTS...` in this process, a node at this pace. For `Processes`."""
     from planaria.node.machine.processes import run_planaria
 
     if arguments[0] == "node":
         arm(pace)
-        arguments = [*arguments, "--restart", "no"]  # another process would not be armed
+        arguments = [*arguments, "--restart", "no"]  # a restarted process would have no pace
     run_planaria(arguments)

@@ -1,19 +1,18 @@
-"""The process between emulated machines: it has one end of a TUN device in each of their network
-namespaces, and passes packets on when their link would have them arrive.
+"""The relay process: it carries packets between emulated machines, each with the delay of its link.
 
-It needs no netem, which not every kernel has, and nothing of it outlives the process: namespaces
-and devices exist as long as somebody holds them open. Packets are taken from the kernel as it would
-give them to a network card that cuts them up itself (up to 64 KiB at a time), which keeps a Python
-loop quick enough for some 100 Mbit/s; `wire_bytes` counts them. A link that loses
-packets loses them as a wire would, one segment by itself: what was taken at once is cut around it.
+It holds a TUN device in the network namespace of each machine. It needs no netem, which not every
+kernel has. Nothing outlives the process: namespaces and devices exist only while a process holds
+them open. The kernel passes packets as to a network card that segments them itself, up to 64 KiB at
+a time. So a Python loop is fast enough for about 100 Mbit/s; `wire_bytes` counts the bytes. Links
+lose single segments, as a wire does: the packet is cut at the lost ones.
 
-TCP in the namespaces has the congestion control that is Linux's default
-(`CONGESTION`), whatever this machine's is: that decides what a link with losses carries.
+TCP in the namespaces uses Linux's default congestion control (`CONGESTION`), whatever this
+machine's is. On it depends the throughput of a link with losses.
 
-Started by emulation.py as a module, it reads a network as JSON from the first line of its standard
-input and writes what came of it; then it answers each further line with the traffic so far, until
-the input ends. Such a line is empty, or it is a network of the same nodes, whose links hold from
-then on.
+emulation.py starts this module as a process. The first line of its standard input is a network as
+JSON; it answers with the namespaces, or an error. It answers each further line with the traffic so
+far, until the input ends. Such a line is empty, or is a network of the same nodes, whose links
+replace the former ones.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from planaria_lab.emulation.links import Network, Pipe
 
 NETWORK: Final = TypeAdapter(Network)
 SUBNET: Final = ipaddress.IPv4Network("10.77.0.0/16")
-"""Of all namespaces; nothing outside them can reach it."""
+"""Addresses of all namespaces; they can't be reached from outside."""
 MTU: Final = 1500
 DEVICE: Final = "wan0"
 MOST_AT_ONCE: Final = 64
-"""Packets read from a device before the others have their turn."""
+"""Maximum number of packets read from a device before the next device's turn."""
 CONGESTION: Final = "cubic"
-PRIORITY: Final = -20  # nice: packets are on time however busy the machine is
+PRIORITY: Final = -20  # nice value, so that packets are on time on a busy machine
 
 # linux/if_tun.h, linux/virtio_net.h, linux/sched.h
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x1, 0x1000, 0x4000
-_OFFLOADS = 0x1 | 0x2 | 0x4  # checksums, and cutting of TCP over IPv4 and IPv6
+_OFFLOADS = 0x1 | 0x2 | 0x4  # checksums, and segmentation of TCP over IPv4 and IPv6
 _CLONE_NEWNET = 0x40000000
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _VNET_HEADER = struct.Struct("<BBHHHH")  # flags, gso type, header and segment bytes, checksum
@@ -63,14 +62,14 @@ _TCP: Final = 6
 
 
 class RelayedTraffic(NamedTuple):
-    """One direction between two nodes so far. `late` is by how many seconds packets arrived after
-    they should have, in all: the relay's own doing."""
+    """The traffic so far in one direction between two nodes. `late`: sum over all packets of the
+    seconds by which the relay delivered them too late."""
 
     packets: int
     bytes: int  # as on a wire, with TCP/IP headers
     dropped: int  # packets
     late: float
-    lost: int  # segments that the link itself lost
+    lost: int  # segments that the link lost at random
 
 
 def address(number: int) -> str:
@@ -79,21 +78,21 @@ def address(number: int) -> str:
 
 
 def segments(packet: bytes) -> int:
-    """The number of packets that it is on a wire."""
+    """The number of wire packets that the packet is segmented into."""
     kind, header, segment = _VNET_HEADER.unpack_from(packet)[1:4]
     size = len(packet) - _VNET_HEADER.size
     return -(-(size - int(header)) // int(segment)) if kind and segment else 1
 
 
 def wire_bytes(packet: bytes) -> int:
-    """The bytes of a packet on a wire: cut into segments, each with headers of its own."""
+    """The bytes of a packet on a wire: each of its segments has its own headers."""
     header = int(_VNET_HEADER.unpack_from(packet)[2])
     return len(packet) - _VNET_HEADER.size + (segments(packet) - 1) * header
 
 
 def without(packet: bytes, lost: Sequence[int]) -> Iterator[bytes]:
-    """What is left of a packet when these of its segments are lost: one packet from each gap to the
-    next. Only TCP over IPv4 comes in more than one segment."""
+    """The rest of a packet after these of its segments are lost: one packet for each run of
+    remaining segments. Only TCP over IPv4 has more than one segment."""
     begin = 0
     for end in (*lost, segments(packet)):
         if end > begin:
@@ -102,7 +101,7 @@ def without(packet: bytes, lost: Sequence[int]) -> Iterator[bytes]:
 
 
 def _cut(packet: bytes, begin: int, end: int) -> bytes:
-    """A packet of these segments of it, as the sender's kernel would have made it."""
+    """A packet of the segments `begin` to `end` - 1, as the sender's kernel would have made it."""
     flags, kind, _, segment, at, checksum = _VNET_HEADER.unpack_from(packet)
     ip, tcp = _VNET_HEADER.size, _VNET_HEADER.size + (packet[_VNET_HEADER.size] & 15) * 4
     body = tcp + (packet[tcp + 12] >> 4) * 4
@@ -121,7 +120,7 @@ def _cut(packet: bytes, begin: int, end: int) -> bytes:
     sequence = int.from_bytes(head[tcp + 4 : tcp + 8], "big") + begin * segment
     struct.pack_into(">I", head, tcp + 4, sequence & 0xFFFFFFFF)
     head[tcp + 13] &= ~(_CWR if begin else 0) & ~(0 if last else _FIN | _PSH)
-    # The card is to add up the rest: there is only the sum of addresses, protocol and length.
+    # The network card completes the checksum: here it covers addresses, protocol and length only.
     pseudo = head[ip + 12 : ip + 20] + struct.pack(">HH", _TCP, body - tcp + len(data))
     struct.pack_into(">H", head, tcp + 16, _sum16(pseudo))
     return bytes(head) + data
@@ -137,8 +136,10 @@ def _sum16(data: bytes | bytearray) -> int:
 
 @dataclass
 class _Direction:
+    """One direction between two nodes: its pipe, and counters as in `RelayedTraffic`."""
+
     pipe: Pipe
-    to: int  # the device
+    to: int  # device of the receiver
     packets: int = 0
     bytes: int = 0
     dropped: int = 0
@@ -147,7 +148,7 @@ class _Direction:
 
 
 class PacketRelay:
-    """Carries packets between devices; `now` on the monotonic clock, in seconds."""
+    """Carries packets between devices. `now`: seconds of the monotonic clock."""
 
     def __init__(self, devices: Sequence[int], pipes: Mapping[tuple[int, int], Pipe]) -> None:
         """Node i has the device `devices[i]` and `address(i)`."""
@@ -160,14 +161,14 @@ class PacketRelay:
         self._taken = 0
 
     def take(self, device: int, now: float) -> None:
-        """Read what a node has sent."""
+        """Reads packets that a node has sent, and plans their arrival."""
         for _ in range(MOST_AT_ONCE):
             try:
                 packet = os.read(device, _BUFFER)
             except BlockingIOError:
                 return
             direction = self._ways.get((device, packet[_DESTINATION]))
-            if direction is None:  # no business of ours, such as IPv6's look for routers
+            if direction is None:  # to no node, such as IPv6 router discovery
                 continue
             size = wire_bytes(packet)
             arrival = direction.pipe.arrival(size, now)
@@ -183,25 +184,26 @@ class PacketRelay:
                 heapq.heappush(self._under_way, (arrival, self._taken, direction, piece))
 
     def change(self, pipes: Mapping[tuple[int, int], Pipe]) -> None:
-        """The links are these for what is taken from now on."""
+        """Replaces the links, for packets read from now on."""
         for way, pipe in pipes.items():
             self.directions[way].pipe = pipe
 
     def due(self) -> float | None:
-        """The time at which the next packet arrives."""
+        """The time at which the next packet arrives; None: no packet is under way."""
         return self._under_way[0][0] if self._under_way else None
 
     def deliver(self, now: float) -> None:
-        """Hand over what should have arrived."""
+        """Hands packets that should have arrived to their receivers."""
         while self._under_way and self._under_way[0][0] <= now:
             arrival, _, direction, packet = heapq.heappop(self._under_way)
             direction.late += now - arrival
             try:
                 os.write(direction.to, packet)
-            except OSError:  # the receiver's queue is full, or it takes no such packet
+            except OSError:  # the receiver's queue is full, or it refuses the packet
                 direction.dropped += 1
 
     def traffic(self) -> list[tuple[int, int, RelayedTraffic]]:
+        """The traffic so far as (from, to, counters), by node numbers."""
         return [
             (
                 a,
@@ -219,8 +221,9 @@ class PacketRelay:
 
 
 def make_machine(number: int) -> tuple[int, int, str]:
-    """A network namespace with a device in it, which this process moves to. Returns the descriptors
-    of both, and TCP's congestion control there. Raises OSError, CalledProcessError."""
+    """Makes a network namespace with a TUN device, and moves this process to it. Returns the
+    descriptors of both, and the name of TCP's congestion control there. Raises OSError,
+    CalledProcessError."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         failed = ctypes.get_errno()
         raise OSError(failed, f"can't make a network namespace: {os.strerror(failed)}")
@@ -241,9 +244,11 @@ def make_machine(number: int) -> tuple[int, int, str]:
 
 
 def congestion(number: int) -> str:
-    """The control that connections have from the machine with this number, where this process is:
-    `CONGESTION`, unless this kernel hasn't got it. By route, since what a namespace has by default
-    has to be one that the machine allows everybody."""
+    """Sets TCP's congestion control in this process's namespace, that of machine `number`.
+
+    Returns its name: `CONGESTION`, or the default if this kernel doesn't have it. It is set for the
+    route. A namespace's default must be an algorithm that the machine allows to everybody.
+    """
     route = f"{SUBNET} dev {DEVICE} proto kernel scope link src {address(number)}"
     command = ["ip", "route", "replace", *route.split(), "congctl", CONGESTION]
     done = subprocess.run(command, check=False, capture_output=True).returncode == 0
@@ -251,14 +256,14 @@ def congestion(number: int) -> str:
 
 
 def numbered(network: Network) -> dict[tuple[int, int], Pipe]:
-    """Its pipes, by the numbers of their nodes."""
+    """The network's pipes, by the numbers of their nodes."""
     number = {name: i for i, name in enumerate(network.sites)}
     return {(number[a], number[b]): pipe for (a, b), pipe in network.pipes().items()}
 
 
 def carry(relay: PacketRelay, devices: Sequence[int], control: TextIO) -> None:
-    """Carries packets until `control` ends. Answers each line from there with the traffic so
-    far. Nobody writes the next line before the answer, so none waits in a buffer."""
+    """Carries packets until `control` ends. Answers each line of `control` with the traffic so far.
+    The next line is written only after the answer, so no line waits in a buffer."""
     waiting: list[int | TextIO] = [*devices, control]
     while True:
         due = relay.due()
@@ -278,6 +283,7 @@ def carry(relay: PacketRelay, devices: Sequence[int], control: TextIO) -> None:
 
 
 def main() -> None:
+    """The relay process: makes the machines, then carries packets until standard input ends."""
     die_with_parent()
     network = NETWORK.validate_json(sys.stdin.readline())
     try:

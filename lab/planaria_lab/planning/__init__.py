@@ -1,6 +1,7 @@
-"""What to rent, and how to run it (docs/planning.md).
+"""Plans which machines to rent for a run, and how to run it (lab/docs/planning.md).
 
-machines.py has the nodes and links, memory.py what a node holds, estimate.py what a run comes to in
-closed form, handover.py what a notice of a machine's end is enough for; planner.py tries candidates
-and chooses, asked.py has the run that is planned, and plan.py is the command `planaria plan`.
+machines.py reads the nodes and links, asked.py the run to plan. memory.py computes the memory of a
+node, estimate.py the time of a run in closed form. handover.py computes what can be handed over
+within a termination notice. planner.py compares candidates and chooses. plan.py is the command
+`planaria plan`.
 """

@@ -1,5 +1,7 @@
-"""The run that is to be planned: of a run file, a preset, or a model's config.json. No weights are
-read."""
+"""Makes the run to plan from a run file, a preset, or a model's config.json.
+
+No weights of the model are read.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,27 @@ if TYPE_CHECKING:
 
 CODECS: Final = ("activations", "gradients", "averaging")
 TOKENS_A_STEP: Final = 2**18
-"""About as many, of a preset whose batch isn't given."""
+"""Approximate tokens a step with a preset, if --batch isn't given."""
 
 
 class Asked(NamedTuple):
+    """The run to plan."""
+
     run: RunFile
-    tokens: float
-    free: set[str]  # codecs that the plan chooses, as the run file doesn't name them
+    tokens: float  # to train on
+    free: set[str]  # codecs that the planner may choose, as the run file doesn't name them
     narrow: bool  # the model's weights are in bf16
 
 
 def asked(options: PlanOptions) -> Asked:
-    """Raises RunFileError, PlanError, ValueError."""
+    """The run to plan, from command line options. Raises RunFileError, PlanError, ValueError."""
     run, free = _of_source(options), {*CODECS}
     if options.run_file is not None:
         free -= run.wire.model_fields_set
     has_lora = options.lora is not None or run.training.lora is not None
     if options.base is not None and not has_lora:
         raise PlanError(
-            f"--base {options.base} is the form of a frozen base, and without adapters no weights "
+            f"--base {options.base} is the form of frozen weights, and without adapters no weights "
             "are frozen: give --lora RANK, too"
         )
     run = override(
@@ -66,32 +70,30 @@ def asked(options: PlanOptions) -> Asked:
 
 
 def _of_source(options: PlanOptions) -> RunFile:
-    """Raises RunFileError, PlanError."""
+    """The run of the run file, --preset or --from. Raises RunFileError, PlanError."""
     preset, origin = options.preset, options.origin
     if [options.run_file, preset, origin].count(None) != 2:
-        raise PlanError(
-            "give either a run file or --preset or --from: one of them says what to train"
-        )
+        raise PlanError("give exactly one of these: a run file, --preset, --from")
     if options.run_file is not None:
         return load(options.run_file)
     figures = {"training__microbatch": 1, "training__precision": "bf16"}
     if origin is not None:
         path = Path(origin)
         if path.is_file() and path.name != CONFIG:
-            raise PlanError(f"--from {origin}: name a model's folder, or the {CONFIG} in it")
+            raise PlanError(f"--from {origin}: give a model's folder, or the {CONFIG} in it")
         return override(
             RunFile(), model__from=str(path.parent if path.is_file() else origin), **figures
         )
     assert preset is not None
     if preset not in PRESETS:
-        raise PlanError(f"--preset {preset}: unknown; choose of {', '.join(sorted(PRESETS))}")
+        raise PlanError(f"--preset {preset}: unknown; choose from {', '.join(sorted(PRESETS))}")
     size = max(1, TOKENS_A_STEP // (options.context or PRESETS[preset].context))
     return override(RunFile(), model__preset=preset, training__batch=size, **figures)
 
 
 def shaped(run: RunFile) -> tuple[RunFile, bool]:
-    """The run with the shape of the model that `model.from` or `model.config` names, and whether
-    its config.json says that its weights are in bf16. Raises RunFileError, PlanError."""
+    """The run with the shape of the model in `model.from` or `model.config`; and whether the
+    model's config.json says that its weights are in bf16. Raises RunFileError, PlanError."""
     model = run.model
     name, key = model.origin or model.blueprint, "from" if model.origin else "config"
     if name is None:
@@ -105,8 +107,8 @@ def shaped(run: RunFile) -> tuple[RunFile, bool]:
         if needs_transformers(folder):
             kind = read_json(folder / CONFIG)["model_type"]
             raise PlanError(
-                f"model.{key} = {name}: what a stage of transformers' own code takes isn't known "
-                f"here (model_type = {kind}); {SUPPORTED}"
+                f"model.{key} = {name}: the time and memory of a stage aren't known for models of "
+                f"transformers' own code (model_type = {kind}); {SUPPORTED}"
             )
         run = with_shape(run, read_config(folder), folder)
         content = read_json(folder / CONFIG)
@@ -116,9 +118,9 @@ def shaped(run: RunFile) -> tuple[RunFile, bool]:
 
 
 def policies(names: Sequence[str] | None, run: RunFile) -> tuple[str, ...]:
-    """The policies to try. Raises PlanError, RunFileError."""
+    """The policies to try: these, by default all. Raises PlanError, RunFileError."""
     if unknown := set(names or ()) - {*POLICIES}:
-        raise PlanError(f"--policy {min(unknown)}: unknown; choose of {', '.join(POLICIES)}")
+        raise PlanError(f"--policy {min(unknown)}: unknown; choose from {', '.join(POLICIES)}")
     for name in names or ():
         check_lora(override(run, recovery__policy=name))
     return tuple(names or POLICIES)

@@ -1,8 +1,8 @@
-"""What a swarm's run comes to, in closed form: seconds of a step, and what losses cost.
+"""Estimates the seconds of a swarm's steps and of its run, with the cost of losses, in closed form.
 
-Not a simulation: greedy schedules have anomalies, in which a faster link makes a step longer. Here
-each term falls with bandwidth and rises with delay and with the rate of losses. docs/planning.md
-has the model, its assumptions, and how far it is from the simulator.
+This is no simulation. Greedy schedules have anomalies, in which a faster link makes a step longer.
+Here each term falls with bandwidth, and rises with delay and with the rate of losses.
+lab/docs/planning.md has the model, its assumptions, and a comparison with the simulator.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from planaria_lab.simulator.swarm import (
 from planaria_lab.spare.endurance import availability
 
 LEVELS: Final = 8
-"""Replicas of a stage that may be missing at once, at most, of which a step's time is looked at."""
+"""Maximum number of missing replicas of a stage for which a step's time is computed."""
 COPIED: Final = 1e10
-"""Bytes a second from a device to its machine's memory; a checkpoint holds up training for it."""
+"""Bytes a second from a device to the host's memory. Training waits for this copy at a checkpoint.
+"""
 BITS: Final = 8e-6
 """Megabits in a byte."""
 
 
 class Learning(NamedTuple):
-    """The cost in learning of a stage's loss, by our lab's runs."""
+    """The cost in learning of the loss of a stage, from the lab's runs."""
 
-    behind: float  # committed steps for each loss
-    most: float  # share of all steps, however many losses there are
-    source: str
+    behind: float  # committed steps per loss
+    most: float  # maximum share of all steps, however many losses there are
+    source: str  # the study
 
 
 LEARNING: Final[Mapping[str, Learning]] = {
@@ -63,12 +64,12 @@ LEARNING: Final[Mapping[str, Learning]] = {
     "snapshot": Learning(2.5, 0.9, "failure-rates: 17, 33, 64 of 600 behind after 7, 13, 25"),
     "exact": Learning(0, 0.0, "redundant computation and checkpoints lose nothing"),
 }
-"""All of one model of 0.4 M parameters with 1,024 tokens a step, two or three seeds, losses up to
-a hundred times as frequent as real ones. They rank policies; for another model they may be several
-times off."""
+"""Cost in learning by kind of recovery. All figures are of one model of 0.4 M parameters, 1,024
+tokens a step, and two or three seeds. Losses were up to a hundred times as frequent as real ones.
+The figures rank policies; for another model they may be several times off."""
 SWAPPED: Final = 127.0
-"""Steps of 600 by which a run with swapped orders is behind with nothing lost (swapped-order). What
-it is in a longer run isn't known."""
+"""Steps, of 600, by which a run with swapped orders is behind without losses (study swapped-order).
+The figure of a longer run isn't known."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,12 @@ class Losing:
     """The rates at which nodes are lost and replaced."""
 
     hourly: float  # probability that a node is lost within an hour
-    replacement: float  # seconds until a machine is there in a lost one's place
-    start: float  # and until the node on it asks to join
+    replacement: float  # seconds from a loss until there is a new machine
+    start: float  # seconds from then until the node on it asks to join
 
     @property
     def rate(self) -> float:
-        """Losses of a node a second."""
+        """Losses per node and second."""
         return -math.log1p(-self.hourly) / HOUR
 
 
@@ -89,29 +90,29 @@ class Losing:
 class Estimate:
     """The times of a plan, in seconds."""
 
-    step: float  # with all nodes
-    usual: float  # on average over how many nodes are there
-    spent: Mapping[str, float]  # what the run is made of, by what it is for; inf: it never ends
-    lost_nodes: float  # on the way
-    lost_stages: float
+    step: float  # a step with all nodes
+    usual: float  # a step with some nodes missing, on average
+    spent: Mapping[str, float]  # purpose -> seconds of the run; inf: the run never ends
+    lost_nodes: float  # expected number in the run
+    lost_stages: float  # expected number in the run
 
     @property
     def seconds(self) -> float:
+        """Seconds of the run."""
         return math.fsum(self.spent.values())
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The worst links from the nodes of one stage to those of another, or of the same: the longest
-    delay, the least rate, which is an uplink's where that is less. And the worst between each stage
-    and any, in either direction."""
+    """The worst links between stages: the longest delay with the lowest rate. An uplink's rate
+    counts if it is lower."""
 
-    between: tuple[tuple[Link, ...], ...]
-    farthest: tuple[Link, ...]
+    between: tuple[tuple[Link, ...], ...]  # [from stage][to stage]
+    farthest: tuple[Link, ...]  # by stage: the worst link to or from any stage
 
     @classmethod
     def of(cls, network: Network, sites: Sequence[Iterable[str]]) -> Reach:
-        """`sites`: of each stage's nodes."""
+        """The worst links in a network. `sites`: sites of each stage's nodes."""
         places = [frozenset(sites_of_stage) for sites_of_stage in sites]
         pairs = set(product(places, places))
         worst = {(a, b): _worst(_alone_on(network, x, y) for x in a for y in b) for a, b in pairs}
@@ -121,7 +122,7 @@ class Reach:
 
 
 def _alone_on(network: Network, a: str, b: str) -> Link:
-    """The link from site `a` to site `b` for a frame that has the uplink to itself."""
+    """The link from site `a` to site `b`, for a frame that has the uplink to itself."""
     link = network.between(a, b)
     if a == b:
         return link
@@ -129,6 +130,7 @@ def _alone_on(network: Network, a: str, b: str) -> Link:
 
 
 def _worst(links: Iterable[Link]) -> Link:
+    """A link with the longest delay and the lowest rate of these."""
     listed = list(links)
     return Link("", "", max(link.delay_ms for link in listed), min(link.mbps for link in listed))
 
@@ -137,6 +139,7 @@ def _worst(links: Iterable[Link]) -> Link:
 
 
 def _slowest(swarm: Swarm, stage: int) -> Seconds:
+    """Seconds of each task at the stage's slowest node."""
     seconds_of_groups = (
         group.seconds for group in swarm.groups if group.stage == stage and group.count
     )
@@ -144,10 +147,16 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 
 
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
-    """Seconds from decision to decision: the commit arrives and is applied; a microbatch alone, and
-    then what takes longest of: computing at the busiest stage, frames on the fullest
-    link, rounds of the window, with those of the last one that come behind its first. Each stage
-    averages and votes once the last gradient has left it."""
+    """Seconds of a step, from one commit to the next.
+
+    The commit arrives, and is applied. Then follow the trip of one microbatch alone and the longest
+    of these:
+    - computing at the busiest stage;
+    - frames on the fullest link or uplink;
+    - frames in an event loop;
+    - rounds of the in-flight window, with the rest of the last one.
+    Each stage averages and votes once the last gradient has left it.
+    """
     stages = range(swarm.config.stages + 1)
     replicas = [swarm.replicas(stage) for stage in stages]
     seconds = [_slowest(swarm, stage) for stage in stages]
@@ -187,9 +196,11 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
 def _alone(
     swarm: Swarm, reach: Reach, seconds: Sequence[Seconds]
 ) -> tuple[float, dict[tuple[int, int], float], list[float]]:
-    """A microbatch's way there and back without any other; the seconds that it occupies a link of
-    two stages, on average over the orders; and how long it is on its way home from each stage, at
-    least."""
+    """Three figures of a microbatch that is alone in the pipeline:
+    - seconds of its trip there and back;
+    - (from stage, to stage) -> seconds for which it occupies the link, on average over the orders;
+    - by stage, the minimum seconds of its way back from there.
+    """
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
     orders = all_orders(swarm.config.stages, swarm.swapped)
     occupied: dict[tuple[int, int], float] = {}
@@ -213,8 +224,8 @@ def _alone(
 
 
 def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
-    """Seconds for which a site's uplink is occupied by a step's frames, in the natural order, and
-    by the copies that leave between them."""
+    """Seconds for which each site's uplink is occupied by a step's frames, in the natural order,
+    and by copies between them. `count`: microbatches of the step."""
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
     ring = swarm.config.stages + 1
     for site, mbps in swarm.uplinks.items():
@@ -232,14 +243,14 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
 
 
 def _copied(swarm: Swarm, site: str) -> float:
-    """Bytes that the senders of copies at this site send in the background in each step, if there
-    is time. At most a chunk of them leaves between two frames."""
+    """Bytes of copies that nodes at this site send in the background in each step, if the uplink
+    has time."""
     stages = range(swarm.config.stages + 1)
     return math.fsum(_copies(swarm, stage) for stage in stages if swarm.site_of(stage) == site)
 
 
 def _copies(swarm: Swarm, stage: int) -> float:
-    """Bytes of the stage's copies, on average over the steps; one of its nodes sends them."""
+    """Mean bytes of the stage's copies in a step. One of its nodes sends them."""
     config, snapshot = swarm.config, snapshot_section(swarm.run, swarm.config)
     if not swarm.run.policy.sends(stage, snapshot.first):
         return 0.0
@@ -248,7 +259,7 @@ def _copies(swarm: Swarm, stage: int) -> float:
 
 
 def sent_bytes(swarm: Swarm, stage: int) -> float:
-    """The bytes that a node of the stage sends in a step, at most: an activation and a gradient
+    """Maximum bytes that a node of the stage sends in a step. It sends an activation and a gradient
     for each microbatch of its share, parts of the gradient to its replicas, and copies."""
     replicas = swarm.replicas(stage)
     frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
@@ -263,9 +274,12 @@ def sent_bytes(swarm: Swarm, stage: int) -> float:
 def _uplinks_averaging(
     swarm: Swarm, reach: Reach, voting: Sequence[float], behind: Sequence[float]
 ) -> Iterator[float]:
-    """Seconds after the last microbatch is home until a site's uplink has carried what all stages'
-    nodes there send their replicas at other sites, of the gradient as much as to those at their
-    own, twice; and they have voted."""
+    """By site, seconds from the return of the last microbatch until the votes arrive that wait for
+    the site's uplink.
+
+    For averaging, the nodes of all stages at the site send parts of the gradient to their replicas
+    at other sites, twice. A replica at another site gets as much as one at the same site.
+    """
     for site, mbps in swarm.uplinks.items():
         size, delay, norm, vote, early = 0.0, 0.0, 0.0, 0.0, math.inf
         for stage in range(swarm.config.stages + 1):
@@ -284,16 +298,19 @@ def _uplinks_averaging(
 
 
 def _share_at(swarm: Swarm, stage: int, site: str) -> float:
-    at = sum(g.count for g in swarm.groups if g.stage == stage and g.site == site)
-    return at / swarm.replicas(stage)
+    """The share of the stage's nodes that are at this site."""
+    count = sum(g.count for g in swarm.groups if g.stage == stage and g.site == site)
+    return count / swarm.replicas(stage)
 
 
 def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:
+    """Seconds of the optimizer of a node's twin; 0 without twins."""
     return max(group.apply for group in seconds) if swarm.run.policy.twins else 0.0
 
 
 def _twins_gradient(swarm: Swarm, reach: Reach, stage: int) -> float:
-    """Each node of the stage before gets it from one of the stage's replicas."""
+    """Seconds until the stage before has this stage's gradient for its twins. Each node there gets
+    it from one of the stage's replicas."""
     before = (stage - 1) % (swarm.config.stages + 1)
     link = reach.between[stage][before]
     size = VALUE * parameters(swarm.config, stage) * ON_WIRE * BITS
@@ -314,23 +331,23 @@ def estimated(
     step: float,
     usual: float,
 ) -> Estimate:
-    """What the run's steps come to. `away`: of each stage's nodes, the share of time for which one
-    is missing; `step`, `usual`: seconds of a step with all nodes, and with as many as there are."""
+    """The estimate for the whole run. `away`: by stage, the share of time for which a node is
+    missing. `step`, `usual`: seconds of a step as in `Estimate`."""
     rate, counts = losing.rate, [swarm.replicas(stage) for stage in range(len(away))]
-    single = [rate * count for count in counts]  # losses of nodes, a second of training
+    single = [rate * count for count in counts]  # losses of nodes per second, by stage
     whole = [
-        probability * away[s] ** (counts[s] - 1) for s, probability in enumerate(single)
-    ]  # of stages
+        loss_rate * away[s] ** (counts[s] - 1) for s, loss_rate in enumerate(single)
+    ]  # losses of whole stages per second
     replica_cost = math.fsum(
-        often * _replica_cost(swarm, reach, s, usual)
-        for s, often in enumerate(single)
+        loss_rate * _replica_cost(swarm, reach, s, usual)
+        for s, loss_rate in enumerate(single)
         if counts[s] > 1
     )
     lost = math.fsum(whole)
     relearning = _seconds_for_relearning(swarm, lost)
     stall = math.fsum(
-        often * _stage_cost(swarm, reach, losing, s, usual, relearning)
-        for s, often in enumerate(whole)
+        loss_rate * _stage_cost(swarm, reach, losing, s, usual, relearning)
+        for s, loss_rate in enumerate(whole)
     )
     steps, again = _learning(swarm, reach, lost, usual)
     training = steps * usual * (1 + again)
@@ -348,9 +365,12 @@ def estimated(
 
 
 def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float) -> float:
-    """Seconds of a step with as many nodes missing as there are on average. How many a stage lacks
-    is binomial. Stage 0, where the sources are, is looked at by itself, and of the others the one
-    that lacks most, as if it were the one with fewest; the worse of the two says what it takes."""
+    """Seconds of a step on average over the numbers of missing nodes; the mean is that of speeds.
+
+    The number of missing nodes of a stage is binomial. Two cases are computed, and the slower one
+    counts. The first is stage 0, which has the sources. The second is the body stage that lacks
+    most nodes, as if it were the one with the fewest nodes.
+    """
     counts = [swarm.replicas(stage) for stage in range(len(away))]
     if not any(away) or max(counts) == 1:
         return step
@@ -362,7 +382,7 @@ def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float
 
 
 def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
-    """Seconds of a step when the stage lacks 0, 1, .. nodes; one node always stays."""
+    """Seconds of a step if the stage lacks 0, 1, .., LEVELS nodes; at least one node remains."""
     seconds = [step]
     for lost in range(1, LEVELS + 1):
         if lost < swarm.replicas(stage):
@@ -373,21 +393,22 @@ def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
 
 
 def _chances(counts: Sequence[int], away: Sequence[float]) -> list[float]:
-    """Probabilities that the stage that lacks most lacks 0, 1, .. nodes, of `LEVELS` or more in
-    one; no stage lacks all."""
+    """Probabilities that the stage with the most missing nodes lacks 0, 1, .. of them. The last one
+    is of `LEVELS` or more. No stage lacks all its nodes."""
     upto = [math.prod(map(_at_most, [lost] * len(counts), counts, away)) for lost in range(LEVELS)]
     return [upto[0], *(max(0.0, b - a) for a, b in pairwise([*upto, 1.0]))]
 
 
 def _at_most(missing: int, count: int, away: float) -> float:
-    """Probability that at most so many of a stage's nodes are missing, if one is present."""
+    """Probability that at most `missing` of `count` nodes are missing, if at least one is present.
+    `away`: probability that a node is missing."""
     chances = [math.comb(count, k) * away**k * (1 - away) ** (count - k) for k in range(count)]
     whole_chance = math.fsum(chances)
     return min(1.0, math.fsum(chances[: missing + 1]) / whole_chance) if whole_chance else 0.0
 
 
 def _without(swarm: Swarm, stage: int, lost: int) -> Swarm:
-    """The swarm without so many nodes of a stage, the fastest first; one always stays."""
+    """The swarm without the `lost` fastest nodes of a stage; at least one node remains."""
     remaining = min(lost, swarm.replicas(stage) - 1)
     counts = [group.count for group in swarm.groups]
     for i in sorted(range(len(counts)), key=lambda i: swarm.groups[i].seconds.microbatch):
@@ -398,16 +419,17 @@ def _without(swarm: Swarm, stage: int, lost: int) -> Swarm:
 
 
 def transfer(size: float, link: Link) -> float:
-    """On a new connection, on which TCP doubles what it sends each round: at most so many rounds as
-    if all of it went like that, and its bytes at the link's rate."""
+    """Upper bound of the seconds of sending `size` bytes on a new connection. TCP doubles the bytes
+    of each round trip. As many round trips count as if it did so to the end, and in addition the
+    bytes at the link's rate."""
     round_trip = 2 * link.delay_ms / 1e3
     rounds = math.log2(size / reaction.INITIAL_WINDOW + 1)
     return round_trip * (1 + rounds) + size * ON_WIRE * BITS / link.mbps
 
 
 def handovers(swarm: Swarm, step: float) -> list[Handover]:
-    """The handover of each stage's last node, over its worst link to any other. `step`: seconds of
-    a step."""
+    """The handover of each stage's last node, over the stage's worst link to any stage. `step`:
+    seconds of a step."""
     network = swarm.network
     sites = [
         {group.site for group in swarm.groups if group.stage == stage}
@@ -423,12 +445,13 @@ def handovers(swarm: Swarm, step: float) -> list[Handover]:
 
 
 def _rounds(reach: Reach) -> float:
-    """Seconds of one round of the driver: a question to all, and their answers."""
+    """Seconds of one round of the driver: a query to all nodes, and their answers."""
     return 2 * reach.farthest[0].delay_ms / 1e3
 
 
 def missing(swarm: Swarm, reach: Reach, losing: Losing, stage: int) -> float:
-    """Share of the time for which a node is missing, from its loss until a replacement trains."""
+    """Share of the time for which a node of the stage is missing: from its loss until its
+    replacement trains."""
     joining = (reaction.JOINING + reaction.DIALLING) * 2 * reach.farthest[stage].delay_ms / 1e3
     size = fetched_bytes(swarm.run, swarm.config, stage, "replica")
     fetch = transfer(size, reach.between[stage][stage])
@@ -437,9 +460,12 @@ def missing(swarm: Swarm, reach: Reach, losing: Losing, stage: int) -> float:
 
 
 def _replica_cost(swarm: Swarm, reach: Reach, stage: int, usual: float) -> float:
-    """Seconds by which a replica's loss, and the joining of the next one, hold up the others: until
-    the view without it, half of its share done again, and the rounds of going and coming. The
-    driver's own loss costs half a step. With redundant computation all wait for the joiner."""
+    """Seconds that a replica's loss, and the joining of its replacement, cost the others.
+
+    They wait for the view without it, recompute half of its share, and exchange the messages of
+    leaving and joining. The loss of the driver costs half a step. With `redundant`, all wait for
+    the joiner's state and twin.
+    """
     count = swarm.replicas(stage)
     delay = reach.farthest[stage].delay_ms / 1e3
     share = swarm.run.training.microbatches / count
@@ -457,8 +483,8 @@ def _replica_cost(swarm: Swarm, reach: Reach, stage: int, usual: float) -> float
 
 
 def _seconds_for_relearning(swarm: Swarm, lost: float) -> float:
-    """At most, of the mean time of training between two losses of stages, of which there are so
-    many a second."""
+    """Maximum seconds of relearning, from the mean time of training between two losses of stages.
+    `lost`: losses of stages per second."""
     trained = 1 / lost if lost else math.inf
     return time_for(swarm.run.recovery.relearn.seconds, trained, 0.0)
 
@@ -466,9 +492,11 @@ def _seconds_for_relearning(swarm: Swarm, lost: float) -> float:
 def _stage_cost(
     swarm: Swarm, reach: Reach, losing: Losing, stage: int, usual: float, relearning: float
 ) -> float:
-    """Seconds from the loss of a stage's last node until training goes on: a machine comes (the
-    first of those on their way), its stage is rebuilt, and may relearn for `relearning`; and half a
-    step is lost."""
+    """Seconds that the loss of a stage's last node costs, until training continues.
+
+    The others wait for the first of its replacement machines. The stage is rebuilt, and may relearn
+    for at most `relearning` seconds. Half a step is lost.
+    """
     run, config = swarm.run, swarm.config
     link, count = reach.farthest[stage], swarm.replicas(stage)
     waiting = (losing.replacement + losing.start) / count
@@ -488,12 +516,14 @@ def _stage_cost(
 
 
 def _method(run: RunFile, stage: int) -> str:
+    """The method by which a lost stage is rebuilt."""
     if run.policy.sends(stage, run.recovery.snapshot.first):
         return "snapshot"
     return run.recovery.policy
 
 
 def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
+    """Seconds of relearning with the transfer of its data, if the stage was guessed; else 0."""
     recovery, training = swarm.run.recovery, swarm.run.training
     if _method(swarm.run, stage) not in ("checkfree", "checkfree+") or not recovery.relearn.passes:
         return 0.0
@@ -503,8 +533,9 @@ def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
 
 
 def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[float, float]:
-    """Steps to be committed for the tokens' worth of learning, and the share of steps that are
-    rolled back and made again, with so many stages lost a second of training."""
+    """Two figures, if `lost` stages are lost per second of training. The first is the number of
+    steps to commit, with those that make up for lost learning. The second is the additional time of
+    roll backs and checkpoints, as a share of the steps' time."""
     run, recovery = swarm.run, swarm.run.recovery
     steps = float(run.steps)
     if run.policy.checkpoints:
@@ -517,7 +548,7 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
         if (period + writing) * lost > 700:
             return steps, math.inf
         share = availability(period, 0.0, 1 / lost, 0.0)
-        late = math.expm1(lost * writing)  # what was trained while a checkpoint was written
+        late = math.expm1(lost * writing)  # steps trained while a checkpoint was written
         return steps, (1 / share + late) * period / (recovery.checkpoint.every * usual) - 1
     cost = LEARNING[lesson(run)]
     each = cost.behind
@@ -538,7 +569,7 @@ def lesson(run: RunFile) -> str:
 
 
 def _stale(swarm: Swarm, reach: Reach, usual: float) -> float:
-    """Steps in which all rows of a stage can be sent."""
+    """Number of steps that it takes to send all rows of a stage's snapshot."""
     snapshot, stages = snapshot_section(swarm.run, swarm.config), range(swarm.config.stages + 1)
     size = max(snapshot_bytes(swarm.run, swarm.config, stage) for stage in stages)
     mbps = min(snapshot.mbps, *(link.mbps for link in reach.farthest))

@@ -1,13 +1,14 @@
-"""Whether a stage's last node can hand its state to an heir within a termination notice.
+"""Computes whether a stage's last node can hand its state to an heir within a termination notice.
 
 The node sees the notice up to POLL seconds late, and ends its part of the step. It pushes the
-weights, then the moments. It keeps FAREWELL seconds for leaving, and MARGIN since the announced
-time is approximate. So a push of `size` bytes ends after
+weights, then the moments. It keeps FAREWELL seconds for leaving, and MARGIN seconds because the
+announced time is approximate. So a push of `size` bytes ends after
 
     POLL + step + rtt (1 + log2(size / INITIAL_WINDOW + 1)) + size / rate + FAREWELL + MARGIN
 
-seconds: the logarithm bounds the round trips of TCP's slow start on a new connection. The link is
-the slowest to any node. It needs an heir: a standby, a replica that moves, or a node with room.
+seconds. The logarithm bounds the round trips of TCP's slow start on a new connection. The link is
+the slowest to any node. There must be an heir: a standby, a replica that moves, or a node with
+room.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from planaria.node.launch.notices import FAREWELL, MARGIN, POLL
 from planaria.node.model.shape import VALUE
 
 NOTICES: Final = (120.0, 30.0, 10.0)
-"""Seconds of notice: AWS, then GCP and Azure, then what is left if it is seen late."""
+"""Seconds of notice: AWS's; GCP's and Azure's; the rest of theirs if it is seen late."""
 INITIAL_WINDOW: Final = 10 * 1448
 """Bytes of TCP's initial window."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """The handover of one stage; a step takes `step` seconds."""
+    """The figures of one stage's handover."""
 
     stage: int
-    parameters: int
-    step: float
-    rtt: float  # seconds, to the heir and back
+    parameters: int  # number of trained parameters
+    step: float  # seconds of a step
+    rtt: float  # round trip time to the heir, seconds
     mbps: float  # Mbit/s of payload, without headers
-    tensors: int  # of a state: weights and moments
+    tensors: int  # in a state, each as large as the weights: weights and moments
 
     @property
     def weights(self) -> int:
@@ -54,14 +55,15 @@ class Handover:
         return POLL + self.step + pushing + FAREWELL + MARGIN
 
     def possible(self, notice: float) -> str:
-        """`exact`, `weights` without moments, or `part` of the weights."""
+        """What can be handed over within `notice` seconds: `exact` (all), `weights` without all
+        moments, or `part` of the weights."""
         if self.seconds(self.state) <= notice:
             return "exact"
         return "weights" if self.seconds(self.weights) <= notice else "part"
 
 
 def notice_summary(handovers: Sequence[Handover], notice: float) -> str:
-    """A sentence about what a notice of so many seconds suffices for."""
+    """A line of text: which stages can hand over what within `notice` seconds."""
     by_kind: dict[str, list[Handover]] = {}
     for handover in handovers:
         by_kind.setdefault(handover.possible(notice), []).append(handover)
@@ -79,6 +81,7 @@ def notice_summary(handovers: Sequence[Handover], notice: float) -> str:
 
 
 def _stages(handovers: Iterable[Handover]) -> str:
+    """The stages' numbers as text, such as "stages 0-2, 4"."""
     runs: list[list[int]] = []
     for handover in handovers:
         if runs and handover.stage == runs[-1][-1] + 1:

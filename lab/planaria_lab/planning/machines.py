@@ -1,4 +1,4 @@
-"""Nodes and links that a plan is made for: as the command line has them, or as measured."""
+"""Reads the nodes and links of a plan, from command line options or from measurements."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from planaria_lab.simulator.swarm import one_site
 from planaria_lab.simulator.swarm import sites as network_of
 
 SUSTAINED: Final = 0.4
-"""Share of a GPU's peak that training sustains, where nothing was measured."""
+"""Share of a GPU's peak that training sustains, if it wasn't measured."""
 
 
 UNIFIED: Final = 0.75
-"""Share of an Apple machine's memory that macOS lets its GPU take."""
+"""Share of an Apple machine's memory that its GPU may use under macOS."""
 
 
 class Kind(NamedTuple):
-    """A GPU model, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, with sums in
-    float32, and GB/s. `shared`: GPU and processor have one memory."""
+    """Figures of a GPU model from its maker's data sheet."""
 
-    memory: float
-    tflops: float
-    bandwidth: float
-    shared: bool = False
+    memory: float  # GB
+    tflops: float  # dense bf16 (or fp16) TFLOP/s, with sums in float32
+    bandwidth: float  # GB/s
+    shared: bool = False  # GPU and processor share one memory
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -64,15 +63,15 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 class Owned(NamedTuple):
-    """Machines of a kind, as the command line has them."""
+    """Machines of one kind, as given on the command line."""
 
     kind: str
     memory: float | None = None  # GB; None: the kind's
-    number: int | None = None  # of machines; None: one, or as many as other options say
+    number: int | None = None  # of machines; None: one, or the number in other options
 
 
 def parse_kinds(text: str) -> tuple[Owned, ...]:
-    """KIND[:GB][ xN], .. as `--kind` has it. Raises PlanError."""
+    """Parses the value of `--kind`: KIND[:GB][ xN], ... Raises PlanError."""
     machines = []
     for part in text.split(","):
         written = re.fullmatch(
@@ -87,7 +86,7 @@ def parse_kinds(text: str) -> tuple[Owned, ...]:
         kind = kind.lower()
         if kind not in KINDS:
             raise PlanError(
-                f"--kind {kind} is unknown: choose of {', '.join(KINDS)}; for another give "
+                f"--kind {kind} is unknown: choose from {', '.join(KINDS)}; for another kind give "
                 "--tflops and --memory"
             )
         machines.append(
@@ -97,7 +96,7 @@ def parse_kinds(text: str) -> tuple[Owned, ...]:
 
 
 class Hardware(NamedTuple):
-    """The options about nodes; None: not given."""
+    """The options about nodes. None: the option isn't given."""
 
     nodes: int | None
     kinds: tuple[Owned, ...]
@@ -117,8 +116,8 @@ def alike(
     mbps: float,
     uplink: float | None,
 ) -> tuple[tuple[Machine, ...], Network]:
-    """Machines, which fill the sites in turn; without sites but with an uplink each has a site of
-    its own. Raises PlanError, LinkError."""
+    """The machines of these options, and their network. Site after site is filled. Without sites
+    but with an uplink, each machine has its own site. Raises PlanError, LinkError."""
     kinds = [owned for owned in hardware.kinds for _ in range(owned.number or 1)]
     several = len(kinds) > 1 or any(owned.number for owned in hardware.kinds)
     if several and hardware.nodes not in (None, len(kinds)):
@@ -146,7 +145,7 @@ def alike(
 
 
 def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
-    """The number of nodes at each site. Raises PlanError."""
+    """The number of nodes at each site. `sites`: as NAME or NAME:NODES. Raises PlanError."""
     counts: dict[str, int] = {}
     open_sites = []
     for text in sites:
@@ -175,7 +174,8 @@ def _machine(
     memory: float | None = None,
     cpu: bool = False,
 ) -> Machine:
-    """A machine with the options' figures, else the measured ones. Raises PlanError."""
+    """A machine with the figures of the options; by default the measured ones, then its kind's.
+    Raises PlanError."""
     kind = KINDS[owned.kind] if owned else None
     flops = hardware.tflops or tflops or (SUSTAINED * kind.tflops if kind else 0.0)
     size = (owned and owned.memory) or hardware.memory or memory or (kind.memory if kind else 0.0)
@@ -199,9 +199,11 @@ def _machine(
 
 
 def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network]:
-    """What `planaria probe` has measured (node/report/probe.py). Each node is a site of its own. Of
-    a pair's two directions the worse counts, and a pair that wasn't measured is as bad as the
-    worst that was. Raises PlanError."""
+    """The machines and the network that `planaria probe` has measured (node/report/probe.py).
+
+    Each node is its own site. Of a pair's two directions the worse counts. A pair that wasn't
+    measured is as bad as the worst measured one. Raises PlanError.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         nodes = [
@@ -217,7 +219,8 @@ def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network
         raise PlanError(f"can't read the probe {path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise PlanError(
-            f"{path} is no probe: {error!r} is missing or invalid in it; `planaria probe` makes one"
+            f"{path} is no probe: {error!r} is missing or invalid in it; write a probe with "
+            "`planaria probe`"
         ) from error
     if len(nodes) < 2 or not links:
         raise PlanError(
@@ -235,7 +238,9 @@ def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network
     names = _in_a_row([name for name, *_ in nodes], links, worst)
     by_name = {node[0]: node for node in nodes}
     if len(hardware.kinds) > 1:
-        raise PlanError(f"{path} has the nodes: give one --kind for all of them, or none")
+        raise PlanError(
+            f"{path} names the nodes, so give at most one --kind, which holds for all of them"
+        )
     owned = hardware.kinds[0] if hardware.kinds else None
     machines = tuple(
         _machine(name, name, owned, hardware, tflops, memory / 1e9, device.startswith("cpu"))
@@ -250,7 +255,8 @@ def _in_a_row(
     links: Mapping[frozenset[str], tuple[float, float]],
     worst: tuple[float, float],
 ) -> list[str]:
-    """Each followed by the nearest that is left: stages are cut from this row."""
+    """The nodes in a row, each followed by the nearest of the remaining ones. Stages are cut from
+    this row."""
     row, remaining = names[:1], set(names[1:])
     while remaining:
         nearest = min(remaining, key=lambda n: (links.get(frozenset((row[-1], n)), worst)[0], n))

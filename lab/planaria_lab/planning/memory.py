@@ -1,9 +1,9 @@
-"""The most memory that a node of a stage needs, by purpose.
+"""Computes the maximum memory of a node of a stage, by purpose.
 
-Follows from the run file, the model's shape and the nodes of each stage. Activations are those that
-autograd keeps for the daemon's blocks (tests hold them against what torch allocates), the rest is
-what the daemon's own parts say that they keep. With adapters only these have gradients and moments,
-copies and saves; `narrow` says that the frozen weights are exact in bf16 (model/lora.py).
+It follows from the run file, the model's shape and the nodes of each stage. Activations are those
+that autograd keeps for the daemon's blocks; tests compare them with what torch allocates. All else
+follows from what the daemon's modules say that they keep. With adapters, only these have gradients,
+moments, copies and saves. `narrow`: the frozen weights are exact in bf16 (model/lora.py).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from planaria_lab.simulator.swarm import (
 )
 
 TAKEN = torch.int64.itemsize
-"""Bytes for each row of a snapshot or copy: the step that it is of."""
+"""Bytes of a row's mark in a snapshot or copy: the number of its step."""
 FOLLOWED = 2
-"""Steps whose gradients wait for a newcomer: one is on its way."""
+"""Steps whose gradients are kept for a newcomer; one of them is on its way."""
 SOURCES = 2
-"""Stages whose weights a guess is made of."""
+"""Number of stages from whose weights a guess is made."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on the device, and in the machine's memory. A node that computes on a CPU has both
-    there."""
+    """Bytes on the device, and in the host's memory. A node that computes on a CPU has both in the
+    host's memory."""
 
     device: float = 0.0
     host: float = 0.0
@@ -70,12 +70,12 @@ def needed(
     saves: bool = False,
     narrow: bool = False,
 ) -> dict[str, Bytes]:
-    """Bytes by purpose; the sum is what a node of `stage` needs, without the libraries' own.
+    """Purpose -> bytes that a node of `stage` needs, without the memory of libraries.
 
-    `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
-    stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
-    --save-dir. Not in it: what `at_a_loss` has, and frames that wait for a link (16 MiB each at
-    most).
+    `replicas`: numbers of nodes of stages 0, 1, .., L. The nodes of a stage count as equally fast:
+    a faster one would get more microbatches, and keep more frames and boundary tensors. `saves`:
+    the node is started with --save-dir. Not included are the bytes of `at_a_loss`, and frames that
+    wait for a link (at most 16 MiB a link).
     """
     gradient = VALUE * parameters(config, stage)
     under_way_here = under_way(run, config, stage, replicas)
@@ -91,7 +91,7 @@ def needed(
         parts["loading"] = Bytes(max(0.0, loading))
     if replicas[stage] > 1:
         parts["averaging"] = Bytes(host=2 * gradient)
-        if has_error_feedback(run.wire.averaging):  # what is held back, and what is to be
+        if has_error_feedback(run.wire.averaging):  # the old error feedback, and the new
             parts["held back"] = Bytes(2 * gradient)
         if run.recovery.masking != "abort":
             parts["masking"] = Bytes(gradient)
@@ -107,14 +107,16 @@ def needed(
 
 
 def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
-    """The additional memory that a node of `stage` needs for a while, by occasion: while a newcomer
-    copies its state (node/state/feeding.py), with frozen weights as they are sent, and while it
-    relearns its stage, which it has guessed."""
+    """Occasion -> bytes that a node of `stage` needs temporarily, in addition to `needed`.
+
+    One occasion is a newcomer that copies the node's state (node/state/feeding.py); frozen weights
+    count as they are sent. The other is relearning, after the node has guessed its stage.
+    """
     gradient = VALUE * parameters(config, stage)
     copied = config.state_bytes(stage) + FOLLOWED * gradient
     parts = {"a newcomer": Bytes(host=base_bytes(config, stage) + copied)}
     if stage and run.recovery.relearn.passes and run.policy.guesses:
-        weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
+        weights = 4 if stage == 1 else 3  # a copy, its gradient, its momentum; the guess of stage 1
         learned = _boundary(run, config, run.training.microbatches)
         parts["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
     return parts
@@ -122,7 +124,7 @@ def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]
 
 @cache
 def _base(config: ModelConfig, stage: int, half: bool) -> int:
-    """Bytes of the frozen weights; `half`: matrices that aren't packed are in bf16."""
+    """Bytes of the frozen weights. `half`: matrices that aren't packed are in bf16."""
     matrices, packed, vectors = _frozen(config, stage)
     packed_bytes = int(BYTES_OF_BASE[config.base_of(stage)] * packed)
     return packed_bytes + VALUE * vectors + (2 if half else VALUE) * matrices
@@ -130,8 +132,8 @@ def _base(config: ModelConfig, stage: int, half: bool) -> int:
 
 @cache
 def _loading(config: ModelConfig, stage: int) -> int:
-    """Bytes of a stage while it is read: float32, but for what is packed; and two for each value of
-    the largest matrix, which becomes bf16, or whose words are hashed."""
+    """Bytes of a stage while it is read: all in float32, except for packed matrices. The largest
+    matrix takes two more bytes for each value, when it is converted to bf16 or hashed."""
     matrices, packed, vectors = _frozen(config, stage)
     shapes = named_shapes(config, stage).values()
     largest = max(math.prod(shape) for shape in shapes if len(shape) > 1)
@@ -140,7 +142,7 @@ def _loading(config: ModelConfig, stage: int) -> int:
 
 
 def _frozen(config: ModelConfig, stage: int) -> tuple[int, int, int]:
-    """Numbers of values in matrices that aren't packed, in packed ones, and in vectors."""
+    """Numbers of frozen values: in matrices that aren't packed, in packed ones, and in vectors."""
     shapes = named_shapes(config, stage).values()
     packed = config.packed_in(stage)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1) - packed
@@ -148,6 +150,7 @@ def _frozen(config: ModelConfig, stage: int) -> tuple[int, int, int]:
 
 
 def whole(parts: Mapping[str, Bytes]) -> Bytes:
+    """The sum of all parts."""
     return sum(parts.values(), Bytes())
 
 
@@ -155,42 +158,43 @@ def whole(parts: Mapping[str, Bytes]) -> Bytes:
 
 
 def _share(run: RunFile, replicas: int) -> int:
-    """The most microbatches of a step that one of equal replicas computes."""
+    """Maximum number of microbatches of a step that one of equal replicas computes."""
     return -(-run.training.microbatches // replicas)
 
 
 def under_way(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
-    """Microbatches whose activations a node holds at a time, at most: all that sources have out may
-    wait for their backward pass at one stage."""
+    """Maximum number of microbatches whose activations a node holds at a time. All microbatches in
+    flight may wait for their backward pass at one stage."""
     out = replicas[0] * most_out(run.training.in_flight, config.stages)
     return min(_share(run, replicas[stage]), -(-out // replicas[stage]))
 
 
-# --- for the day of a loss
+# --- kept for a loss
 
 
 def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
-    """What was sent in a step to stages with replicas, or twins (node/transaction/attempt.py):
-    activations to the next stage, gradients to the one before; with swapped orders to any."""
+    """Bytes of the frames of a step that a node keeps to send them again, if their receiver has
+    replicas or a twin (node/transaction/attempt.py). These are activations to the next stage, and
+    gradients to the stage before; with swapped orders to any stage."""
     ring = config.stages + 1
     swapped = run.policy.swapped and max(replicas) > 1
-    size = 0
-    for direction, each in zip((1, -1), _crossing(run, config), strict=True):
+    total = 0
+    for direction, size in zip((1, -1), _crossing(run, config), strict=True):
         other = (stage + direction) % ring
         has_twin = run.policy.twins and other > 0
         if swapped or has_twin or replicas[other] > 1:
-            size += each
-    return size * _share(run, replicas[stage])
+            total += size
+    return total * _share(run, replicas[stage])
 
 
 def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
-    """Bytes of an activation and of a gradient, as they cross."""
+    """Bytes of an activation and of a gradient of a microbatch, as sent between stages."""
     return crossing_bytes(config, run.training.microbatch * config.context, run.wire)
 
 
 def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
-    """Both sides of what crossed: of the last steps as it is kept, of the step under way as it
-    crossed."""
+    """Bytes of the tensors that crossed both boundaries of a stage. Those of the last steps count
+    as kept for relearning, those of the step under way as sent."""
     tokens = run.training.microbatch * config.context
     crossed, _ = _crossing(run, config)
     kept_size = kept_bytes(config, tokens, run.wire)
@@ -198,8 +202,8 @@ def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
 
 
 def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
-    """The bytes that a node holds of others and for others: copies, twin and saves of
-    node/state/."""
+    """Purpose -> bytes that the policy needs at a node: checkpoints, a twin, or snapshots that it
+    sends and holds (node/state/)."""
     policy, stages = run.policy, config.stages
     if policy.checkpoints:
         return {"checkpoint": Bytes(host=_writes(run, config, stage))}
@@ -217,6 +221,7 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
 
 
 def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
+    """Bytes that the sender of a stage's snapshot needs, while it sends an update."""
     if not parameters(config, stage):
         return Bytes()
     holders = holder_count(stage, config.stages)
@@ -229,7 +234,7 @@ def _sent(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
 
 
 def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
-    """The bytes of a snapshot of another stage, while the next update arrives."""
+    """Bytes that the holder of a stage's snapshot needs, while an update arrives."""
     if not parameters(config, stage):
         return Bytes()
     marks = TAKEN * _rows(config, stage)
@@ -243,10 +248,10 @@ def _held(run: RunFile, config: ModelConfig, stage: int) -> Bytes:
 
 @cache
 def _rows(config: ModelConfig, stage: int) -> int:
-    """Blocks of a snapshot."""
+    """Number of blocks of a stage's snapshot."""
     return layout_of(config, stage).blocks
 
 
 def _writes(run: RunFile, config: ModelConfig, stage: int) -> int:
-    """Saves on their way to the disk."""
+    """Bytes of the saves or checkpoints that are being written."""
     return run.saves.in_flight * config.state_bytes(stage)

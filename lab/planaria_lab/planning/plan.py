@@ -1,4 +1,4 @@
-"""`planaria plan`: what to rent, and how to run it."""
+"""The command `planaria plan`: which machines to rent for a run, and how to run it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 HOUR: Final = 3600.0
 MOST_NAMED: Final = 4
-"""Nodes of a stage that are printed by name."""
+"""Maximum number of a stage's nodes that are printed by name."""
 RATES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.16, 0.25, 0.4)
-"""An hour, of the picture."""
+"""Probabilities that a node is lost within an hour, for the picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class PlanOptions:
             "--from",
             envvar="PLANARIA_PLAN_FROM",
             metavar="FOLDER|CONFIG.json",
-            help="Model to train on from, by its config.json; instead of a run file.",
+            help="Model whose training continues, by its config.json; instead of a run file.",
         ),
     ] = None
     lora: Annotated[
-        int | None, typer.Option(metavar="RANK", help="Rank of adapters, which alone are trained.")
+        int | None, typer.Option(metavar="RANK", help="Train only adapters, with this rank.")
     ] = None
     base: Annotated[
         str | None,
@@ -86,7 +86,7 @@ class PlanOptions:
     site: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[:NODES]", help="Where nodes are; repeatable. --table has the links."
+            metavar="NAME[:NODES]", help="Site of nodes; repeatable. --table has the links."
         ),
     ] = None
     table: Annotated[
@@ -104,8 +104,8 @@ class PlanOptions:
     uplink: Annotated[
         float | None,
         typer.Option(
-            help="Bandwidth from a site to all others, Mbit/s; without --site each node has a site "
-            "of its own."
+            help="Bandwidth of a site to all others together, Mbit/s. Without --site, each node "
+            "has its own site."
         ),
     ] = None
     probe: Annotated[
@@ -133,10 +133,10 @@ class PlanOptions:
         float, typer.Option(help="Bandwidth to the folder of checkpoints, Mbit/s.")
     ] = 1000.0
     deadline: Annotated[
-        float | None, typer.Option(help="Hours; chooses the cheapest plan that meets them.")
+        float | None, typer.Option(help="Maximum hours; chooses the cheapest plan within them.")
     ] = None
     budget: Annotated[
-        float | None, typer.Option(help="Money; chooses the fastest plan within it.")
+        float | None, typer.Option(help="Maximum money; chooses the fastest plan within it.")
     ] = None
     policy: Annotated[
         list[str] | None,
@@ -148,7 +148,7 @@ class PlanOptions:
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="PNG", help="Picture to write of time and cost by failure rate and policy."
+            metavar="PNG", help="Picture to write: time and cost by failure rate and policy."
         ),
     ] = None
     as_json: Annotated[
@@ -235,7 +235,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
-    """The mean number of nodes of a trace, and the probability that one is lost within an hour."""
+    """The mean number of nodes in a trace, and the probability that a node is lost in an hour."""
     import math
 
     nodes, seconds, lost, present, last = 0.0, 0.0, 0, 0, 0.0
@@ -253,8 +253,10 @@ def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
 def replay(
     question: Question, rows: tuple[TraceRow, ...]
 ) -> dict[str, tuple[Candidate, RunOutcome]]:
-    """The best plan of each policy, simulated on the trace from its first row to its last. Raises
-    PlanError."""
+    """Simulates the best plan of each policy on the trace, from its first row to its last.
+
+    Returns policy -> (plan, outcome). Policies without a plan are left out.
+    """
     from dataclasses import replace
 
     from rich.progress import track
@@ -269,7 +271,7 @@ def replay(
         try:
             best = answer(replace(question, policies=(policy,))).best
         except PlanError:
-            continue  # the answer to the question itself says why
+            continue  # `answer` for all policies has the reason
         run = override(best.run, steps=max(best.run.steps, 10**7))
         churn = Churn(trace=rows, start=question.start)
         swarm = replace(best.swarm, run=run)
@@ -277,7 +279,7 @@ def replay(
     return replayed
 
 
-# --- what is printed
+# --- output
 
 
 def as_data(
@@ -286,9 +288,11 @@ def as_data(
     narrow: Candidate | None,
     replayed: Mapping[str, tuple[Candidate, RunOutcome]],
 ) -> dict[str, Any]:
-    """The answer as JSON: seconds, bytes; null: never. `wider`: the plan with the default codecs of
-    [wire], where others were chosen; `narrow`: the plan with narrower codecs than the run
-    file's."""
+    """The answer as JSON data, in seconds and bytes; null stands for infinite.
+
+    `wider`: the plan with the run file's or default codecs, if the planner chose others. `narrow`:
+    the plan with narrower codecs than the run file's.
+    """
     data: dict[str, Any] = {
         "plan": {**plan_data(result.best), "handover": handover_data(result.best)},
         "wider": None if wider is None else plan_data(wider),
@@ -302,6 +306,7 @@ def as_data(
 
 
 def plan_data(plan: Candidate) -> dict[str, Any]:
+    """A plan as JSON data."""
     import math
 
     def figure(value: float) -> float | None:
@@ -340,8 +345,8 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
 
 
 def handover_data(plan: Candidate) -> list[dict[str, Any]]:
-    """For each stage: bytes, seconds from a notice until they are handed over, and what each notice
-    is enough for."""
+    """The handover of each stage as JSON data: bytes, and seconds from the notice until they are
+    handed over. `possible` says what each notice suffices for."""
     from planaria_lab.planning.estimate import handovers
     from planaria_lab.planning.handover import NOTICES
 
@@ -357,6 +362,7 @@ def handover_data(plan: Candidate) -> list[dict[str, Any]]:
 
 
 def replay_data(plan: Candidate, outcome: RunOutcome) -> dict[str, Any]:
+    """A simulated outcome on the trace as JSON data."""
     batch = plan.run.training.batch * plan.swarm.config.context
     return {
         "replicas": list(plan.counts),
@@ -377,7 +383,7 @@ def replay_data(plan: Candidate, outcome: RunOutcome) -> dict[str, Any]:
 
 
 def behind(plan: Candidate, outcome: RunOutcome) -> float:
-    """Steps that the rebuilt stages cost in learning, by LEARNING of estimate.py."""
+    """Steps that rebuilt stages cost in learning, by `LEARNING` of estimate.py."""
     from planaria_lab.planning.estimate import LEARNING, lesson
 
     cost = LEARNING[lesson(plan.run)]
@@ -429,7 +435,7 @@ def _print_plan(
 
 
 def _print_stages(question: Question, plan: Candidate) -> None:
-    """What is where, and what it takes and sends there."""
+    """Prints each stage's layers, nodes, memory and sent bytes, then the nodes not needed."""
     from itertools import chain
 
     from rich.table import Table
@@ -460,7 +466,7 @@ def _print_stages(question: Question, plan: Candidate) -> None:
 
 
 def _named(machines: Sequence[Machine]) -> str:
-    """Their names and sites; of many their number."""
+    """The machines' names and sites as text; if there are many, their number and two names."""
     sites = ", ".join(dict.fromkeys(machine.site for machine in machines))
     names = ", ".join(machine.name for machine in machines)
     if len(machines) > MOST_NAMED:
@@ -469,14 +475,15 @@ def _named(machines: Sequence[Machine]) -> str:
 
 
 def _codecs_and_why(plan: Candidate, wider: Candidate | None) -> str:
-    """The codecs of the plan, and why they were chosen, if they were."""
+    """The codecs of the plan as text. If the planner chose them, with the reason and the figures
+    of the plan `wider`."""
     from planaria_lab.planning.planner import described
 
     codecs = _codecs(plan)
     if wider is None:
         return codecs
     return (
-        f"{codecs}; that costs nothing in learning that our lab would see "
+        f"{codecs}; that showed no cost in learning in our lab "
         f"(lab/results/bandwidth, lab/results/averaging). With {_codecs(wider)} a step "
         f"would take {wider.estimate.step:.3g} s, and the run {_duration(wider.seconds)}, "
         f"by {described(wider)}"
@@ -484,6 +491,7 @@ def _codecs_and_why(plan: Candidate, wider: Candidate | None) -> str:
 
 
 def _with_narrower_links(plan: Candidate) -> str:
+    """The figures of the plan with narrower codecs as text."""
     from rich.markup import escape
 
     from planaria_lab.planning.planner import described
@@ -517,7 +525,7 @@ def _print_others(result: Answer) -> None:
     for line in result.refused[:3]:
         console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)
     if len(result.refused) > 3:
-        console.print(f"nor do {len(result.refused) - 3} more")
+        console.print(f"{len(result.refused) - 3} more don't fit")
 
 
 def _print_replayed(replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> None:
@@ -555,8 +563,8 @@ def _duration(seconds: float) -> str:
 
 
 def draw(question: Question, path: Path) -> None:
-    """Time of the fastest and money of the cheapest plan of each policy, by failure rate. Raises
-    OSError."""
+    """Draws the time of the fastest and the money of the cheapest plan of each policy, by failure
+    rate, and writes the picture to `path`. Raises OSError."""
     import math
 
     from matplotlib.figure import Figure
@@ -591,7 +599,8 @@ def draw(question: Question, path: Path) -> None:
 
 
 def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
-    """For each policy: probability an hour, hours of its fastest plan, money of its cheapest."""
+    """Policy -> points of its curves: (probability of a node's loss within an hour, hours of the
+    fastest plan, money of the cheapest plan)."""
     from dataclasses import replace
 
     from rich.progress import track

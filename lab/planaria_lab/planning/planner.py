@@ -1,8 +1,8 @@
-"""Which stages, replicas, policy and settings: candidates, and the choice among them.
+"""Makes candidates with stages, replicas, policy and settings, and chooses the best.
 
-What is tried follows from the model, the batch and the nodes alone, and what each comes to is a
-closed form (estimate.py) that falls with bandwidth and rises with delay and with the rate
-of losses. So does the least of them: more bandwidth is never slower, a higher rate never faster.
+Candidates follow from the model, the batch and the nodes alone. The time of each is a closed form
+(estimate.py), which falls with bandwidth, and rises with delay and with the rate of losses. So the
+same is true of the minimum: more bandwidth is never slower, a higher rate never faster.
 """
 
 from __future__ import annotations
@@ -33,53 +33,53 @@ from planaria_lab.simulator.churn import HOUR
 from planaria_lab.simulator.swarm import Group, Seconds, Swarm, Transport, seconds_at
 
 RESERVE: Final = 0.1
-"""Share of a device's memory for the libraries, and for what their allocators can't use."""
+"""Share of a device's memory for libraries, and for memory that their allocators can't use."""
 MICROBATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
-"""Samples that are tried."""
+"""Tried numbers of samples in a microbatch."""
 INTERVALS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Steps between checkpoints that are tried."""
+"""Tried numbers of steps between checkpoints."""
 ALIKE: Final = 0.005
-"""Share of the time by which plans differ that are as good as each other."""
+"""Difference in time, as a share, below which two plans count as equally good."""
 FRAME: Final = 1.5e-3
-"""Seconds of a node's event loop for each frame that it sends or takes; 1.24 ms were measured, with
-nothing else on the machine (lab/results/simulator)."""
+"""Seconds of a node's event loop for each frame that it sends or receives. 1.24 ms were measured on
+an otherwise idle machine (lab/results/simulator)."""
 NARROW: Final[Mapping[str, str]] = {"activations": "int8", "gradients": "int4", "averaging": "int8"}
-"""Codecs that cost nothing in learning that three seeds would show (lab/results/bandwidth and
-averaging)."""
+"""Use -> a narrow codec that showed no cost in learning with three seeds (lab/results/bandwidth,
+lab/results/averaging)."""
 BOUNDARIES, AVERAGING = ("activations", "gradients"), ("averaging",)
-"""What they are for; each is narrowed as a whole, or not."""
+"""Groups of uses of codecs. Either all codecs of a group become narrow, or none."""
 BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "lowrank")
-"""Codecs, by how much they leave of a tensor."""
+"""Codecs, from the most bytes sent to the fewest."""
 ROWS: Final = 6
-"""Kinds of machines that are tried at stage 0."""
+"""Maximum number of kinds of machines that are tried at stage 0."""
 WORTH: Final = 0.05
-"""Share of the time that narrower links have to save to be told of."""
+"""Share of the time that narrower codecs must save to be chosen or mentioned."""
 
 
 class PlanError(ValueError):
-    """Nothing can be planned; the message names what stands against it, and a remedy."""
+    """Nothing can be planned. The message names the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node that is to be had."""
+    """An available machine, for one node."""
 
     name: str
     site: str
     flops: float  # FLOP/s that it sustains in the model
-    memory: float  # bytes, of the device
-    host: float = math.inf  # bytes
+    memory: float  # bytes of the device
+    host: float = math.inf  # bytes of the host
     bandwidth: float = 5e11  # bytes/s that the device moves in its memory
-    price: float = 0.0  # an hour
-    shared: bool = False  # the device has no memory of its own: it computes on a CPU
+    price: float = 0.0  # per hour
+    shared: bool = False  # device and host share one memory, as on a CPU
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """What makes it another kind than others."""
+        """The figures that define its kind: machines with equal ones are alike."""
         return self.flops, self.memory, self.host, self.bandwidth, self.shared
 
     def lacks(self, need: Bytes) -> str:
-        """The memory that it has too little of; empty: none."""
+        """Which memory is too small for `need`, as text; empty: none."""
         room = (1 - RESERVE) * self.memory
         if self.shared:
             need = Bytes(need.both)
@@ -90,7 +90,8 @@ class Machine:
         return ""
 
     def layers(self, of_one: Bytes, of_two: Bytes) -> int:
-        """The number of layers that it has memory for, by what one and two of them need."""
+        """The number of layers that fit into its memory. `of_one`, `of_two`: bytes that a node with
+        one and with two layers needs."""
         if self.shared:
             of_one, of_two = Bytes(of_one.both), Bytes(of_two.both)
         pairs = (
@@ -105,19 +106,19 @@ class Machine:
 class Question:
     """The run to plan, and the machines. Raises PlanError."""
 
-    run: RunFile  # model and batch, and all that isn't chosen here
+    run: RunFile  # model, batch, and all settings that the planner doesn't choose
     vocabulary: int  # of the data
-    machines: tuple[Machine, ...]  # nodes of a site in a row
+    machines: tuple[Machine, ...]  # those of a site follow each other
     network: Network = field(hash=False)  # of the sites
-    tokens: float
+    tokens: float  # to train on
     hourly: float = 0.0  # probability that a node is lost within an hour
-    replacement: float = 120.0  # seconds until a machine is there in a lost one's place
-    start: float = 30.0  # and until the node on it asks to join
+    replacement: float = 120.0  # seconds from a loss until there is a new machine
+    start: float = 30.0  # seconds from then until the node on it asks to join
     storage_mbps: float = 1000.0  # between a node and the folder of checkpoints
     deadline: float = math.inf  # hours
     budget: float = math.inf  # in the unit of the prices
     policies: tuple[str, ...] = tuple(POLICIES)
-    narrow: bool = False  # the weights that the run begins from are exact in bf16
+    narrow: bool = False  # the model's weights before training are exact in bf16
 
     def __post_init__(self) -> None:
         if not self.machines:
@@ -142,35 +143,38 @@ class Question:
 
     @property
     def losing(self) -> Losing:
+        """The rates at which nodes are lost and replaced."""
         return Losing(self.hourly, self.replacement, self.start)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate, and what it comes to."""
+    """A plan, with its estimated times."""
 
     run: RunFile
     swarm: Swarm
     nodes: tuple[tuple[Machine, ...], ...]  # by stage
     estimate: Estimate
-    narrow: bool = False  # as of the question
+    narrow: bool = False  # as in `Question`
 
     @property
     def seconds(self) -> float:
-        """Seconds until the tokens are trained on; inf: losses come faster than it gets on."""
+        """Seconds until all tokens are trained on; inf: losses come faster than it recovers."""
         return self.estimate.seconds
 
     @property
     def price(self) -> float:
-        """The price of an hour."""
+        """The price of an hour of all its machines."""
         return math.fsum(machine.price for machine in chain.from_iterable(self.nodes))
 
     @property
     def money(self) -> float:
+        """The price of the whole run."""
         return self.price * self.seconds / HOUR if self.price else 0.0
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens a second while no node is missing."""
         return self.run.training.batch * self.swarm.config.context / self.estimate.step
 
     @property
@@ -179,11 +183,12 @@ class Candidate:
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """The number of nodes of each stage."""
         return tuple(map(len, self.nodes))
 
     @property
     def shape(self) -> str:
-        """The shape as people write it: stages x replicas."""
+        """Stages x replicas as text, such as "4 x 2-3"."""
         least, most = min(self.counts), max(self.counts)
         return f"{len(self.counts)} x {least}" + (f"-{most}" if most > least else "")
 
@@ -196,7 +201,7 @@ class Candidate:
         ]
 
     def more_memory(self) -> list[Bytes]:
-        """The additional memory that it needs for a while after a loss."""
+        """The additional memory that a node of each stage needs temporarily after a loss."""
         each = [at_a_loss(self.run, self.swarm.config, s).values() for s in range(len(self.counts))]
         return [
             Bytes(max(need.device for need in more), max(need.host for need in more))
@@ -205,8 +210,8 @@ class Candidate:
 
 
 def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Machine, ...], ...]:
-    """A stage's nodes in a row, so that most stages are at one site each, and neighbours near: the
-    driver's plan doesn't look at sites."""
+    """The machines of each stage, cut from a row of machines. So most stages are at one site each,
+    and neighbouring stages are near. The driver's plan doesn't consider sites."""
     remaining = iter(machines)
     return tuple(tuple(next(remaining) for _ in range(count)) for count in counts)
 
@@ -215,8 +220,8 @@ def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Ma
 
 
 def candidates(question: Question) -> Iterator[Candidate | str]:
-    """Each candidate as a plan, or the reason why it doesn't fit. Candidates follow from the model,
-    the batch and the nodes alone."""
+    """All candidates; instead of those that don't fit, the reasons. They follow from the model, the
+    batch and the nodes alone."""
     layers = question.run.config_for(question.vocabulary).layers
     for stages in stage_numbers(layers, len(question.machines) - 1, question.unlike):
         for counts in spreads(len(question.machines), stages + 1):
@@ -225,8 +230,8 @@ def candidates(question: Question) -> Iterator[Candidate | str]:
 
 
 def stage_numbers(layers: int, most: int, unlike: bool) -> list[int]:
-    """Numbers of body stages, up to `most`. On alike machines those whose largest stage is as large
-    as with fewer stages are left out: they are no quicker."""
+    """Numbers of body stages to try, up to `most`. On alike machines, a number is left out if its
+    largest stage is as large as with fewer stages, since it is no faster."""
     numbers = range(1, min(layers, most) + 1)
     if unlike:
         return list(numbers)
@@ -237,9 +242,9 @@ def stage_numbers(layers: int, most: int, unlike: bool) -> list[int]:
 
 
 def rows(machines: Sequence[Machine], count: int) -> Iterator[tuple[Machine, ...]]:
-    """Rows of so many machines, from which stages are cut: the fastest, in their order. Of unlike
-    ones there is a row for each kind, whose first machine serves stage 0: the others move behind
-    the last, and the ring of stages stays the same."""
+    """Rows of the `count` fastest machines, in their order, from which stages are cut. If machines
+    are unlike, there is a row for each kind, in which a machine of that kind serves stage 0. The
+    machines before it move to the end, so the ring of stages stays the same."""
     fastest = sorted(range(len(machines)), key=lambda place: -machines[place].flops)[:count]
     row = tuple(machines[place] for place in sorted(fastest))
     firsts = {machine.figures: place for place, machine in reversed([*enumerate(row)])}
@@ -248,8 +253,8 @@ def rows(machines: Sequence[Machine], count: int) -> Iterator[tuple[Machine, ...
 
 
 def cut(layers: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """The layers of each body stage: in proportion to the stages' speeds, as far as whole layers
-    go, and at most so many; empty if these are too few."""
+    """The number of layers of each body stage, in proportion to the stages' speeds, as far as whole
+    layers allow. A stage gets at most `most` layers; the result is empty if that isn't enough."""
     if min(most) < 1 or sum(most) < layers:
         return ()
     sizes = [1] * len(speeds)
@@ -261,8 +266,8 @@ def cut(layers: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int,
 
 
 def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
-    """Nodes of each stage: as many at each, up to all that there are; and all of them, what is left
-    over at stage 0 (the head) and then at the others in turn."""
+    """Numbers of nodes of each stage to try. Either all stages have the same number, or all nodes
+    are used. Then the remaining ones go to stages 0 (the head), 1, and so on."""
     most, rest = divmod(nodes, stages)
     equal = [r for r in range(1, most + 1) if r <= 4 or r % 4 == 0 or r == most]
     counts = [(replicas,) * stages for replicas in equal]
@@ -272,7 +277,7 @@ def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
 
 
 class _Shape:
-    """A number of stages and their nodes, for which settings are looked for."""
+    """Numbers of stages and nodes for which settings are tried."""
 
     def __init__(
         self, question: Question, stages: int, counts: Sequence[int], row: Sequence[Machine]
@@ -296,10 +301,11 @@ class _Shape:
             )
         sites = [[machine.site for machine in machines] for machines in self.nodes]
         self.reach = Reach.of(question.network, sites)
-        self.steps: dict[object, tuple[float, float]] = {}  # with all nodes, and usually
+        self.steps: dict[object, tuple[float, float]] = {}  # `step` and `usual` of `Estimate`
         self.tasks: dict[object, Seconds] = {}
 
     def plans(self) -> Iterator[Candidate | str]:
+        """The candidates of this shape; for each policy without any, the reason."""
         batch = self.run.training.batch
         for policy in self.question.policies:
             if len(self.counts) - 1 < _least_stages(POLICIES[policy], self.run):
@@ -320,20 +326,21 @@ class _Shape:
                         fits = True
                         yield from self._settings(run)
                         if not run.training.recompute:
-                            break  # narrower ones are no quicker
+                            break  # smaller windows are no faster
             if problems and not fits:
                 yield f"{len(self.counts)} x {min(self.counts)} nodes, {policy}: {problems[0]}"
 
     def _windows(self) -> Iterator[int]:
-        """Microbatches out at a time, the most first: what a source finds out, which may be as many
-        as `MOST` says, and then less memory."""
+        """Values of training.in_flight to try, those with the most memory first. With 0 a source
+        chooses its window itself, up to `MOST` times the stages."""
         yield 0
         for times in range(MOST - 1, 0, -1):
             yield times * len(self.counts)
 
     def _fitting(self, policy: str, size: int, window: int) -> tuple[RunFile, str]:
-        """The run without recomputation if it fits, since that is faster, else with it; and why
-        neither fits. On unlike machines some stages may have fewer layers than by their speed."""
+        """The run without recomputation if it fits, since that is faster; else with it. The second
+        result says why neither fits, and is empty if one does. On unlike machines, memory may limit
+        the layers of some stages."""
         problem = ""
         for recompute in (False, True):
             run = _changed(self.run, policy, size, window, recompute)
@@ -353,7 +360,7 @@ class _Shape:
         return self.configs[stages]
 
     def _lacking(self, run: RunFile) -> str:
-        """Why a stage doesn't fit on one of its nodes; empty: all fit."""
+        """Why a stage doesn't fit on one of its machines, as text; empty: all fit."""
         for stage, machines in enumerate(self.nodes):
             needs = self._needs(run, self._config(run), stage)
             for machine, (when, need) in product(machines, needs.items()):
@@ -363,14 +370,14 @@ class _Shape:
         return ""
 
     def _needs(self, run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
-        """What a node of the stage needs, always and by occasion."""
+        """Occasion -> bytes that a node of the stage needs then; the empty key: always."""
         need = whole(needed(run, config, stage, self.counts, narrow=self.question.narrow))
         more = at_a_loss(run, config, stage)
         return {"": need} | {when: need + extra for when, extra in more.items()}
 
     def _most(self, run: RunFile) -> list[int]:
-        """The most layers that each body stage's nodes have memory for, about: as if all stages had
-        as many."""
+        """Approximate maximum number of layers for each body stage, by the memory of its machines.
+        It is estimated as if all stages had equally many layers."""
         stages = len(self.speeds)
         if 2 * stages > self.layers:
             return [self.layers] * stages
@@ -384,9 +391,9 @@ class _Shape:
         ]
 
     def _settings(self, run: RunFile) -> Iterator[Candidate]:
-        """The run with each of the policy's own settings that are worth a try."""
+        """Candidates of the run with each setting of its policy that is tried."""
         recovery, training = run.recovery, run.training
-        if run.policy.snapshots:  # half of what there is, at most
+        if run.policy.snapshots:  # snapshots get at most half of the slowest link
             mbps = min(recovery.snapshot.mbps, *(link.mbps / 2 for link in self.reach.farthest))
             snapshot = recovery.snapshot.model_copy(update={"mbps": mbps})
             run = _with_recovery(run, snapshot=snapshot)
@@ -402,10 +409,11 @@ class _Shape:
         for every in INTERVALS if run.policy.checkpoints else (recovery.checkpoint.every,):
             checkpoint = recovery.checkpoint.model_copy(update={"every": every})
             varied = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
-            comes_to = estimated(varied, self.reach, losing, away, *self.steps[key])
-            yield Candidate(varied.run, varied, self.nodes, comes_to, self.question.narrow)
+            estimate = estimated(varied, self.reach, losing, away, *self.steps[key])
+            yield Candidate(varied.run, varied, self.nodes, estimate, self.question.narrow)
 
     def _swarm(self, run: RunFile) -> Swarm:
+        """The swarm of this shape for the simulator's functions."""
         groups: Counter[tuple[int, str, Seconds]] = Counter()
         for stage, machines in enumerate(self.nodes):
             for machine in machines:
@@ -420,7 +428,8 @@ class _Shape:
         )
 
     def _tasks(self, run: RunFile, stage: int, machine: Machine) -> Seconds:
-        """Body stages with as many layers are alike."""
+        """Seconds of a machine's tasks. They are computed once for all stages with equally many
+        layers."""
         training, config = run.training, self._config(run)
         key = (
             *(len(config.layers_of(stage)), training.microbatch, training.recompute),
@@ -432,21 +441,21 @@ class _Shape:
 
 
 def _least_stages(policy: Policy, run: RunFile) -> int:
-    """Body stages from which on a policy can do what it is for. Adapters aren't guessed from other
-    stages': they begin anew."""
+    """Minimum number of body stages with which a policy works as intended. With adapters, a policy
+    that guesses needs only one, since they begin anew instead."""
     anew = policy.guesses and run.training.lora is not None
     return 4 if policy.swapped else 1 if policy.twins or policy.checkpoints or anew else 2
 
 
 def _changed(run: RunFile, policy: str, size: int, window: int, recompute: bool) -> RunFile:
-    """Changes a run as `override` does, but quicker: these values are known to be good."""
+    """The run with these settings. It is faster than `override`: the values need no validation."""
     training = {"microbatch": size, "in_flight": window, "recompute": recompute}
     run = run.model_copy(update={"training": run.training.model_copy(update=training)})
     return _with_recovery(run, policy=policy)
 
 
 def _with_sizes(run: RunFile, sizes: tuple[int, ...]) -> RunFile:
-    """The run with body stages of so many layers, of a model that may have others."""
+    """The run with body stages of these sizes in layers. The model's layers become their sum."""
     model = {"stages": sizes, "layers": sum(sizes)}
     return run.model_copy(update={"model": run.model.model_copy(update=model)})
 
@@ -460,14 +469,16 @@ def _with_recovery(run: RunFile, **changes: object) -> RunFile:
 
 @dataclass(frozen=True)
 class Answer:
+    """The best plan, and rejected ones."""
+
     best: Candidate
-    others: tuple[tuple[Candidate, str], ...]  # that lose, and why
-    refused: tuple[str, ...]  # what doesn't fit
+    others: tuple[tuple[Candidate, str], ...]  # rejected plans, each with the reason
+    refused: tuple[str, ...]  # why other candidates don't fit
 
 
 def answer(question: Question) -> Answer:
-    """The fastest plan within the budget; with a deadline the cheapest that meets it. Beside it the
-    best of each other policy, and of other numbers of stages and replicas. Raises PlanError."""
+    """The fastest plan within the budget; with a deadline, the cheapest that meets it. The others
+    are the best of each policy, and of other numbers of stages and replicas. Raises PlanError."""
     results = [*candidates(question)]
     plans = [plan for plan in results if isinstance(plan, Candidate)]
     refused = tuple(dict.fromkeys(result for result in results if isinstance(result, str)))
@@ -486,21 +497,25 @@ def answer(question: Question) -> Answer:
 
 
 def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Candidate | None]:
-    """The question with codecs as in `NARROW` for those of [wire] that are `free`, where they save
-    `WORTH` of the time (or, with a deadline, of the money), and no more of them than that takes.
-    If there are any, the best plan with the run's own beside it, if one does it."""
+    """The question with as many codecs of `NARROW` as are worth it, and the best plan without them.
+
+    Only codecs of [wire] in `free` may change. A narrow codec must save the share `WORTH` of the
+    time; with a deadline, of the money. Among nearly equal choices, that with the fewest narrow
+    codecs is taken. The second result is None if no codec changes, or if no plan works without the
+    change.
+    """
     codecs = _narrowed(question.run, free)
     tried: list[tuple[Question, Candidate]] = []
     own: Candidate | None = None
     for unchanged in ((*NARROW,), BOUNDARIES, AVERAGING, ()):
-        few = {link: codec for link, codec in codecs.items() if link not in unchanged}
-        if few or unchanged == (*NARROW,):
-            wire = question.run.wire.model_copy(update=few)
+        changed = {use: codec for use, codec in codecs.items() if use not in unchanged}
+        if changed or unchanged == (*NARROW,):
+            wire = question.run.wire.model_copy(update=changed)
             varied = replace(question, run=question.run.model_copy(update={"wire": wire}))
             plans = (plan for plan in candidates(varied) if isinstance(plan, Candidate))
             if (best := _best(varied, plans)) is not None:
                 tried.append((varied, best))
-                own = own if few else best
+                own = own if changed else best
     if not tried:
         return question, None
     least = min(_worth(question, best)[0] for _, best in tried)
@@ -511,17 +526,17 @@ def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Ca
 
 
 def _narrowed(run: RunFile, free: Collection[str]) -> dict[str, str]:
-    """The codecs of `NARROW` that send less than the run's."""
+    """The codecs of `NARROW` for uses in `free` that send fewer bytes than the run's codecs."""
     return {
-        link: codec
-        for link, codec in NARROW.items()
-        if link in free and BYTES.index(codec) > BYTES.index(getattr(run.wire, link))
+        use: codec
+        for use, codec in NARROW.items()
+        if use in free and BYTES.index(codec) > BYTES.index(getattr(run.wire, use))
     }
 
 
 def narrower(question: Question, best: Candidate) -> Candidate | None:
-    """The best plan of that policy with codecs as in `NARROW`, where the run's own leave more;
-    None: it is hardly quicker."""
+    """The best plan of the same policy with the codecs of `NARROW`, where the run's send more
+    bytes. None: it saves less than `WORTH` of the time."""
     wire = question.run.wire.model_copy(update=_narrowed(question.run, NARROW))
     run = question.run.model_copy(update={"wire": wire})
     results = candidates(replace(question, run=run, policies=(best.policy,)))
@@ -536,13 +551,15 @@ def _best(question: Question, plans: Iterable[Candidate]) -> Candidate | None:
 
 
 def _worth(question: Question, plan: Candidate) -> tuple[float, float]:
-    """The least is best."""
+    """A sort key: money, then time, if there is a deadline; else time, then money. The lowest is
+    best."""
     if question.deadline < math.inf:
         return plan.money, plan.seconds
     return plan.seconds, plan.money
 
 
 def _why_not(question: Question, plan: Candidate) -> str:
+    """Why the plan can't be used, as text; empty: it can."""
     hours = plan.seconds / HOUR
     if hours == math.inf:
         return "never ends: losses come faster than it recovers"
@@ -550,14 +567,15 @@ def _why_not(question: Question, plan: Candidate) -> str:
         return f"takes {hours:,.1f} h of {question.deadline:,.1f} h"
     if plan.money > question.budget:
         return f"costs {plan.money:,.2f} of {question.budget:,.2f}"
-    homeless = plan.run.policy.checkpoints and not plan.run.recovery.checkpoint.dir
-    if homeless and len(question.policies) > 1:
+    has_no_folder = plan.run.policy.checkpoints and not plan.run.recovery.checkpoint.dir
+    if has_no_folder and len(question.policies) > 1:
         return "needs a folder that all nodes share: name it in recovery.checkpoint.dir"
     return ""
 
 
 def _shown(question: Question, plans: Sequence[Candidate], best: Candidate) -> list[Candidate]:
-    """The best of each policy, and, of the best's policy, of each number of stages and of nodes."""
+    """The best plan of each policy; and with the best plan's policy, the best plans of each number
+    of stages and of nodes."""
     kinds: dict[tuple[object, ...], Candidate] = {}
     for plan in sorted(plans, key=lambda plan: _worth(question, plan)):
         kinds.setdefault(("policy", plan.policy), plan)
@@ -570,9 +588,9 @@ def _shown(question: Question, plans: Sequence[Candidate], best: Candidate) -> l
 
 
 def _why(plan: Candidate, best: Candidate) -> str:
-    """The cause of most of the difference."""
+    """The main reason why a plan is worse than the best one, as text."""
     if plan.seconds < best.seconds:
-        return f"dearer: {plan.money:,.2f} instead of {best.money:,.2f}"
+        return f"costs more: {plan.money:,.2f} instead of {best.money:,.2f}"
     ours, its = best.estimate, plan.estimate
     spent = {name: seconds - ours.spent[name] for name, seconds in its.spent.items()}
     name = max(spent, key=lambda cause: spent[cause])
@@ -584,20 +602,21 @@ def _why(plan: Candidate, best: Candidate) -> str:
     reasons = {
         "replicas missing": "steps are slower while replicas are missing",
         "learning again": "lost progress must be relearned",
-        "rolled back": "steps are rolled back and made again",
-        "replicas lost": "losses of replicas delay it",
-        "stages lost": "losses of stages delay it",
+        "rolled back": "steps are rolled back and trained again",
+        "replicas lost": "losses of replicas delay the run",
+        "stages lost": "losses of stages delay the run",
     }
     return f"{reasons[name]}: {spent[name] / best.seconds:+.1%} of the time"
 
 
 def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
+    """The message for a question without any candidate that fits."""
     reasons = list(refused)
     layers = question.run.config_for(question.vocabulary).layers
     if reasons:
         return (
-            f"nothing fits on {len(question.machines)} nodes. {reasons[-1]}. Take nodes with more "
-            "memory, more of them (more stages are smaller ones), or shorter samples"
+            f"nothing fits on {len(question.machines)} nodes. {reasons[-1]}. Use nodes with more "
+            "memory, more nodes (for more and smaller stages), or shorter samples"
         )
     return (
         f"{len(question.machines)} nodes, {layers} layers and a batch of "
@@ -607,6 +626,7 @@ def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
 
 
 def described(plan: Candidate) -> str:
+    """The plan's shape and policy as text."""
     text = f"{plan.shape}, {plan.policy}"
     if plan.run.policy.checkpoints:
         text += f" every {plan.run.recovery.checkpoint.every}"

@@ -1,7 +1,8 @@
-"""Swarms in simulated time: the seconds of a step, and of a run whose nodes come and go.
+"""Simulates swarms: the seconds of a step, and of a run whose nodes come and go.
 
-docs/simulator.md explains the model. swarm.py has the input, clock.py has the time and what takes
-it; step.py is one step, reaction.py what a loss takes, churn.py how machines come and go, and
-run.py a whole run of these. table2.py is CheckFree's table, check.py the comparison with live
-swarms, simulate.py the command.
+lab/docs/simulator.md explains the model. swarm.py describes the input. clock.py has the simulated
+clock and the resources: cores, threads, links. step.py simulates one step, run.py a whole run.
+reaction.py estimates the seconds that a loss costs, churn.py draws losses and replacements of
+nodes. table2.py computes CheckFree's Table 2, check.py compares with live swarms, simulate.py is
+the command.
 """

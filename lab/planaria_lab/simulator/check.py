@@ -1,10 +1,9 @@
-"""The simulator against live swarms: processes and sockets behind emulated links, and their
-simulation.
+"""Compares the simulator with live swarms: processes and sockets behind emulated links.
 
-What a swarm's prediction is made of is measured elsewhere: the seconds of each task in this process
-alone; what a frame and a message take, what a newcomer takes to start and more in its first step,
-on swarms without delays (`CALIBRATIONS`), the latter two for each policy, as each loads other code.
-Nothing is fitted to a swarm that is predicted.
+Nothing is fitted to a swarm that is predicted. The inputs of a prediction are measured elsewhere.
+The seconds of each task are measured in this process alone. Swarms without delays (`CALIBRATIONS`)
+give the seconds of a frame and of a message. They also give a newcomer's seconds to start, and the
+additional seconds of its first step. Both depend on the policy, as each policy loads other code.
 """
 
 from __future__ import annotations
@@ -63,18 +62,18 @@ SAMPLES, TABLE = "check.jsonl", "check.md"
 SCRATCH: Final = Path("out/check")
 STEPS: Final = 24
 GOALS: Final = {"step": 0.10, "stall": 0.25}
-"""Median errors of what is predicted."""
-REPEATS: Final = 15  # of a task, when it is timed
-MOST_SECONDS: Final = 0.1  # that a frame may take
-LOOKED_AT: Final = 6  # steps that are simulated
+"""Predicted figure -> highest median error that counts as met."""
+REPEATS: Final = 15  # timed runs of a task
+MOST_SECONDS: Final = 0.1  # upper bound of the fitted seconds of a frame
+LOOKED_AT: Final = 6  # simulated steps
 
 
 @dataclass(frozen=True)
 class LiveCase:
-    """A live swarm to compare with. All links are alike, or those between sites."""
+    """A live swarm to compare with. All links are alike; with `sites`, they follow its table."""
 
     name: str
-    policy: str = "plain"  # of emulation/live_study.py
+    policy: str = "plain"  # a key of POLICIES in emulation/live_study.py
     preset: str = "tiny"
     stages: int = 4
     replicas: int = 1
@@ -86,7 +85,7 @@ class LiveCase:
     codec: str = "none"
 
     def run(self) -> RunFile:
-        """Not resolved, without a policy. Raises RunFileError."""
+        """The run file, not resolved and without a policy. Raises RunFileError."""
         preset = PRESETS[self.preset]
         text = 'name = "check"\n[training]\nmicrobatch = 2\nvalidation_microbatches = 0\n'
         return override(
@@ -97,7 +96,7 @@ class LiveCase:
             model__stages=self.stages,
             model__layers=preset.layers // preset.stages * self.stages,
             training__batch=self.batch,
-            training__in_flight=self.stages + 1,  # as when its results were measured
+            training__in_flight=self.stages + 1,  # as when lab/results/simulator was measured
             swarm__replicas=self.replicas,
             wire__activations=self.codec,
             wire__gradients=self.codec,
@@ -128,14 +127,15 @@ class Live:
     """The measurements of a live swarm, in seconds."""
 
     case: str
-    steps: tuple[float, ...]  # between commits, once links have settled and before the kill
+    steps: tuple[float, ...]  # between commits, after links have settled and before the kill
     stall: float  # from the SIGKILL to the next commit
     start: float  # from the SIGKILL until the newcomer has joined
     after: float  # from the first begin with the newcomer, or without the lost, to the next commit
-    late: float  # by which packets came late, on average
+    late: float  # mean delay of packets that the relay itself caused
 
     @property
     def step(self) -> float:
+        """Median seconds of a step."""
         return statistics.median(self.steps)
 
 
@@ -151,8 +151,8 @@ PLAIN: Final = CALIBRATIONS["plain"]
 
 
 def measure_case(case: LiveCase, device: str, on_step: Callable[[int], None]) -> Live:
-    """Runs the swarm in namespaces, which takes root. Raises LiveError, EmulationError,
-    RunFileError, CorpusError, SwarmError."""
+    """Runs the swarm in network namespaces, and returns its measurements. This needs root. Raises
+    LiveError, EmulationError, RunFileError, CorpusError, SwarmError."""
     run = with_data(case.run())
     folder = SCRATCH / case.name.replace(" ", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
@@ -167,11 +167,11 @@ def measure_case(case: LiveCase, device: str, on_step: Callable[[int], None]) ->
 
 
 def after_kill(events: Sequence[Entry]) -> tuple[float, float, float]:
-    """Stall, start and the seconds after the begin, as `Live` has them, by a swarm's events in the
-    order of time. Raises LiveError when there is no kill, or nothing after it."""
+    """The fields `stall`, `start` and `after` of `Live`, from a swarm's events in the order of
+    time. Raises LiveError if there is no kill, or no commit or join after it."""
     kills = [(entry.time, entry.event.step) for entry in events if isinstance(entry.event, Killed)]
     if not kills:
-        raise LiveError("the swarm ended before anything was killed")
+        raise LiveError("the swarm ended before a node was killed")
     killed, step = kills[0]
     later = [entry for entry in events if entry.time > killed]
     commits = [entry.time for entry in later if isinstance(entry.event, Committed)]
@@ -185,13 +185,14 @@ def after_kill(events: Sequence[Entry]) -> tuple[float, float, float]:
         if isinstance(entry.event, StageRebuilt) and entry.event.method not in COPIED
     ]
     if not (commits and joined):
-        raise LiveError(f"after the kill at step {step} nothing was committed or joined")
+        raise LiveError(f"after the kill at step {step} no step was committed, or no node joined")
     begin = next((time for time in begun if time < commits[0]), commits[0])
     return commits[0] - killed, joined[0] - killed, commits[0] - begin
 
 
 def read_samples(path: Path) -> list[Live]:
-    """The samples so far; an unfinished line is dropped. Raises LiveError."""
+    """Reads the samples so far, and drops an unfinished line from the file. Creates the file with a
+    header if it is missing. Raises LiveError."""
     header = {"check": 1, "machine": machine(), "steps": STEPS}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,22 +202,23 @@ def read_samples(path: Path) -> list[Live]:
         if header.items() - lines[0].items():
             raise LiveError(
                 f"{path} has results of other settings or of another machine: choose another "
-                "--out, or remove it"
+                "--out, or remove the file"
             )
         path.write_text(whole or json.dumps(origin() | header) + "\n", encoding="utf-8")
         return [LIVE.validate_python(line) for line in lines[1:]]
     except (OSError, ValueError) as error:
-        raise LiveError(f"{path} can't be used: {error}; remove it to start again") from error
+        raise LiveError(f"can't use {path}: {error}; remove it to start again") from error
 
 
 def missing(samples: Sequence[Live], blocks: int) -> list[LiveCase]:
-    """The cases still to be measured, in turn: each has as many turns as there are blocks."""
+    """The cases still to be measured, block by block. Each case is measured once in each block."""
     done = [sample.case for sample in samples]
     turns = [(block, case) for block in range(blocks) for case in (*CALIBRATIONS.values(), *CASES)]
     return [case for block, case in turns if done.count(case.name) <= block]
 
 
 def append(path: Path, sample: Live) -> None:
+    """Appends the sample to the file as a JSON row."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(LIVE.dump_python(sample, mode="json") | origin()) + "\n")
 
@@ -226,16 +228,16 @@ def append(path: Path, sample: Live) -> None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The figures that predictions are made from."""
+    """The figures from which stalls and steps are predicted, measured without delays."""
 
     transport: Transport
     cores: int
     start: Mapping[str, float]  # policy -> seconds from a kill until a newcomer has joined
-    warm_up: Mapping[str, float]  # policy -> by which the first step after takes longer
+    warm_up: Mapping[str, float]  # policy -> additional seconds of a newcomer's first step
 
 
 def time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
-    """Seconds of each task of one stage, in this process, on one thread: medians."""
+    """Median seconds of each task of one stage, measured in this process on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -278,19 +280,19 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     forward = _median(lambda: module(crossing()))
     backward = _back(lambda: module(crossing()), activation)
     chain = [Learner(module, 1e-9, run.training.precision == "bf16")]
-    some = torch.randn(relearned_at_a_time(run, config), config.context, config.crossing)
-    relearn = _median(lambda: learn(chain, some, 2 * some))
+    inputs = torch.randn(relearned_at_a_time(run, config), config.context, config.crossing)
+    relearn = _median(lambda: learn(chain, inputs, 2 * inputs))
     return Seconds(forward, backward, relearn=relearn, **rest)
 
 
 def _back(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> float:
-    """Seconds of a backward pass."""
+    """Median seconds of a backward pass. The forward passes aren't timed."""
     outputs = iter([forward() for _ in range(REPEATS + 1)])
     return _median(lambda: next(outputs).backward(gradient))  # type: ignore[no-untyped-call]
 
 
 def _median(task: Callable[[], object]) -> float:
-    task()  # what is only slow at first
+    task()  # the first run may be slower
     seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()
@@ -305,7 +307,7 @@ Timed = Callable[[RunFile, ModelConfig, int], Seconds]
 def swarm_of(
     case: LiveCase, vocabulary: int, transport: Transport, cores: int, timed: Timed
 ) -> Swarm:
-    """The case's swarm, to be simulated: a node a group, as each is at a site of its own."""
+    """The swarm of the case for the simulator. Each node is a group, as it has its own site."""
     run = override(case.run(), **POLICIES[case.policy])
     config = model_config(run.model, vocabulary)
     seconds = {stage: timed(run, config, stage) for stage in range(min(2, config.stages + 1))}
@@ -321,13 +323,19 @@ def swarm_of(
 
 
 def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_tasks) -> Calibration:
-    """From the swarms without delays: what a frame takes, and a message, is what makes a simulated
-    step of the plain one as long as its own. Raises LiveError when that was not measured."""
+    """The calibration from the samples of swarms without delays.
+
+    The seconds of a frame and of a message are equal. They are fitted so that a simulated step of
+    the case `PLAIN` is as long as its live step. Raises LiveError if that wasn't measured.
+    """
     by_case: dict[str, list[Live]] = {}
     for sample in samples:
         by_case.setdefault(sample.case, []).append(sample)
     if PLAIN.name not in by_case:
-        raise LiveError("the swarm without delays was not measured: nothing can be predicted")
+        raise LiveError(
+            f"the swarm {PLAIN.name!r} was not measured, so nothing can be predicted: let the "
+            "check run to its end"
+        )
     step = statistics.median(sample.step for sample in by_case[PLAIN.name])
     cores = len(os.sched_getaffinity(0))
     plain = swarm_of(PLAIN, vocabulary, Transport(), cores, timed)
@@ -357,7 +365,7 @@ def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_task
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds; errors are shares of the live figures."""
+    """Live and simulated seconds of a step and a stall. Errors are shares of the live seconds."""
 
     case: LiveCase
     live_step: float
@@ -377,8 +385,8 @@ class Compared:
 def compare(
     samples: Sequence[Live], vocabulary: int, timed: Timed = time_tasks
 ) -> tuple[Calibration, list[Compared]]:
-    """Every case that was measured, and its policy without delays; medians over the swarms. Raises
-    LiveError."""
+    """The calibration, and medians of each case that was measured along with its policy's
+    calibration. Raises LiveError."""
     calibration = calibrate(samples, vocabulary, timed)
     compared = []
     for case in CASES:
@@ -402,7 +410,8 @@ def compare(
 
 
 def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> float:
-    """The kill comes as soon as the step before is committed, the newcomer is started at once."""
+    """Simulated seconds from the kill to the next commit. The kill happens as soon as the step
+    before is committed, and the newcomer starts at once."""
     churn = Churn(
         at={kill.step: (LostPlace(kill.stage, kill.replica),)},
         phase=0.0,
@@ -414,7 +423,7 @@ def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> f
 
 
 def table(calibration: Calibration, compared: Sequence[Compared]) -> str:
-    """The comparison as a table in Markdown."""
+    """The comparison as a table in Markdown, with median errors and the calibration."""
     lines = [
         "| swarm | s a step, live | simulated | error | stall, live | simulated | error |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -1,4 +1,5 @@
-"""How machines come and go, drawn from a seed: equal for all policies that are compared."""
+"""Draws the losses and replacements of nodes from a seed. They are equal for all policies that are
+compared."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ HOUR: Final = 3600.0
 
 
 class LostPlace(NamedTuple):
-    """A node's, or its replacement's; `number` None: all of the stage."""
+    """The place of a node in a stage, kept by its replacements. `number` None: the whole stage."""
 
     stage: int
     number: int | None
@@ -29,19 +30,19 @@ class LostPlace(NamedTuple):
 class Churn:
     """Losses and replacements of nodes. Times in seconds. Raises SwarmFiguresError."""
 
-    hourly: float = 0.0  # probability to be lost within an hour from the start
-    shape: float = 1.0  # of the Weibull distribution of lives; 1: exponential
-    of: Literal["node", "stage"] = "node"  # what is lost at that rate
-    stages: tuple[int, ...] | None = None  # whose nodes may be; None: all
+    hourly: float = 0.0  # probability that a node is lost within an hour of its start
+    shape: float = 1.0  # of the Weibull distribution of lifetimes; 1: exponential
+    of: Literal["node", "stage"] = "node"  # whether nodes or whole stages are lost at that rate
+    stages: tuple[int, ...] | None = None  # stages that lose nodes at that rate; None: all
     at: Mapping[int, tuple[LostPlace, ...]] = field(default_factory=dict)
-    """Losses besides: while this iteration, counted from 1, is under way."""
-    phase: float = 0.5  # of an iteration, when those come
-    trace: tuple[TraceRow, ...] = ()  # instead of all nodes there from the start, and of any rate
+    """Additional losses, by the iteration in which they happen, counted from 1."""
+    phase: float = 0.5  # share of the iteration that is over when these losses happen
+    trace: tuple[TraceRow, ...] = ()  # all comings and goings; replaces the initial nodes and rates
     silent: bool = False  # lost nodes fall silent; else their connections are reset
-    notice: float = 0.0  # that a node is given
-    replacement: float = 30.0  # until a machine is there in place of a lost one; inf: none comes
-    start: float = 5.0  # until the node on it, or on an added one, asks the registry to join
-    warm_up: float = 0.0  # by which its first step takes longer
+    notice: float = 0.0  # time between a node's notice and its loss
+    replacement: float = 30.0  # from a loss until there is a new machine; inf: there is none
+    start: float = 5.0  # until a node on a new machine asks the registry to join
+    warm_up: float = 0.0  # additional duration of a newcomer's first step
 
     def __post_init__(self) -> None:
         if not 0 <= self.hourly < 1:
@@ -56,33 +57,37 @@ class Churn:
         if short := [name for name in waits if not getattr(self, name) >= 0]:
             raise SwarmFiguresError(f"{short[0]} = {getattr(self, short[0])} must be 0 s or more")
         if self.trace and (self.hourly or self.at):
-            raise SwarmFiguresError("losses come from a trace or else from a rate and a list")
+            raise SwarmFiguresError(
+                "a trace can't be combined with other losses: leave out the trace, or the rate and "
+                "the list of losses"
+            )
         if any(iteration < 1 for iteration in self.at):
             raise SwarmFiguresError(
-                f"iteration {min(self.at)} has no loss: they are counted from 1"
+                f"a loss in iteration {min(self.at)}: iterations are counted from 1"
             )
 
     @property
     def scale(self) -> float:
-        """The scale of the Weibull distribution in seconds: after an hour `hourly` of all are
-        lost."""
+        """Scale of the Weibull distribution in seconds, from `hourly` and `shape`."""
         if not self.hourly:
             return math.inf
         return HOUR / math.pow(-math.log1p(-self.hourly), 1 / self.shape)
 
     def may_lose(self, stage: int) -> bool:
+        """Whether this stage has losses at a rate."""
         return self.hourly > 0 and (self.stages is None or stage in self.stages)
 
 
 class Lives:
-    """Seconds from joining to being lost. Each follows from (seed, stage, number, how many have
-    been in this place before), whatever else happens."""
+    """Lifetimes of nodes, in seconds. Each depends only on the seed, the place, and the number of
+    nodes that were in this place before."""
 
     def __init__(self, churn: Churn, seed: int) -> None:
         self.churn, self.seed = churn, seed
         self._drawn = cache(self._draw)
 
     def life(self, place: LostPlace, before: int) -> float:
+        """Seconds from the start to the loss of a node after `before` others in this place."""
         number = place.number or 0
         size = 64
         while size <= number:
@@ -90,7 +95,7 @@ class Lives:
         return float(self._drawn(place.stage, before, size)[number])
 
     def _draw(self, stage: int, before: int, size: int) -> NDArray[np.float64]:
-        """The first draws are the same for every size."""
+        """Draws lifetimes for the numbers 0 to `size` - 1. A larger `size` keeps the first ones."""
         random = np.random.default_rng([self.seed, stage, before])
         lives: NDArray[np.float64] = self.churn.scale * random.weibull(self.churn.shape, size)
         return lives
@@ -99,6 +104,7 @@ class Lives:
 def per_step(
     losses: Losses, seed: int, iterations: int, stages: int
 ) -> dict[int, tuple[LostPlace, ...]]:
-    """Whole stages, as the lab's runs lose them: for `Churn.at`. Raises ScheduleError."""
+    """Losses of whole stages by iteration, as in the lab's runs, for `Churn.at`. Raises
+    ScheduleError."""
     listed = schedule(losses, seed, iterations, stages)
     return {at: tuple(LostPlace(stage, None) for stage in lost) for at, lost in listed.items()}

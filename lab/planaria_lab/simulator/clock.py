@@ -1,6 +1,6 @@
-"""Simulated time, and what takes it: machines' cores, threads with a queue, and links.
+"""A simulated clock and the resources that take time: cores, threads with a queue, and links.
 
-Times in seconds. Events at the same time happen in the order in which they were planned, so that
+Times are in seconds. Events at the same time happen in the order in which they were planned, so
 equal input gives equal output.
 """
 
@@ -16,26 +16,32 @@ from planaria.node.wire.background import FIRST, LEAST, MOST, TARGET
 Then = Callable[[], object]
 
 CHUNK: Final = 2 << 20
-"""Bytes between which a more urgent frame overtakes (node/wire/link.py)."""
+"""Bytes of a chunk of a frame. A more urgent frame overtakes between two chunks
+(node/wire/link.py)."""
 MOST_CHUNKS: Final = 16
-"""That a frame is cut into here; those of a frame of more than 32 MiB are larger. A copy is cut so
-that what is urgent waits for one of its chunks as it waits for the background on a real link."""
+"""Maximum number of chunks of a simulated frame. Chunks of a frame of more than 32 MiB are larger
+than `CHUNK`. Background frames have chunks of their own size: see `chunk_in_simulation`."""
 ON_WIRE: Final = 1500 / 1448
-"""Bytes on a wire for each of a payload: headers of TCP and IP."""
+"""Bytes on the wire for each byte of payload: headers of TCP and IP are added."""
 
 
 def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:
-    """Bytes of a chunk that delays urgent traffic, on average, as much as the background on such a
-    link: half of a chunk is still to be sent. On a slow link the delay is due to the part of the
-    smallest window that exceeds what fits into `round_trip` seconds."""
+    """Bytes of a background chunk that delays urgent traffic as much as on a real link.
+
+    On average, half of a chunk is still to be sent when urgent traffic arrives. On a slow link, the
+    delay is due to a part of the smallest window: that which exceeds the bytes sent in `round_trip`
+    seconds.
+    """
     queued = max(TARGET * bytes_per_second, LEAST - round_trip * bytes_per_second)
     return round(max(FIRST, min(2 * queued, MOST)))
 
 
 class Clock:
+    """The simulated time, and a queue of planned events."""
+
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0  # that have happened
+        self.events = 0  # number of events that have happened
         self._due: list[tuple[float, int, Then]] = []
         self._planned = 0
 
@@ -47,7 +53,7 @@ class Clock:
         self.at(self.now + seconds, then)
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Runs until `over`, or until nothing is due any more."""
+        """Runs events until `over` returns true, or until no event is planned."""
         while self._due and not over():
             self.now, _, then = heapq.heappop(self._due)
             self.events += 1
@@ -55,16 +61,16 @@ class Clock:
 
 
 class Cores:
-    """The cores of one machine: tasks at the same time share them evenly. With a `count` of 0 every
-    task has a core of its own."""
+    """The cores of one machine, shared evenly by concurrent tasks. With a `count` of 0, every task
+    has a core of its own."""
 
     def __init__(self, clock: Clock, count: int) -> None:
         self.clock, self.count = clock, count
-        self._running: list[tuple[float, int, Then]] = []  # ends at this share of a core each
-        self._started = 0
-        self._share = 0.0  # of a core that each task running all the time would have got
-        self._looked = 0.0
-        self._version = 0
+        self._running: list[tuple[float, int, Then]] = []  # heap by value of _share at the end
+        self._started = 0  # number of tasks
+        self._share = 0.0  # core seconds that a task has got if it has run from the beginning
+        self._looked = 0.0  # time of the last update of _share
+        self._version = 0  # of the plan; an end planned by an older version is ignored
 
     def run(self, seconds: float, then: Then) -> None:
         if not self.count:
@@ -91,7 +97,7 @@ class Cores:
 
     def _end(self, version: int) -> None:
         if version != self._version:
-            return  # something has started or ended since
+            return  # a task has started or ended since
         self._advance()
         _, _, then = heapq.heappop(self._running)
         self._plan()
@@ -99,10 +105,11 @@ class Cores:
 
 
 class Worker:
-    """One task at a time, most urgent first, of equals the one that was posted first.
+    """A thread with a queue: runs one task at a time, the most urgent first, then by order of
+    posting.
 
-    `occupied` other than 1 makes it a pool that stands for 1 / occupied workers of equal load: a
-    task takes as long as ever, and the next may start after that share of it.
+    With `occupied` other than 1, it is a pool that stands for 1 / occupied workers of equal load.
+    A task then takes its usual time, and the next one may start after this share of that time.
     """
 
     def __init__(self, clock: Clock, cores: Cores, occupied: float = 1.0) -> None:
@@ -113,7 +120,7 @@ class Worker:
         self._busy = False
 
     def post(self, priority: int, seconds: float, then: Then) -> None:
-        """Queues a task."""
+        """Queues a task; a lower `priority` is more urgent. `then` is called when it is done."""
         self._posted += 1
         heapq.heappush(self._queue, (priority, self._posted, seconds, then))
         if not self._busy:
@@ -132,7 +139,7 @@ class Worker:
             self.clock.after(seconds, then)
 
     def _done(self, then: Then) -> None:
-        self._free()  # a thread takes its next task before it hears what comes of the last
+        self._free()  # a thread takes its next task before the result of the last has effects
         then()
 
     def _free(self) -> None:
@@ -141,15 +148,15 @@ class Worker:
 
 
 class Uplink:
-    """A wire that several links have in common: one byte after the other."""
+    """A wire shared by several links; it sends their bytes one after the other."""
 
     def __init__(self, mbps: float) -> None:
         self.seconds_per_byte = 8 / (mbps * 1e6)
         self.busy_seconds = 0.0
-        self.free = 0.0
+        self.free = 0.0  # time at which all bytes so far are sent
 
     def passes(self, size: float, now: float) -> float:
-        """The time at which the last of `size` bytes that are sent now is through."""
+        """Adds `size` bytes at the time `now`, and returns the time when the last is sent."""
         seconds = size * self.seconds_per_byte
         self.busy_seconds += seconds
         self.free = max(self.free, now) + seconds
@@ -157,23 +164,24 @@ class Uplink:
 
 
 class Wire:
-    """From one node to another: frames one after the other, the most urgent first, then a delay.
-    A chunk is on the link and on the shared uplink at the same time, at the pace of the slower."""
+    """A link from one node to another: sends chunks one at a time, the most urgent first, each
+    followed by a delay. A chunk crosses the link and the shared uplink at the same time, at the
+    speed of the slower one."""
 
     def __init__(self, clock: Clock, delay: float, mbps: float, uplink: Uplink | None) -> None:
         self.clock, self.delay = clock, delay
         self.seconds_per_byte = 8 / (mbps * 1e6)
         self.uplink = uplink
-        self.sent = 0  # bytes of frames
+        self.sent = 0  # bytes of all frames, without headers of TCP and IP
         self.busy_seconds = 0.0
         slowest = max(self.seconds_per_byte, uplink.seconds_per_byte if uplink else 0.0)
-        self._chunk = chunk_in_simulation(1 / slowest, 2 * delay)  # of the background
+        self._chunk = chunk_in_simulation(1 / slowest, 2 * delay)  # bytes of a background chunk
         self._queue: list[tuple[int, int, float, Then | None]] = []
         self._asked = 0
         self._busy = False
 
     def send(self, urgency: int, size: int, then: Then, background: bool = False) -> None:
-        """`then`, when the whole frame has arrived."""
+        """Sends a frame of `size` bytes, and calls `then` when all of it has arrived."""
         self.sent += size
         chunks = min(MOST_CHUNKS, max(1, -(-size // CHUNK)))
         if background:

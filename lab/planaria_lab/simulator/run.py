@@ -1,9 +1,9 @@
-"""A whole run in simulated time: steps, losses, rebuilds and joins, until its steps are committed.
+"""Simulates a whole run: steps, losses, rebuilds and joins, until its steps are committed.
 
-Between two events that change the swarm all steps are alike, so they are simulated once for each
-set of nodes there is (simulator/step.py) and passed over together. What a loss or a joiner
-takes besides is in closed form (simulator/reaction.py); recovery/decide.py decides how a lost
-stage is rebuilt.
+Between two events that change the swarm, all steps are alike. So a step is simulated once for each
+set of nodes (simulator/step.py), and counted as often as needed. The seconds that losses and
+joiners cost are in closed form (simulator/reaction.py). recovery/decide.py decides how a lost stage
+is rebuilt.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ from planaria_lab.simulator.swarm import Group, Swarm, SwarmFiguresError, held_a
 
 Events = Generator[simpy.Event, object, None]
 IN_VAIN: Final = 10_000
-"""Losses in a row, with no step committed between, after which a run is given up."""
+"""Losses in a row without a committed step after which a run is given up."""
 NOT_LATE: Final = 1e-9
-"""Share of a step by which rounding may make it seem unfinished."""
+"""Rounding error of a step's progress, as a share of the step. A finished step may seem unfinished
+by it."""
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A stage that had lost all its nodes."""
+    """How a stage was rebuilt that had lost all its nodes."""
 
     stage: int
     method: str
-    same_weights: bool  # as were lost
-    fallback: bool
+    same_weights: bool  # the weights equal the lost ones
+    fallback: bool  # not the policy's first choice
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Nodes lost at about the same time, and what came of it. Seconds."""
+    """A loss of nodes at about the same time, and its consequences. Times in seconds."""
 
-    time: float  # of the first of them, since the run's begin
+    time: float  # of the first lost node, since the run's begin
     step: int  # that was under way
-    nodes: int
-    rebuilt: tuple[Rebuilt, ...]  # none: every stage had replicas left
-    detected: float  # until the driver had a view without them
-    waited: float  # and until every stage had a node again
-    recovered: float  # and until the next attempt began: gathered, fetched, relearned
+    nodes: int  # number of lost nodes that trained
+    rebuilt: tuple[Rebuilt, ...]  # empty: every stage had replicas left
+    detected: float  # from the loss until the driver had a view without the first lost nodes
+    waited: float  # from then until every stage had a node again
+    recovered: float  # from then until the next attempt began: gathering, fetching, relearning
     stall: float  # from the loss to the next commit
-    masked: bool  # the attempt went on without them
-    rolled_back: int  # committed steps that had to be made again
+    masked: bool  # the attempt went on without the lost nodes
+    rolled_back: int  # committed steps that had to be trained again
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,20 @@ class RunOutcome:
     """The outcome of a run. The seconds of `kept`, `again`, `aborted` and `stalled` add up to
     `seconds`."""
 
-    steps: int  # committed at the end
-    iterations: int  # steps trained to their end, those that were rolled back too
+    steps: int  # committed steps at the end
+    iterations: int  # steps trained to their end, including those rolled back later
     seconds: float
     kept: float  # in steps that count
     again: float  # in steps that were rolled back
     aborted: float  # in attempts that failed
-    stalled: float  # without training: noticing, waiting, rebuilding, letting joiners in
+    stalled: float  # without training: noticing, waiting, rebuilding, admitting joiners
     attempts_aborted: int
     losses: tuple[Loss, ...]
     joined: int  # newcomers that copied their stage's state while others trained
-    node_seconds: float  # that nodes were there, in all
-    first_step: MeanStep | None  # with all nodes of the swarm; None: a trace had others
-    stopped: str  # why the run ended before its steps were committed; empty: it did not
-    shapes: int  # of the swarm, each simulated once
+    node_seconds: float  # sum over all nodes of the seconds in which they were present
+    first_step: MeanStep | None  # a step with all nodes; None: a trace never had all of them
+    stopped: str  # why the run ended before its steps were committed; empty: they were
+    shapes: int  # number of different sets of nodes that trained
 
     @property
     def seconds_per_step(self) -> float:
@@ -94,8 +95,8 @@ def simulate_run(
 ) -> RunOutcome:
     """Simulates a run until its steps are committed, or for `limit` seconds.
 
-    `known`: steps simulated before, by the nodes of each group; new ones are added. The same
-    arguments give the same outcome. Raises SwarmFiguresError.
+    `known`: steps of this swarm that were simulated before, by the number of nodes in each group.
+    New ones are added to it. The same arguments give the same outcome. Raises SwarmFiguresError.
     """
     if churn.stages is not None and (bad := set(churn.stages) - {*range(swarm.config.stages + 1)}):
         raise SwarmFiguresError(
@@ -106,9 +107,11 @@ def simulate_run(
 
 @dataclass
 class _Node:
-    group: int
-    trains: bool  # has its stage's state
-    since: int  # committed step when it began to train
+    """A node that is present."""
+
+    group: int  # its index in the swarm
+    trains: bool  # it has its stage's state
+    since: int  # number of committed steps when it began to train
     leaving: bool = False  # it has been given notice
 
 
@@ -116,12 +119,14 @@ class _Node:
 class _Struck:
     """Losses of nodes that trained, which aren't handled yet."""
 
-    time: float
-    noticed: float
+    time: float  # of the first loss
+    noticed: float  # time at which the driver has a view without all these nodes
     nodes: list[LostPlace] = field(default_factory=list)
 
 
 class _Run:
+    """The state of one simulated run: its nodes, its training, and the seconds so far."""
+
     def __init__(
         self,
         swarm: Swarm,
@@ -132,21 +137,21 @@ class _Run:
         self.swarm, self.churn, self.known = swarm, churn, known
         self.policy, self.masking = swarm.run.policy, swarm.run.recovery.masking
         self.environment = simpy.Environment()
-        self.changed = self.environment.event()  # something that the training has to look at
+        self.changed = self.environment.event()  # wakes the training
         self.lives = Lives(churn, seed)
         self.stages = range(swarm.config.stages + 1)
         self.nodes: dict[LostPlace, _Node] = {}
-        self.training = [0] * len(swarm.groups)  # nodes that train, by group
-        self.before: Counter[LostPlace] = Counter()  # nodes that were in the place
+        self.training = [0] * len(swarm.groups)  # number of nodes that train, by group
+        self.before: Counter[LostPlace] = Counter()  # number of nodes so far in the place
         self.driver: LostPlace | None = None
         self.struck: _Struck | None = None
         self.entering: list[LostPlace] = []  # joiners that have caught up
         self.listed = dict(churn.at)
         self.begun = False  # every stage has had a node
-        self.left = 1.0  # of the step under way, to be computed
+        self.left = 1.0  # share of the step under way that is still to be computed
         self.invested = 0.0  # seconds that its attempt has trained
         self.vain = 0  # losses since the last commit
-        self.trains_since = 0.0  # without a loss of all that a stage has
+        self.trains_since = 0.0  # time since which no whole stage was lost
         self.iterations = self.aborts = self.joined = 0
         self.spent: list[float] = []  # seconds of each committed step
         self.again = self.aborted = 0.0
@@ -164,6 +169,7 @@ class _Run:
         return len(self.spent)
 
     def outcome(self, limit: float) -> RunOutcome:
+        """Simulates the run for at most `limit` seconds, and returns its outcome."""
         if self.churn.trace:
             self._follow_trace()
         else:
@@ -229,6 +235,7 @@ class _Run:
                 self._live_as_a_stage(stage)
 
     def _put(self, place: LostPlace, group: int, trains: bool) -> None:
+        """Adds a node, and plans its loss."""
         self._count_nodes()
         self.nodes[place] = node = _Node(group, trains, self.committed)
         self.training[group] += trains
@@ -240,6 +247,7 @@ class _Run:
             self._later(life, partial(self._lose, [(place, node)]))
 
     def _live_as_a_stage(self, stage: int) -> None:
+        """Plans the next loss of the whole stage."""
         if self.churn.may_lose(stage):
             whole = LostPlace(stage, None)
             life = self.lives.life(whole, self.before[whole])
@@ -263,7 +271,8 @@ class _Run:
         )
 
     def _warn(self, place: LostPlace, node: _Node) -> None:
-        """It leaves at once if it isn't missed, else as late as it can."""
+        """A node gets notice. It leaves at once if its stage has other nodes that train, else as
+        late as it can."""
         if self.nodes.get(place) is not node:
             return
         if self._trained(place.stage) > node.trains:
@@ -281,7 +290,7 @@ class _Run:
         struck = []
         for place, node in lost:
             if self.nodes.get(place) is not node:
-                continue  # it has gone before
+                continue  # this node was lost before
             del self.nodes[place]
             if place in self.entering:
                 self.entering.remove(place)
@@ -302,8 +311,8 @@ class _Run:
         self._later(wait, partial(self._join, place, group))
 
     def _join(self, place: LostPlace, group: int) -> None:
-        """A newcomer's node is there; the driver hears of it a little later."""
-        if place in self.nodes:  # a place that a trace or a notice has filled
+        """Adds a newcomer, and plans when it can begin to train or be rebuilt."""
+        if place in self.nodes:  # because of a trace or a notice, another node has it
             place = LostPlace(place.stage, self._free_number(place.stage))
         self._put(place, group, trains=False)
         node, stage = self.nodes[place], place.stage
@@ -321,7 +330,7 @@ class _Run:
     def _follow_trace(self) -> None:
         places: dict[str, LostPlace] = {}
         counts: Counter[int] = Counter()
-        numbers: Counter[int] = Counter()  # that nodes of a stage have had
+        numbers: Counter[int] = Counter()  # stage -> number of its next node
         groups = {group.stage: i for i, group in reversed([*enumerate(self.swarm.groups)])}
 
         def add(name: str) -> None:
@@ -345,7 +354,7 @@ class _Run:
             self._later(row.time, partial(add if row.added else remove, row.node))
 
     def _free_number(self, stage: int) -> int:
-        """One that no node has had."""
+        """A number that no node of the stage has had."""
         return 1 + max(
             (place.number or 0 for place in self.before if place.stage == stage), default=-1
         )
@@ -353,15 +362,17 @@ class _Run:
     # --- the nodes
 
     def _trained(self, stage: int) -> int:
+        """The number of the stage's nodes that train."""
         counts = zip(self.swarm.groups, self.training, strict=True)
         return sum(count for group, count in counts if group.stage == stage)
 
     def _vacant(self) -> list[int]:
-        """Stages without any node that could train, or be rebuilt."""
+        """Stages without a node that trains or waits to begin."""
         ready = {place.stage for place in self.entering}
         return [stage for stage in self.stages if not self._trained(stage) and stage not in ready]
 
     def _present(self) -> Swarm:
+        """The swarm of the nodes that train."""
         return self.swarm.with_counts(self.training)
 
     def _step(self) -> MeanStep:
@@ -372,7 +383,8 @@ class _Run:
         return self.known[counts]
 
     def _duration(self) -> float:
-        """A step's; a checkpoint for which all wait counts in equal shares to the steps before."""
+        """Seconds of a step. A checkpoint for which all nodes wait adds an equal share to each step
+        of its interval."""
         recovery = self.swarm.run.recovery
         seconds = self._step().seconds
         if self.policy.checkpoints and self.swarm.blocking:
@@ -397,13 +409,13 @@ class _Run:
                 yield from self.work()
 
     def work(self) -> Events:
-        """Trains as many steps as there are until something happens."""
+        """Trains steps until an event interrupts: a loss, a joiner, a stop, or the last step."""
         duration, began = self._duration(), self.now
         steps = self._until_listed(duration) if self.left == 1.0 else 1
         end = began + duration * (steps - 1 + self.left)
         while self.struck is None and self.now < end and not self.stopped:
             yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
-            if self.entering and self.struck is None:  # they enter when the step is over
+            if self.entering and self.struck is None:  # joiners enter at the end of the step
                 over = math.ceil((self.now - began) / duration - self.left - NOT_LATE)
                 end = min(end, began + (max(0, over) + self.left) * duration)
         progress = (self.now - began) / duration + 1 - self.left
@@ -418,14 +430,15 @@ class _Run:
             self.left = 1 - (progress - done)
 
     def commit(self, seconds: float) -> None:
-        """The step under way, whose attempt has trained for these at last."""
+        """Commits the step under way. Its attempt has trained for `seconds` beyond `invested`."""
         self.spent.append(self.invested + seconds)
         self.iterations += 1
         self.vain = 0
         self.left, self.invested = 1.0, 0.0
 
     def _until_listed(self, duration: float) -> int:
-        """Steps until the next listed loss. One that is due in the coming step is arranged for."""
+        """Number of steps until the next listed loss, or to the run's end. A loss in the coming
+        step is planned here."""
         coming = self.iterations + 1
         for place in self.listed.pop(coming, ()):
             self._later(self.churn.phase * duration, partial(self._lose_place, place))
@@ -433,18 +446,18 @@ class _Run:
         return min([remaining, *(at - coming for at in self.listed if at > coming)])
 
     def _admit(self) -> None:
-        """Admits joiners: those that are ready have their stage's state now."""
+        """Lets all `entering` nodes train: they have their stage's state now."""
         for place in self.entering:
             node = self.nodes[place]
             node.trains, node.since = True, self.committed
             self.training[node.group] += 1
         self.entering = []
         if self.driver not in self.nodes:  # the oldest follows (bootstrap/membership.py)
-            ends = [p for p, node in self.nodes.items() if p.stage == 0 and node.trains]
-            self.driver = min(ends, key=lambda place: (self.nodes[place].since, place))
+            sources = [p for p, node in self.nodes.items() if p.stage == 0 and node.trains]
+            self.driver = min(sources, key=lambda place: (self.nodes[place].since, place))
 
     def let_in(self) -> Events:
-        """Joiners that have caught up, at a step boundary."""
+        """Admits joiners that have caught up, between two steps; all nodes wait for them."""
         joiners, present = len(self.entering), self._present()
         settling = max(reaction.settling(present, stage, "replica") for stage, _ in self.entering)
         seconds = reaction.entering(present) + settling + self.churn.warm_up
@@ -454,7 +467,7 @@ class _Run:
             self._admit()
 
     def pause(self, seconds: float) -> Events:
-        """Waits `seconds`, or less when nodes are lost meanwhile."""
+        """Waits for `seconds`, or less if nodes are lost or the run stops meanwhile."""
         end = self.now + seconds
         while self.struck is None and self.now < end and not self.stopped:
             yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
@@ -462,12 +475,13 @@ class _Run:
     # --- losses
 
     def _can_mask(self, struck: _Struck) -> bool:
-        """Whether the attempt can go on: all stages live, and the driver."""
+        """Whether the attempt can go on: masking is on, each stage has nodes that train, and the
+        driver isn't lost."""
         return self.masking != "abort" and not self._lost() and self.driver not in struck.nodes
 
     def go_on(self) -> Events:
-        """By a new plan, by which others redo what the lost nodes had; the commit waits for the
-        view without them, and then the driver gathers."""
+        """Continues the attempt by a new plan: the other replicas recompute the lost nodes' part.
+        The commit waits for the view without the lost nodes. Then the driver gathers."""
         first = self.struck
         assert first is not None
         nodes: list[LostPlace] = []
@@ -505,10 +519,12 @@ class _Run:
         self.losses.append(loss)
 
     def _left_without(self, lost: Sequence[LostPlace]) -> float:
-        """The rest of the step that the surviving nodes have to do, in steps. They take over the
-        lost nodes' part of what is to come, and redo what these had done, at their own stages only:
-        this matters where a stage has more to compute, or is sent more, than the step leaves it
-        time for."""
+        """The rest of the step for the surviving nodes, in steps.
+
+        The replicas of the lost nodes recompute what these had computed, and compute what was still
+        to come. Other stages aren't affected. The step is longer only if this computing, or the
+        sending for it, takes longer than the rest of the step.
+        """
         step, present = self._step(), self._present()
         window = self.swarm.run.training.microbatches
         longest = self.left * step.seconds
@@ -524,7 +540,8 @@ class _Run:
         return longest / step.seconds
 
     def get_over(self) -> Events:
-        """Waits until every stage has trained nodes again, and the next attempt can begin."""
+        """Handles losses that abort the attempt. It waits until every stage has nodes that train,
+        and the next attempt can begin."""
         first = self.struck
         assert first is not None
         nodes: list[LostPlace] = []
@@ -577,17 +594,18 @@ class _Run:
         self.losses.append(loss)
 
     def _lost(self) -> list[int]:
+        """Stages without a node that trains."""
         return [stage for stage in self.stages if not self._trained(stage)]
 
     def _abort(self) -> None:
-        """The attempt under way; all of the step is left."""
+        """Aborts the attempt under way; the whole step is left."""
         self.aborts += 1
         self.aborted += self.invested
         self.left, self.invested = 1.0, 0.0
 
     def _decide(self, lost: Sequence[int]) -> dict[int, Decision]:
-        """Decides for each lost stage. Before the first commit newcomers make the initial weights
-        themselves."""
+        """The decision for each lost stage; a Stop stops the run. There are none before the first
+        commit, since newcomers then make the initial weights themselves."""
         if not (lost and self.committed):
             return {}
         survivors: dict[int, list[str]] = {}
@@ -603,8 +621,8 @@ class _Run:
         return decisions
 
     def _held(self) -> Iterator[Held]:
-        """The states that surviving nodes hold of other stages, by the run's policy. A node that
-        began to train in this very step has none yet."""
+        """The states of other stages that surviving nodes or the shared folder hold, by the run's
+        policy. A node that began to train in this step holds none yet, except for a twin."""
         stages, recovery = self.swarm.config.stages, self.swarm.run.recovery
         if self.policy.checkpoints:
             write = reaction.writing(self.swarm) / self._last_duration()
@@ -630,12 +648,15 @@ class _Run:
                     yield Held("snapshot", Source(name, other_stage, step))
 
     def _last_duration(self) -> float:
+        """Seconds of the last committed step; infinite if there is none."""
         return self.spent[-1] if self.spent else math.inf
 
     def _rebuilding(self, decisions: Mapping[int, Decision], relearning: float) -> float:
-        """Seconds, of which `relearning` at most for that: the driver gathers, one node of each
-        lost stage gets a state and then its replicas theirs from it, and the driver gathers again.
-        The first step is longer by what a newcomer needs to settle."""
+        """Seconds of rebuilding by these decisions, with at most `relearning` seconds of training.
+
+        The driver gathers. One node of each lost stage gets a state, and its replicas copy it. The
+        driver gathers again. The additional seconds of a newcomer's first step are included.
+        """
         present = self._present()
         gather = reaction.gathering(present)
         if not decisions:
@@ -655,7 +676,7 @@ class _Run:
             if len(newcomers) > 1:
                 single = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
                 seconds += gather + reaction.fetching(present, stage, "replica", [single])
-            if self.policy.twins:  # it needs its twin, too
+            if self.policy.twins:  # the new node needs its twin, too
                 next_stage = (stage + 1) % len(self.stages)
                 groups = [group for group in self.swarm.groups if group.stage == next_stage]
                 seconds += gather + reaction.fetching(present, stage, "replica", groups, twin=True)
@@ -663,12 +684,13 @@ class _Run:
         return 2 * gather + longest + self.churn.warm_up
 
     def _sources(self, rebuild: Rebuild) -> list[Group]:
+        """Groups of the nodes from which the state is fetched."""
         places = (LostPlace(*map(int, source.node.split("."))) for source in rebuild.sources)
         counts = Counter(self.nodes[place].group for place in places)
         return [replace(self.swarm.groups[group], count=n) for group, n in counts.items()]
 
     def _go_back(self, decisions: Mapping[int, Decision]) -> int:
-        """Committed steps that are given up."""
+        """Rolls back if a decision does, and returns the number of committed steps given up."""
         to = min(
             (decision.step for decision in decisions.values() if isinstance(decision, RollBack)),
             default=self.committed,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Simulate a swarm: seconds a step, and what losses cost."
 )
-ENOUGH = 20  # iterations for each step
+ENOUGH = 20  # iterations for each step for which losses at a rate are drawn
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file to simulate.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
@@ -36,7 +36,7 @@ class SimulateOptions:
 
     run_file: RunPath
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of a stage. Default: the run file's replicas.")
+        int | None, typer.Option(min=1, help="Nodes per stage. Default: the run file's replicas.")
     ] = None
     flops: Annotated[float, typer.Option(help="FLOP/s that a node sustains in the model.")] = 1e13
     memory: Annotated[float, typer.Option(help="Memory bandwidth of a node, bytes/s.")] = 5e11
@@ -47,17 +47,17 @@ class SimulateOptions:
     mbps: Annotated[float, typer.Option(help="Bandwidth of all links, Mbit/s each way.")] = 100.0
     site: Annotated[
         list[str] | None,
-        typer.Option(help="Site; repeatable. Stages are at these in turn; --table has the links."),
+        typer.Option(help="Site of nodes; repeatable. Stages are assigned to the sites in turn."),
     ] = None
     table: Table = None
     uplink: Annotated[
-        float | None, typer.Option(help="Bandwidth from a site to all others, Mbit/s.")
+        float | None, typer.Option(help="Bandwidth of a site to all others together, Mbit/s.")
     ] = None
     storage: Annotated[
         float, typer.Option(help="Bandwidth to the folder of checkpoints, Mbit/s.")
     ] = 1000.0
     blocking: Annotated[
-        bool, typer.Option(help="Let all nodes wait while a checkpoint is written.")
+        bool, typer.Option(help="All nodes wait while a checkpoint is written.")
     ] = False
     hourly: Annotated[
         float, typer.Option(help="Probability that a node is lost within an hour.")
@@ -65,7 +65,9 @@ class SimulateOptions:
     shape: Annotated[
         float, typer.Option(help="Shape of the Weibull distribution of lifetimes.")
     ] = 1.0
-    whole: Annotated[bool, typer.Option(help="Lose whole stages at that rate, not nodes.")] = False
+    whole: Annotated[bool, typer.Option(help="Apply --hourly to whole stages, not to nodes.")] = (
+        False
+    )
     per_step: Annotated[
         float, typer.Option(help="Probability that a body stage is lost in a step.")
     ] = 0.0
@@ -82,16 +84,17 @@ class SimulateOptions:
     ] = 30.0
     notice: Annotated[float, typer.Option(help="Seconds of notice before a node is lost.")] = 0.0
     silent: Annotated[
-        bool, typer.Option(help="Lost nodes fall silent; else their connections are reset.")
+        bool, typer.Option(help="Lost nodes fall silent; by default, their connections are reset.")
     ] = False
-    limit: Annotated[float, typer.Option(help="Most hours to simulate.")] = 24 * 365.0
+    limit: Annotated[float, typer.Option(help="Maximum hours to simulate.")] = 24 * 365.0
     seed: Seed = 0
 
 
 @app.command("run")
 @flattened
 def simulate(options: SimulateOptions) -> None:
-    """Print what a step takes on these nodes and links, and how the run goes with these losses."""
+    """Print the seconds of a step on these nodes and links, and the outcome of a run with these
+    losses."""
     from dataclasses import replace
 
     from planaria.node.local.loss_schedule import read_trace
@@ -133,8 +136,8 @@ def simulate(options: SimulateOptions) -> None:
 def _listed(
     texts: list[str], swarm: Swarm, rate: float, seed: int
 ) -> dict[int, tuple[LostPlace, ...]]:
-    """Losses by iteration; those at a rate for many more of them than steps. Raises
-    SwarmFiguresError."""
+    """Losses by iteration: those that `texts` lists, and those at a rate, which are drawn for many
+    more iterations than steps. Raises SwarmFiguresError."""
     from planaria_lab.convergence.schedule import Losses
     from planaria_lab.simulator.churn import LostPlace, per_step
     from planaria_lab.simulator.swarm import SwarmFiguresError
@@ -236,11 +239,11 @@ def table2(
 @app.command()
 def check(
     out: Annotated[Path, typer.Option(help="Folder for the results.")],
-    blocks: Annotated[int, typer.Option(min=1, help="Number of swarms of each kind.")] = 1,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of swarms of each case.")] = 1,
     device: Annotated[str, typer.Option(help="Device of every node: auto, cpu or cuda:N.")] = "cpu",
 ) -> None:
-    """Run live swarms behind emulated links and compare them with their simulation. Needs root. It
-    can be stopped and started again."""
+    """Run live swarms behind emulated links and compare them with their simulation. This needs
+    root. It can be stopped, and continues when started again."""
     from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     from planaria_lab.emulation.live_study import with_data

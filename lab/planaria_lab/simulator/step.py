@@ -1,10 +1,10 @@
-"""One step in simulated time, microbatch by microbatch, as node/transaction/attempt.py runs it.
+"""Simulates steps event by event, each microbatch as node/transaction/attempt.py handles it.
 
-The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
-backward work before forward work; frames cross links; the replicas of each stage average as in
-node/averaging/ once all that is theirs has gone back; each node sends Ready once it
-has the step's records, and the driver's commit begins the next step. What policies send
-competes for links and threads.
+The plan is the driver's (node/transaction/routing.py). Each node has one compute thread, which runs
+backward work before forward work. Frames cross links. The replicas of a stage average as in
+node/averaging/, each from the time when all its gradients have left. A node sends Ready once it has
+the step's records, too. The driver's commit begins the next step. What a policy sends, such as
+copies, competes for links and threads.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from planaria_lab.simulator.swarm import (
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
 MOST_PIECES: Final = 8
-"""Of a replica's part of a gradient; those of a part of more than 64 MiB are larger here."""
+"""Maximum number of pieces of a replica's part of a gradient. So pieces of a part of more than
+64 MiB are larger than the daemon's."""
 TWIN_PIECE: Final = 4 << 20  # bytes
 MOST_SETTLING: Final = 8
-"""Steps after which sources' numbers of microbatches out at a time count as settled."""
+"""Steps after which the sources' in-flight windows count as settled."""
 POOLED: Final = 256
-"""Nodes from which on one lane stands for all, where it may."""
+"""Number of nodes from which on one lane stands for all, if it can."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,28 @@ class Bottleneck:
     """The resource that was busy for the largest share of a step."""
 
     kind: Literal["compute", "link", "uplink"]
-    where: str  # a node, FROM -> TO, or a site
+    where: str  # a node; a link, as FROM -> TO; or a site
     share: float  # of the step's seconds
 
     @property
     def waits(self) -> bool:
-        """Nothing is busy for half of the time: delays, or the window, hold the step up."""
+        """Whether no resource is busy for half of the time. Then delays, or the in-flight window,
+        determine the step's seconds."""
         return self.share < 0.5
 
 
 @dataclass(frozen=True)
 class MeanStep:
-    """The mean of the steps simulated, without the first."""
+    """Means over the simulated steps, without the first one."""
 
-    seconds: float  # from decision to decision
-    pipeline: float  # of these, until all microbatches were home
-    reduce: float  # and then until everyone was ready
+    seconds: float  # from one commit to the next
+    pipeline: float  # of these, until the driver hears that all microbatches are back
+    reduce: float  # of these, from then until all nodes are ready
     busy: Mapping[str, float]  # node -> seconds of its compute thread
-    sent: Mapping[tuple[str, str], float]  # from, to -> bytes of frames
+    sent: Mapping[tuple[str, str], float]  # (from, to) -> bytes of frames
     bottleneck: Bottleneck
     pooled: bool  # one lane stands for all
-    events: int  # simulated in all
+    events: int  # number of events simulated, in all steps
 
     @property
     def bytes(self) -> float:
@@ -86,13 +88,13 @@ class MeanStep:
 
 
 def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> MeanStep:
-    """Simulate `steps` steps in a row, none of which fails: the first finds empty links, the others
-    what the one before has left on them. They begin when sources have found out how many
-    microbatches to have out at a time.
+    """Simulates `steps` steps in a row without failures, and returns their means. Links may be
+    occupied by the step before, so the first step doesn't count. The steps begin once the sources'
+    in-flight windows have settled.
 
     `pooled`: one lane stands for all sources, and a pool with the sum of their speeds for the
-    replicas of each stage; see `lane`. Left out: from `POOLED` nodes on, where it may be. Raises
-    SwarmFiguresError.
+    replicas of each stage (see `lane`). By default, this is done from `POOLED` nodes on, if it can
+    be. Raises SwarmFiguresError.
     """
     if steps < 2:
         raise SwarmFiguresError(f"steps = {steps}: the first doesn't count, so take 2 or more")
@@ -103,20 +105,20 @@ def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> M
     return _Training(lane(swarm) if pooled else _each(swarm), steps).run(pooled)
 
 
-# --- the nodes that take part
+# --- the simulated nodes
 
 
 @dataclass(frozen=True)
 class Cast:
-    """The nodes that are simulated, and for how many each of them stands."""
+    """The simulated nodes, and how many nodes each of them stands for."""
 
     swarm: Swarm
     nodes: Mapping[str, Group]
     microbatches: int
-    occupied: Mapping[int, float]  # stage -> share of a task for which a node is occupied by it
-    others: int  # nodes besides, with which the driver exchanges messages too
-    away: float  # seconds one way from the driver to the other sources that its node stands for
-    reduces: Mapping[int, float] | None  # stage -> seconds; None: simulated
+    occupied: Mapping[int, float]  # stage -> share of a task's time in which its node is occupied
+    others: int  # number of nodes that aren't simulated; the driver exchanges messages with them
+    away: float  # one-way delay in seconds from the driver to the sources that its node stands for
+    reduces: Mapping[int, float] | None  # stage -> seconds of averaging; None: it is simulated
 
 
 def _each(swarm: Swarm) -> Cast:
@@ -134,21 +136,23 @@ def _why_not_pooled(swarm: Swarm) -> str | None:
     policy = swarm.run.policy
     uneven = swarm.network.uplinks and not policy.checkpoints
     if policy.snapshots or policy.twins or uneven:
-        return f"what {swarm.run.recovery.policy} sends besides does not come from all lanes alike"
+        name = swarm.run.recovery.policy
+        return f"under the policy {name}, lanes differ in what they send beside microbatches"
     return None
 
 
 def lane(swarm: Swarm) -> Cast:
-    """One source with its share of the window, rounded up, and one node a stage in its route. A
-    stage with R nodes for R_0 sources is occupied by a microbatch for R_0 / R of what it takes.
+    """A cast that stands for all nodes: one source with its share of the window, rounded up, and
+    one node for each other stage. A microbatch occupies a node for R_0 / R of its time, if there
+    are R_0 sources and R nodes of the stage.
 
-    Exact where each source has nodes of its own and the window divides; else as if work were spread
-    evenly, without the queues that form when several sources choose the same node at once, and
-    with R_0 / R as a fluid would have it. Averaging takes `averaging_seconds`.
+    This is exact if each source has its own nodes and the window is divisible by the sources.
+    Otherwise work is spread evenly, as a fluid. Then queues are missing, which form when several
+    sources choose the same node at once. Averaging takes `averaging_seconds`.
     """
     stages = range(swarm.config.stages + 1)
     single = swarm.with_counts(min(1, count) for count in swarm.counts)
-    nodes = single.nodes()  # raises when a stage has none
+    nodes = single.nodes()  # raises if a stage has none
     sources = swarm.replicas(0)
     uplinks = {site: mbps / sources for site, mbps in swarm.network.uplinks.items()}
     single = replace(single, network=replace(swarm.network, uplinks=uplinks))
@@ -164,12 +168,15 @@ def lane(swarm: Swarm) -> Cast:
 
 
 def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> float:
-    """Of equal replicas in closed form, with this link between any two of them; left out: the one
-    within the site of the first. If they aren't equal, as if all were like the slowest.
+    """Seconds in which R equal replicas average, in closed form.
 
-    Each sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it three
-    times; the shorter of sending and passing over is hidden behind the longer but for a piece. In
-    rows a link carries a part of its row's twice, and what crosses between rows meanwhile is less.
+    `link`: the link between any two of them; by default, that within the site of the first. If the
+    replicas aren't equal, all count as the slowest.
+
+    Each replica sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it
+    three times. Sending, computing and the event loops overlap: the longest of them counts, and one
+    piece of the shortest. In rows, a link carries a part of its row's twice; traffic between rows
+    is less, and goes on meanwhile.
     """
     replicas = swarm.replicas(stage)
     if replicas == 1:
@@ -177,8 +184,8 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
     groups = [group for group in swarm.groups if group.stage == stage and group.count]
     link = link or swarm.network.between(groups[0].site, groups[0].site)
     pieces, size = averaging_pieces(swarm, stage, replicas)
-    some = lengths(replicas)
-    row, owners, column = max(some), min(some), len(some)
+    row_lengths = lengths(replicas)
+    row, owners, column = max(row_lengths), min(row_lengths), len(row_lengths)
     once = pieces * size * ON_WIRE * 8 / (link.mbps * 1e6)
     sending = 2 * column * once
     passes = 2 * (owners - 1) + (row - 1) + (3 * column - 3) / column
@@ -190,7 +197,7 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
-    """For each part of the replicas: the number of its pieces, and the bytes of each on a link."""
+    """The number of pieces of each part of a gradient, and the bytes of a piece on a link."""
     shapes, count = trained_shapes(swarm.config, stage).values(), part_count(replicas)
     values = -(-parameters(swarm.config, stage) // count)
     pieces = max(1, min(MOST_PIECES, -(-values // PIECE)))
@@ -198,51 +205,59 @@ def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]
     return pieces, HEAD + -(-sent // (count * pieces))
 
 
-# --- a node's part
+# --- the state of nodes
 
 
 class _Node:
+    """A simulated node: its threads, and its progress in the current step."""
+
     def __init__(
         self, name: str, group: Group, thread: Worker, loop: Worker, filling: InFlightWindow
     ) -> None:
         self.name, self.stage, self.site = name, group.stage, group.site
         self.seconds: Seconds = group.seconds
         self.thread, self.loop = thread, loop
-        self.step = 0  # that it has begun
-        self.held: list[Then] = []  # frames of the next one
-        self.visits = 0  # in a step
-        self.left = 0  # of these, whose gradient has yet to go back
-        self.waiting: deque[Route] = deque()  # microbatches to be injected here
-        self.out = 0  # injected, and not home
-        self.filling = filling  # how many may be
-        self.twin_apply = 0.0
-        self.unscored = 0  # of this source's microbatches
-        self.lacking = 0  # of the twin's gradient, its own and the records, before it is ready
+        self.step = 0  # the last step that it has begun
+        self.held: list[Then] = []  # handlers of frames that arrived before their step began
+        self.visits = 0  # of microbatches in a step
+        self.left = 0  # visits whose gradient has yet to leave
+        self.waiting: deque[Route] = deque()  # microbatches to inject
+        self.out = 0  # microbatches in flight
+        self.filling = filling  # its in-flight window
+        self.twin_apply = 0.0  # seconds of the twin's optimizer
+        self.unscored = 0  # microbatches without a loss
+        self.lacking = 0  # of own gradient, records, and pieces of the twin's gradient, until Ready
 
 
 class _Average:
-    """The reduction of one stage: counts what is where. A reduce-scatter, then an all-gather; in
-    rows, and between the owners of a part, as if names had nothing to do with groups."""
+    """The averaging of one stage's gradient: a reduce-scatter, then an all-gather. It counts the
+    pieces that are missing at each node.
+
+    If there are rows, both are done within rows, and between the owners of the same part. Nodes are
+    assigned to rows at random, because names have nothing to do with groups.
+    """
 
     def __init__(self, training: _Training, nodes: list[_Node]) -> None:
         self.training, self.count = training, part_count(len(nodes))
         self.pieces, self.size = averaging_pieces(training.swarm, nodes[0].stage, len(nodes))
-        some = lengths(len(nodes))
-        drawn = iter(nodes if len(some) == 1 else Random(0).sample(nodes, len(nodes)))
-        self.rows = [list(islice(drawn, length)) for length in some]
-        self.owners = min(some)  # of a row
-        numbers = range(len(some) * self.pieces)  # of pieces of an owner; by row who makes the sum
-        self.contributions = {
+        row_lengths = lengths(len(nodes))
+        drawn = iter(nodes if len(row_lengths) == 1 else Random(0).sample(nodes, len(nodes)))
+        self.rows = [list(islice(drawn, length)) for length in row_lengths]
+        self.owners = min(row_lengths)  # owners of parts in each row
+        # pieces of an owner's part; in the order of the rows that make their sums
+        numbers = range(len(row_lengths) * self.pieces)
+        self.contributions = {  # missing for the sum of a row
             (owner.name, k): len(row) - 1
             for row in self.rows
             for owner in row[: self.owners]
             for k in numbers
         }
-        self.row_sums = {(p, k): len(some) for p in range(self.owners) for k in numbers}
-        self.sums = {n.name: self.count * self.pieces for n in nodes}  # that it lacks
+        # row sums missing for the sum of all rows
+        self.row_sums = {(p, k): len(row_lengths) for p in range(self.owners) for k in numbers}
+        self.sums = {n.name: self.count * self.pieces for n in nodes}  # sums that a node lacks
 
     def _row(self, node: _Node) -> list[_Node]:
-        """The names in a ring, from the node's successor on, without it."""
+        """The other nodes of the node's row, as a ring from its successor on."""
         row = next(row for row in self.rows if node in row)
         place = row.index(node)
         return row[place + 1 :] + row[:place]
@@ -250,29 +265,31 @@ class _Average:
     def _is_owner(self, node: _Node) -> bool:
         return any(node in row[: self.owners] for row in self.rows)
 
-    def _pass(self, node: _Node, some: int) -> float:
-        """Seconds to go over a piece of so many parts."""
-        return node.seconds.add * some / (self.count * self.pieces)
+    def _pass(self, node: _Node, parts: int) -> float:
+        """Seconds of a pass over one piece of each of `parts` parts."""
+        return node.seconds.add * parts / (self.count * self.pieces)
 
     def start(self, node: _Node) -> None:
+        """The node's gradient is complete: it copies its contributions, and sends them."""
         owners = [other for other in self._row(node) if self._is_owner(other)]
         for number in range(len(self.rows) * self.pieces):
             then = partial(self._contribute, node, owners, number)
             node.thread.post(Priority.CONTROL, self._pass(node, len(owners)), then)
 
     def _send(self, node: _Node, others: Iterable[_Node], work: Callable[[_Node], None]) -> None:
-        """Others go over it when it is there, and then do that."""
+        """Sends a piece to `others`. Each passes over it on arrival, and then does `work`."""
 
-        def come(other: _Node) -> None:
+        def arrived(other: _Node) -> None:
             other.thread.post(Priority.CONTROL, self._pass(other, 1), partial(work, other))
 
         for other in others:
-            self.training.frame("average", node, other, self.size, partial(come, other))
+            self.training.frame("average", node, other, self.size, partial(arrived, other))
 
     def _contribute(self, node: _Node, owners: list[_Node], number: int) -> None:
         self._send(node, owners, lambda owner: self._added(owner, number))
 
     def _added(self, owner: _Node, number: int) -> None:
+        """An owner has added a contribution. The last one completes its row's sum of a piece."""
         self.contributions[owner.name, number] -= 1
         if self.contributions[owner.name, number]:
             return
@@ -285,6 +302,7 @@ class _Average:
         owner.thread.post(Priority.CONTROL, self._pass(owner, 1), then)
 
     def _row_added(self, place: int, number: int, maker: _Node) -> None:
+        """The maker of a piece's sum has added a row's. The last one completes the sum."""
         self.row_sums[place, number] -= 1
         if not self.row_sums[place, number]:
             self._send(maker, [row[place] for row in self.rows if maker not in row], self._pass_on)
@@ -301,8 +319,8 @@ class _Average:
 
 
 class _Updates:
-    """Copies or snapshots of a stage on their way to its holders: one at a time, each in frames of
-    which a holder has two at most to answer, at no more than a rate."""
+    """Sends copies or snapshots of a stage to its holders, one at a time. At most two frames are
+    unanswered, and the rate is limited."""
 
     def __init__(
         self,
@@ -315,14 +333,16 @@ class _Updates:
     ) -> None:
         self.training, self.sender, self.holders = training, sender, holders
         self.size, self.period = size, period
-        self.pace = pace  # seconds a byte
-        self.started = {holder.name: -period for holder in holders}  # in which step
-        self.rest = 0
-        self.outstanding = 0
-        self.free = 0.0  # when the rate allows the next frame
+        self.pace = pace  # seconds per byte
+        # holder -> step of the last copy's start
+        self.started = {holder.name: -period for holder in holders}
+        self.rest = 0  # bytes of the copy that are still to be sent
+        self.outstanding = 0  # frames that the holder hasn't answered
+        self.free = 0.0  # time from which the rate allows the next frame
 
     def committed(self) -> None:
-        """The weights of the step that has begun are in place."""
+        """Begins a copy to the holder with the oldest one, if one is due and none is under way.
+        Called when the optimizer has run."""
         if self.rest or self.outstanding:
             return
         step = self.sender.step
@@ -356,11 +376,11 @@ class _Updates:
             self.committed()
 
 
-# --- all of it
+# --- the simulation
 
 
 class _Training:
-    """Some steps in a row. Methods are events, in the order in which a microbatch meets them."""
+    """Simulates steps in a row. Its methods are events, in the order of a microbatch's way."""
 
     def __init__(self, cast: Cast, steps: int) -> None:
         swarm = cast.swarm
@@ -400,12 +420,14 @@ class _Training:
             node.twin_apply = next_seconds.apply
         self.updates = dict(self._updates())
         self.averages: dict[int, _Average] = {}
-        self.scored = self.homes = self.ready = 0  # sources, microbatches, nodes
-        self.settling = 0  # steps since which sources' numbers might have settled
-        self.decided: list[float] = []
-        self.all_home: list[float] = []
+        # that the driver has heard of: sources' losses, microbatches back, nodes' Ready
+        self.scored = self.homes = self.ready = 0
+        self.settling = 0  # steps so far; the first MOST_SETTLING may restart the measurement
+        self.decided: list[float] = []  # times of the commits
+        self.all_home: list[float] = []  # times when all of a step's microbatches were back
 
     def _updates(self) -> Iterator[tuple[str, _Updates]]:
+        """The senders of copies or snapshots, by the policy, and what they send."""
         run, config = self.swarm.run, self.swarm.config
         members = [(node.name, node.stage) for node in self.nodes.values()]
         snapshot = snapshot_section(run, config)
@@ -425,7 +447,7 @@ class _Training:
         self.begin()
         self.clock.run(lambda: len(self.decided) > self.steps)
         if len(self.decided) <= self.steps:
-            raise AssertionError(f"nothing is due after {len(self.decided) - 1} steps")
+            raise AssertionError(f"no event is planned after {len(self.decided) - 1} steps")
         return self._measured(pooled)
 
     def _measured(self, pooled: bool) -> MeanStep:
@@ -458,9 +480,10 @@ class _Training:
             events=self.clock.events,
         )
 
-    # --- what travels
+    # --- frames and messages
 
     def frame(self, kind: str, a: _Node, b: _Node, size: int, then: Then) -> None:
+        """Sends a frame of `size` bytes from a to b, which calls `then` on arrival."""
         wire = self.wires.get((a.name, b.name))
         if wire is None:
             link = self.swarm.network.between(a.site, b.site)
@@ -476,7 +499,8 @@ class _Training:
         a.loop.post(0, self.transport.frame, sent)
 
     def message(self, a: _Node, b: _Node, then: Then) -> None:
-        """Sends a message on a stream of its own, which no frame delays."""
+        """Sends a message from a to b, which calls `then` on arrival. No frame delays it, as it has
+        a stream of its own."""
         if a is b:
             self.clock.after(self.cast.away, then) if self.cast.away else then()
             return
@@ -486,8 +510,8 @@ class _Training:
         a.loop.post(0, self.transport.message, sent)
 
     def speak_to_others(self, then: Then | None = None) -> None:
-        """What a message to or from each node that isn't simulated takes the driver; as if those
-        that are simulated were the last."""
+        """Occupies the driver's event loop with a message to or from each node that isn't
+        simulated. Simulated nodes come last."""
         if self.cast.others:
             seconds = self.cast.others * self.transport.message
             self.driver.loop.post(0, seconds, then or _nothing)
@@ -497,7 +521,7 @@ class _Training:
     # --- a step
 
     def begin(self) -> None:
-        """The driver decides: commit, and begin the next step."""
+        """The driver commits, and begins the next step."""
         if self._fills_anew():
             self._count_from_here()
         self.decided.append(self.clock.now)
@@ -512,7 +536,8 @@ class _Training:
             self.message(self.driver, node, partial(self.begun, node))
 
     def _fills_anew(self) -> bool:
-        """A source has another number out than in the step before, and there may be such steps."""
+        """Sets the window of each source for the next step. Returns whether a window has changed
+        within the first `MOST_SETTLING` steps."""
         before = [source.filling.out for source in self.by_stage[0]]
         for source in self.by_stage[0]:
             source.filling.begin()
@@ -521,7 +546,7 @@ class _Training:
         return changed and self.settling <= MOST_SETTLING
 
     def _count_from_here(self) -> None:
-        """What was until now doesn't count, but for what it has left on links and in threads."""
+        """Resets all measurements; the traffic on links and the tasks of threads stay."""
         self.decided, self.all_home = [], []
         for worker in (node.thread for node in self.nodes.values()):
             worker.busy_seconds = 0.0
@@ -531,7 +556,7 @@ class _Training:
             uplink.busy_seconds = 0.0
 
     def begun(self, node: _Node) -> None:
-        """A node applies the commit, and begins."""
+        """A node applies the commit, and begins the next step."""
         node.step += 1
         node.left = node.visits
         node.lacking = 2 + self._twin_pieces((node.stage + 1) % len(self.stages))
@@ -549,6 +574,7 @@ class _Training:
             self.reduce(node)
 
     def inject(self, source: _Node) -> None:
+        """Starts as many waiting microbatches as the source's window allows."""
         while source.waiting and source.out < source.filling.out:
             source.out += 1
             then = partial(self.embedded, source, source.waiting.popleft())
@@ -571,34 +597,34 @@ class _Training:
             self.reduce(node)
 
     def head_done(self, source: _Node, route: Route) -> None:
-        """The loss is known; a source tells of its microbatches' when it has all."""
+        """A microbatch's loss is known. The source sends all its losses in one message."""
         self.pass_on("gradient", source, route, len(route.nodes) - 2)
         source.unscored -= 1
         if not source.unscored:
             self.message(source, self.driver, self.heard_of_losses)
 
     def heard_of_losses(self) -> None:
-        """When all sources have told theirs, who keeps records is told them; in a small swarm that
-        is everybody."""
+        """The driver hears of a source's losses. When it has all, it sends the step's records to
+        the record holders: all nodes, as in a small swarm."""
         self.scored += 1
         if self.scored == len({route.nodes[0] for route in self.plan}):
             for node in self.nodes.values():
-                self.message(self.driver, node, partial(self.told_records, node, self.driver.step))
+                self.message(self.driver, node, partial(self.got_records, node, self.driver.step))
 
-    def told_records(self, node: _Node, step: int) -> None:
+    def got_records(self, node: _Node, step: int) -> None:
         if node.step < step:
-            node.held.append(partial(self.told_records, node, step))
+            node.held.append(partial(self.got_records, node, step))
             return
         self.one_less_lacking(node)
 
     def pass_on(self, kind: str, node: _Node, route: Route, position: int) -> None:
-        """Sends a microbatch on to the node of that visit."""
+        """Sends a microbatch's activation or gradient to the node of the visit `position`."""
         to = self.nodes[route.nodes[position]]
         take = partial(self.take, to, node.step, route, position, kind)
         self.frame(kind, node, to, self.sizes[kind], take)
 
     def take(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
-        """A frame has come."""
+        """A node gets an activation or gradient, and posts its task."""
         if node.step < step:
             again = partial(self.take, node, step, route, position, kind)
             node.held.append(again)
@@ -615,6 +641,7 @@ class _Training:
             node.thread.post(Priority.FORWARD, seconds.forward, done)
 
     def home(self, source: _Node, route: Route) -> None:
+        """A microbatch's gradient is back at its source."""
         source.out -= 1
         source.filling.home(id(route), self.clock.now)
         self.message(source, self.driver, self.heard_of_home)
@@ -626,6 +653,7 @@ class _Training:
             self.all_home.append(self.clock.now)
 
     def reduce(self, node: _Node) -> None:
+        """The node's gradient is complete: it averages, if its stage has replicas."""
         if self.cast.reduces is not None:
             self.clock.after(self.cast.reduces[node.stage], partial(self.averaged, node))
         elif node.stage in self.averages:
@@ -638,16 +666,16 @@ class _Training:
         node.thread.post(Priority.CONTROL, node.seconds.norm, then)
 
     def exchange(self, node: _Node) -> None:
-        """Sends the reduced gradient to the holders of this stage's twin, with redundant
-        computation (node/state/twin.py, `servers`)."""
+        """Sends the averaged gradient to the holders of this stage's twin, under the policy
+        `redundant` (node/state/twin.py, `servers`)."""
         own = self.by_stage[node.stage]
         holders = self.by_stage[(node.stage - 1) % len(self.stages)]
         size = VALUE * parameters(self.swarm.config, node.stage)
         pieces = self._twin_pieces(node.stage)
         for holder in holders[own.index(node) :: len(own)]:
             for _ in range(pieces):
-                come = partial(self.one_less_lacking, holder)
-                self.frame("twin", node, holder, HEAD + size // pieces, come)
+                arrived = partial(self.one_less_lacking, holder)
+                self.frame("twin", node, holder, HEAD + size // pieces, arrived)
         self.one_less_lacking(node)
 
     def _twin_pieces(self, stage: int) -> int:
@@ -656,8 +684,8 @@ class _Training:
         return min(MOST_PIECES, -(-VALUE * parameters(self.swarm.config, stage) // TWIN_PIECE))
 
     def one_less_lacking(self, node: _Node) -> None:
-        """A piece of its twin's gradient, its own stage's gradient, or the records are at the
-        node."""
+        """The node has one more of these: its stage's gradient, the records, pieces of its twin's
+        gradient. It sends Ready when it has all."""
         node.lacking -= 1
         if not node.lacking:
             self.say_ready(node)

@@ -1,10 +1,10 @@
-"""CheckFree's Table 2 from the simulator: iteration and train times of four policies, three rates.
+"""Simulates CheckFree's Table 2: iteration and train times of four policies at three failure rates.
 
 Model, sites, links, speed, microbatches and losses are the constants of the published rig
 (github.com/gensyn-ai/CheckFree at 8d7d547: trainer.py, communication/, failure_p_configs/). Nothing
-is fitted. The rig's 0.055 s "per sample per layer" may be a forward pass or both passes, so both
-are simulated. Two things are assumed: a backward pass takes two forward passes, and a weight of the
-head takes as long as one of a layer.
+is fitted. The rig's 0.055 s "per sample per layer" may mean a forward pass or both passes, so both
+are simulated. Two assumptions are ours. A backward pass takes as long as two forward passes. A
+weight of the head takes as long as one of a layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ RATES: Final[Mapping[str, Mapping[int, tuple[LostPlace, ...]]]] = {
     "10 %": {395: (LostPlace(4, None),)},
     "16 %": {395: (LostPlace(3, None),)},
 }
-"""Stages that the rig loses, by iteration, of its `ITERATIONS`; it has no file for 5 %."""
+"""Failure rate -> stages that the rig loses in its `ITERATIONS`, by iteration. The rig has no file
+for 5 %."""
 ITERATIONS: Final = 500
 PAPER_ITERATION: Final[Mapping[str, Sequence[float]]] = {
     "checkpoint": (91.4, 91.4, 92.1),
@@ -33,24 +34,25 @@ PAPER_ITERATION: Final[Mapping[str, Sequence[float]]] = {
     "checkfree": (91.3, 91.3, 92.1),
     "checkfree+": (91.3, 91.3, 92.1),
 }
-"""Seconds, by rate."""
+"""The paper's seconds of an iteration, by failure rate."""
 PAPER_TRAIN: Final[Mapping[str, Sequence[float]]] = {
     "checkpoint": (558.2, 621.7, 634.4),
     "redundant": (419.6, 419.6, 419.6),
     "checkfree": (367.8, 405.9, 563.0),
     "checkfree+": (355.1, 367.8, 460.6),
 }
-"""Hours, by rate."""
+"""The paper's hours of training to a validation loss of 2.85, by failure rate."""
 
 PLACES: Final = ("Australia", "Belgium", "Canada", "Germany", "Iowa", "NL", "London")
 """Node i is at site i mod 7."""
 REPLICAS: Final = 3
 MICROBATCH, SENDS, IN_FLIGHT = 8, 6, 3
-"""Samples; microbatches that each node of stage 0 sends, and how many of them at a time."""
+"""Samples in a microbatch; microbatches that each node of stage 0 sends in an iteration, and how
+many of them are in flight."""
 EACH: Final = 0.055
-"""Seconds of a sample and layer."""
+"""Seconds per sample and layer."""
 Passes = Literal["forward", "both"]
-"""The passes that `EACH` is read to take."""
+"""How `EACH` is read: as the seconds of a forward pass, or of a forward and a backward pass."""
 RUN: Final = f"""
 steps = {ITERATIONS}
 [model]
@@ -73,7 +75,8 @@ averaging = "none"
 
 @dataclass(frozen=True)
 class Simulated:
-    """A cell of the table: `seconds` an iteration, stalls and iterations made again included."""
+    """A cell of the table: mean `seconds` of an iteration, with stalls. Iterations that were rolled
+    back later count, too."""
 
     policy: str
     rate: str
@@ -82,15 +85,15 @@ class Simulated:
 
 
 def iterations(policy: str) -> tuple[int, ...]:
-    """Iterations that the paper's runs took to its validation loss of 2.85, by rate: train time
-    over iteration time."""
+    """Iterations of the paper's runs to its validation loss of 2.85, by rate: train time divided by
+    iteration time."""
     pairs = zip(PAPER_TRAIN[policy], PAPER_ITERATION[policy], strict=True)
     return tuple(round(hours * HOUR / seconds) for hours, seconds in pairs)
 
 
 def swarm(links: Iterable[Link], policy: str, passes: Passes) -> Swarm:
-    """The rig's 21 nodes. With redundant computation the microbatches are twice as many, and half
-    as large (section 5, baselines)."""
+    """The swarm of the rig's 21 nodes. With redundant computation, microbatches are half as large
+    and twice as many (section 5, baselines)."""
     microbatch = MICROBATCH // 2 if policy == "redundant" else MICROBATCH
     run = override(loads(RUN), training__microbatch=microbatch, recovery__policy=policy)
     config = model_config(run.model, 0)
@@ -102,7 +105,8 @@ def swarm(links: Iterable[Link], policy: str, passes: Passes) -> Swarm:
 
 
 def _seconds(config: ModelConfig, stage: int, samples: int, passes: Passes) -> Seconds:
-    """Of a node, for a microbatch. Weights of a layer and of the head take the same time each."""
+    """Seconds of a node's tasks for a microbatch. A weight of the head takes as long as one of a
+    layer."""
     ends, layer = config.parameters[0], config.values_in(1) // len(config.layers_of(1))
     forward = samples * EACH / (3 if passes == "both" else 1)
     if stage == 0:
@@ -112,7 +116,7 @@ def _seconds(config: ModelConfig, stage: int, samples: int, passes: Passes) -> S
 
 
 def simulated(links: Sequence[Link]) -> list[Simulated]:
-    """All cells, by passes, policy and rate."""
+    """Simulates all cells, in the order of passes, policy and rate."""
     every: tuple[Passes, ...] = ("forward", "both")
     cells = []
     for passes in every:
@@ -126,7 +130,7 @@ def simulated(links: Sequence[Link]) -> list[Simulated]:
 
 
 def table(cells: Sequence[Simulated]) -> str:
-    """Markdown: each policy and rate beside the paper's."""
+    """The table in Markdown: each policy and rate beside the paper's figures."""
     lines = [
         "| policy, rate | paper, s an iteration | ours, 0.055 s for both passes | ours, for a "
         "forward pass | paper, h to the loss | ours, both passes | ours, forward |",
@@ -145,4 +149,5 @@ def table(cells: Sequence[Simulated]) -> str:
 
 
 def rows(cells: Iterable[Simulated], origin: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The cells as JSON rows, each with the fields of `origin`."""
     return [{**origin, **asdict(cell)} for cell in cells]

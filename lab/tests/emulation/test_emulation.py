@@ -193,7 +193,7 @@ def test_emulation_needs_the_right_to_make_namespaces(monkeypatch):
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(program, **options))
     with (
-        pytest.raises(EmulationError, match=r"can't make a network namespace\. It needs root"),
+        pytest.raises(EmulationError, match=r"make a network namespace\. Emulation needs root"),
         emulate(all_alike(["a"], 1, 1)),
     ):
         pass

@@ -48,10 +48,10 @@ def test_the_table_that_comes_with_the_project():
         (f"{','.join(COLUMNS)}\nx,y,1,2\nx,z,-1,1\n", "row 2: a delay of -1 ms"),
         (f"{','.join(COLUMNS)}\nx,y,1,0\n", "0 GiB/s"),
         (f"{','.join(COLUMNS)},loss\nx,y,1,1,much\n", "row 1: .* and loss must be numbers"),
-        (f"{','.join(COLUMNS)},loss\nx,y,1,1,1\n", "row 1: a loss of 1: it is a share"),
+        (f"{','.join(COLUMNS)},loss\nx,y,1,1,1\n", "row 1: a loss of 1: it must be a share"),
         (f"{','.join(COLUMNS)},jitter_ms\nx,y,1,1,2\n", "a jitter of 2 ms with a delay of 1 ms"),
-        (f"{','.join(COLUMNS)},lost\nx,y,1,1,0\n", "and maybe loss and jitter_ms"),
-        (f"{','.join(COLUMNS)},loss,loss\nx,y,1,1,0,0\n", "and maybe loss and jitter_ms"),
+        (f"{','.join(COLUMNS)},lost\nx,y,1,1,0\n", "and optionally loss and jitter_ms"),
+        (f"{','.join(COLUMNS)},loss,loss\nx,y,1,1,0,0\n", "and optionally loss and jitter_ms"),
     ],
 )
 def test_a_bad_table_is_refused_with_what_is_wrong(tmp_path, text, words):

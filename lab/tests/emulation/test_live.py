@@ -160,7 +160,7 @@ def test_a_measurement_of_something_else_is_refused(tmp_path):
 def test_a_file_that_holds_no_samples_is_refused(tmp_path, text):
     path = tmp_path / "samples.jsonl"
     path.write_text(text)
-    with pytest.raises(LiveError, match="can't be used"):
+    with pytest.raises(LiveError, match="can't use"):
         open_samples(path, SETTING)
 
 
@@ -199,7 +199,7 @@ def test_neighbouring_stages_are_at_different_sites():
     ("asked", "words"),
     [
         (["--policy", "hope", "--kill", "1@12"], "--policy hope: unknown"),
-        (["--kill", f"1@{FIRST}"], "to the first kill, so that must be later"),
+        (["--kill", f"1@{FIRST}"], "to the first kill, so choose a step after"),
         (["--kill", "9@9"], "there is no stage 9"),
         (["--site", "Atlantis", "--site", "Iowa"], "no link between Atlantis and Iowa"),
         (["--delay", "-1"], "a delay of -1 ms"),

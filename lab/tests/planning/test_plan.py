@@ -98,7 +98,7 @@ def test_codecs_that_the_run_file_leaves_open_are_chosen_with_the_reason(tmp_pat
     assert {name: getattr(load(out).wire, name) for name in chosen} == chosen
     status, output = invoke(tmp_path, "RUN", *NODES, *HOMES)
     assert status == 0
-    assert re.search(r"on the wire .*costs nothing in learning.*With activations", output, re.S)
+    assert re.search(r"on the wire .*showed no cost in learning.*With activations", output, re.S)
 
 
 def test_codecs_of_the_run_file_are_kept(tmp_path: Path) -> None:
@@ -185,23 +185,23 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*NODES, "--nodes", "4"), "give either a run file or --preset"),
-        (("--preset", "huge", *NODES, "--nodes", "4"), "--preset huge: unknown; choose of large"),
+        ((*NODES, "--nodes", "4"), "give exactly one of these: a run"),
+        (("--preset", "huge", *NODES, "--nodes", "4"), "--preset huge: unknown; choose from large"),
         (("--preset", "tiny", *NODES, "--nodes", "4"), "give --tokens"),
         (("RUN", *NODES), "give --nodes, or --site NAME:NODES"),
         (("RUN", "--nodes", "4"), "give --kind, or --tflops and --memory"),
-        (("RUN", "--nodes", "4", "--kind", "abacus"), "--kind abacus is unknown: choose of t4"),
+        (("RUN", "--nodes", "4", "--kind", "abacus"), "--kind abacus is unknown: choose from t4"),
         (("RUN", *NODES, "--site", "Iowa:x"), "--site Iowa:x: write NAME or NAME:NODES"),
         (("RUN", *NODES, "--site", "Iowa:3", "--nodes", "9"), "--nodes 9 contradicts the 3"),
         (("RUN", *NODES, "--site", "Iowa", "--site", "Mars", "--nodes", "4"), "no link between"),
-        (("RUN", *NODES, "--nodes", "4", "--policy", "hope"), "--policy hope: unknown; choose of"),
+        (("RUN", *NODES, "--nodes", "4", "--policy", "hope"), "--policy hope: unknown; choose"),
         (("RUN", *NODES, "--nodes", "4", "--hourly", "10"), "10 % is 0.1"),
         (
             ("RUN", *NODES, "--nodes", "4", "--deadline", "0.0001"),
             "no plan meets the deadline and the budget: the nearest",
         ),
         (("RUN", *NODES, "--nodes", "4", "--probe", "none.json"), "can't read the probe none.json"),
-        (("RUN", "--kinds", "rtx4090 x2, abacus"), "--kind abacus is unknown: choose of t4"),
+        (("RUN", "--kinds", "rtx4090 x2, abacus"), "--kind abacus is unknown: choose from t4"),
         (("RUN", "--kinds", "rtx4090 2x"), "'rtx4090 2x' is no kind: write KIND[:GB][ xN], .."),
         (("RUN", "--kinds", "rtx4090 x0"), "'rtx4090 x0' is no kind"),
         (("RUN", "--kinds", "rtx4090, "), "'' is no kind"),
@@ -218,8 +218,8 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message:
             "recovery.policy = checkfree+ swaps stages, but with training.lora",
         ),
         (("--from", "none/", *NODES, "--nodes", "4"), "there is no such folder"),
-        (("--from", "RUN", *NODES, "--nodes", "4"), "name a model's folder, or the config.json in"),
-        (("--from", "GPT2", *NODES, "--nodes", "4"), "isn't known here (model_type = gpt2); suppo"),
+        (("--from", "RUN", *NODES, "--nodes", "4"), "give a model's folder, or the config.json in"),
+        (("--from", "GPT2", *NODES, "--nodes", "4"), "own code (model_type = gpt2); suppo"),
         (("--from", "MODEL", "--kinds", "t4:0.1 x2"), "nothing fits on 2 nodes."),
     ],
 )

@@ -466,8 +466,8 @@ def test_losses_per_step_are_those_of_the_lab() -> None:
         ({"shape": 0.0}, "shape = 0"),
         ({"phase": 1.0}, "phase = 1"),
         ({"notice": -1.0}, "notice = -1.0 must be 0 s or more"),
-        ({"at": {0: (LostPlace(1, None),)}}, "iteration 0 has no loss"),
-        ({"trace": (TraceRow(0.0, True, "a"),), "hourly": 0.1}, "from a trace or else"),
+        ({"at": {0: (LostPlace(1, None),)}}, "a loss in iteration 0"),
+        ({"trace": (TraceRow(0.0, True, "a"),), "hourly": 0.1}, "a trace can't be combined"),
     ],
 )
 def test_what_can_not_be_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -474,13 +474,13 @@ def test_with_adapters_only_these_are_averaged_copied_and_sent() -> None:
         (lambda: swarm(stages=2, policy="checkfree+"), "at least 4 body stages"),
         (lambda: replace(swarm(), groups=(Group(7, 1, "anywhere", Seconds(1, 1)),)), "stage=7"),
         (lambda: replace(swarm(), groups=(Group(0, 1, "Mars", Seconds(1, 1)),)), "no site Mars"),
-        (lambda: Seconds(-1, 1), "less than 0"),
-        (lambda: Transport(frame=-1), "less than 0"),
+        (lambda: Seconds(-1, 1), "must be 0 or more"),
+        (lambda: Transport(frame=-1), "must be 0 or more"),
         (lambda: replace(swarm(), storage_mbps=0), "storage_mbps = 0 must be more than 0"),
         (lambda: seconds_at(swarm().run, swarm().config, 1, 0, 1), "both must be more than 0"),
         (
             lambda: seconds_at(swarm().run, replace(swarm().config, own=Own("a:b")), 1, 1, 1),
-            "what a stage of a:b takes isn't known here",
+            "the seconds of a stage of a:b aren't known",
         ),
     ],
 )
