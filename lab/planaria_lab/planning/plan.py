@@ -532,6 +532,7 @@ def _print_replayed(replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> Non
     from rich.table import Table
 
     from planaria_lab.planning.planner import described
+    from planaria_lab.simulator.run import TIME_OVER
 
     sheet = Table(title="On the trace, simulated")
     for column in ("plan", "steps", "tokens/s", "training", "losses", "stages", "behind", "money"):
@@ -550,7 +551,7 @@ def _print_replayed(replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> Non
         )
     console.print(sheet)
     for name, (_, outcome) in replayed.items():
-        if outcome.steps == 0 or not outcome.stopped.endswith("are over"):
+        if outcome.steps == 0 or outcome.stopped != TIME_OVER:
             console.print(f"{name} stopped after {outcome.steps:,} steps: {outcome.stopped}")
 
 

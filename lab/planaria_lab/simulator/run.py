@@ -30,6 +30,8 @@ from planaria_lab.simulator.swarm import Group, Swarm, SwarmFiguresError, held_a
 Events = Generator[simpy.Event, object, None]
 IN_VAIN: Final = 10_000
 """Losses in a row without a committed step after which a run is given up."""
+TIME_OVER: Final = "the time limit is reached"
+"""Why a run ended at its limit of seconds."""
 NOT_LATE: Final = 1e-9
 """Rounding error of a step's progress, as a share of the step. A finished step may seem unfinished
 by it."""
@@ -175,7 +177,7 @@ class _Run:
         else:
             self._start_all()
         training = self.environment.process(self.train())
-        self._later(limit, partial(self._stop, f"the limit of {limit:,.0f} s is reached"))
+        self._later(limit, partial(self._stop, TIME_OVER))
         try:
             self.environment.run(training)
         except RuntimeError:  # simpy has run out of events

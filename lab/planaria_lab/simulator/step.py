@@ -175,7 +175,7 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
     Each replica sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it
     three times. Sending, computing and the event loops overlap: the longest of them counts, and one
-    piece of the shortest. In rows, a link carries a part of its row's twice; traffic between rows
+    piece of the second longest. In rows, a link carries a part of its row's twice; traffic between rows
     is less, and goes on meanwhile.
     """
     replicas = swarm.replicas(stage)
@@ -192,8 +192,8 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
     computing = max(group.seconds.add for group in groups) * passes / owners
     each_way = (owners - 1 + row - 1) * column + 2 * (column - 1)
     frames = 2 * each_way * pieces * swarm.transport.frame
-    short, _, long = sorted((sending, computing, frames))
-    return (2 if column == 1 else 4) * link.delay_ms / 1e3 + long + short / (column * pieces)
+    _, second, longest = sorted((sending, computing, frames))
+    return (2 if column == 1 else 4) * link.delay_ms / 1e3 + longest + second / (column * pieces)
 
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:

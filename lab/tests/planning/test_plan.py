@@ -368,6 +368,7 @@ def test_a_trace_is_replayed_for_each_policy(tmp_path: Path) -> None:
     status, output = invoke(tmp_path, *words)
     assert status == 0
     assert "On the trace, simulated" in output
+    assert "stopped after" not in output, "the trace's end is no failure"
 
 
 def test_a_run_file_is_refused_as_by_other_commands(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from planaria_lab.simulator.churn import (
     LostPlace,
     per_step,
 )
-from planaria_lab.simulator.run import Loss, RunOutcome, simulate_run
+from planaria_lab.simulator.run import TIME_OVER, Loss, RunOutcome, simulate_run
 from planaria_lab.simulator.step import MeanStep, simulate_step
 from planaria_lab.simulator.swarm import (
     Seconds,
@@ -389,7 +389,7 @@ def test_a_limit_ends_a_run() -> None:
     outcome = run(swarm(steps=10_000), Churn(), limit=100.0)
     assert outcome.seconds == pytest.approx(100.0)
     assert outcome.steps == math.floor(100.0 / simulate_step(swarm()).seconds)
-    assert outcome.stopped == "the limit of 100 s is reached"
+    assert outcome.stopped == TIME_OVER
 
 
 def test_notice_lets_a_successor_take_over() -> None:
