@@ -161,7 +161,7 @@ def test_who_closes_its_link_to_whoever_drives_does_not_stop_the_run() -> None:
 def test_who_never_votes_or_whose_work_nobody_gets_does_not_stop_the_run() -> None:
     for seed in (2, 4):
         assert run(seed, kind=Withholding).counts["accused"]
-    run(37, kind=Withholding)  # the accused host drives
+    run(37, kind=Withholding)  # the guilty host drives
     for seed in (0, 8):  # in the first seed, the host rests
         assert run(seed, kind=Dropping).counts["lies"]
 
