@@ -324,8 +324,8 @@ class Swarm:
         return {name: self.heard[name].whole(ballot, part) for name, part in parts.items()}
 
     def loses(self, names: set[str], mute: bool) -> bool:
-        """Loses these nodes, if it can go on without them; returns whether it can. `mute`: what
-        they have sent doesn't arrive either."""
+        """Loses these nodes, if the step can go on without them; returns whether it can. `mute`:
+        what they have sent doesn't arrive either."""
         stages = {node.stage for name, node in self.left().items() if name not in names}
         if len(stages) <= STAGES:
             return False
@@ -359,8 +359,8 @@ class Swarm:
         self.plans += [(name, ballot, part) for name, part in self._parts(ballot, begin).items()]
 
     def relieves(self, name: str) -> None:
-        """Other nodes of its stage get the microbatches that this one hasn't begun when it hears of
-        it. If those nodes are lost by then, all nodes begin anew."""
+        """Gives other nodes of the stage the microbatches that this node hasn't begun when it is
+        asked. If the others are lost by then, all nodes begin anew."""
         stage, began = self.nodes[name].stage, self.began
 
         def given(microbatches: list[int]) -> None:

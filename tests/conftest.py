@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempts all loaded objects, torch's above all, from garbage collection, and makes it rarer: a
-    simulation makes the usual 700 new objects in a millisecond."""
+    """Exempts all loaded objects, torch's above all, from garbage collection. Raises its threshold
+    of 700 new objects, which a simulation makes in a millisecond."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)

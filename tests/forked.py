@@ -47,8 +47,8 @@ class Forked:
     ) -> None:
         """Standard output and error go to a file; `environment` is added to this process's.
         Processes that the command starts through `Processes` come from the same fork server: they
-        lack `environment`, and don't end with it by SIGKILL. If it `takes_all`, as for a user, they
-        do both. `before` is called first in the command's process."""
+        lack `environment`, and don't end with it by SIGKILL. With `takes_all`, as for a user, they
+        have it and end. `before` is called first in the command's process."""
         context = multiprocessing.get_context("forkserver")
         begin_fork_server()
         settings = dict(environment or {})

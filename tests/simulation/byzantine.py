@@ -1,4 +1,4 @@
-"""Scenarios in which one host sends false messages in its own name, and all others are honest."""
+"""Scenarios in which one host sends arbitrary messages in its own name; all others are honest."""
 
 from __future__ import annotations
 

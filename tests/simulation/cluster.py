@@ -241,7 +241,7 @@ class Cluster:
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = set(_digests(row(stage)))
-        self.twins: dict[tuple[bytes, int], set[bytes]] = {}  # the same of its twins
+        self.twins: dict[tuple[bytes, int], set[bytes]] = {}  # the same for its twins
         self.fallbacks: set[str] = set()  # reasons of rebuilds that needn't be exact
         self.guessed: set[int] = set()  # stages at which the driver guessed which replica is right
         self.traps: list[Trap] = []
@@ -250,7 +250,7 @@ class Cluster:
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, if nobody dies; None: some die."""
         self.lying: set[str] = set()
-        """Hosts that send false messages."""
+        """Hosts that send arbitrary messages."""
         self.unheard: set[str] = set()
         """Hosts that the registry may miss for so long that it evicts them, if others have their
         stage."""
@@ -261,7 +261,7 @@ class Cluster:
         self.spoiling: dict[str, Callable[[], bool]] = {}
         """By host: whether its next result is not finite."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
-        self.steps: dict[bytes, int] = {}  # by the chain that ends with the step
+        self.steps: dict[bytes, int] = {}  # by chain: its last step
         self._names = itertools.count(1)
         self.registry = machines.registry(self)
         for host in hosts:
@@ -414,7 +414,7 @@ class Cluster:
         return [seat for node in self.nodes for seat in node.seats.agents.values()]
 
     def may_lie(self, node: str) -> bool:
-        """Whether the node is on a host that sends false messages."""
+        """Whether the node is on a host that sends arbitrary messages."""
         return self.network.homes[node] in self.lying
 
     def miscomputes(self, host: str) -> bool:
@@ -472,8 +472,9 @@ class Cluster:
     def _may_go(
         self, member: registry.Member, left: Sequence[registry.Member], reason: str
     ) -> bool:
-        """Whether the member may be evicted. It is guilty, or a guess takes it for guilty; or the
-        registry doesn't hear it, and others have its stages or nobody heard has a link to it."""
+        """Whether the member may be evicted: it is guilty, or a guess takes it for guilty. Or the
+        registry doesn't hear it, and others have its stages, or no node that the registry hears is
+        linked to it."""
         assert self.guilty is not None
         host, stages = self.network.homes[member.node], set(stages_of(member))
         wrong = [m for m in left if self.network.homes[m.node] in self.guilty]
@@ -506,8 +507,8 @@ class Cluster:
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
     def agree(self, holds: bool, why: str) -> None:
-        """Demands one history, unless a driver signs two commits: `check_apply` lets none
-        follow."""
+        """Demands one history, unless a driver signs two commits. `check_apply` then rejects a step
+        of nodes with different histories."""
         self.demand(holds or self.parting, "I2", why)
 
     def check_start(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
@@ -802,7 +803,7 @@ class Cluster:
     def check_patience(self, seat: Seat, reason: str) -> None:
         """Demands that no driver reaches the deadline for progress, which is for unforeseen faults.
         Each loss here is noticed sooner, unless the driver was frozen itself, or a guilty host
-        garbled data that are now missing."""
+        garbled data so that it is missing."""
         vain = reason.startswith("no progress") and seat.process.thawed_at < self.world.now
         vain = vain and not self.guilty
         self.demand(not vain, "I4", f"{seat.name} has waited in vain: {reason}")

@@ -20,7 +20,7 @@ LIES = ["another", "unsigned", "unchained", "nothing"]
 
 
 class Deceitful(Driver):
-    """Sends one replica of each stage another commit than the rest, or none; `lie` says which."""
+    """Sends one replica of each stage another commit than the rest, or none; `lie` says how."""
 
     lie: str
     changes_weights = True
@@ -62,7 +62,7 @@ class Deceitful(Driver):
 
 
 class Dividing(Deceitful):
-    """Sends half of the replicas of each stage another commit."""
+    """Sends half of the replicas of each stage another commit than the rest."""
 
     lie = "another"
 
@@ -76,7 +76,7 @@ class Dividing(Deceitful):
 
 
 class Vanishing(Deceitful):
-    """Sends one replica of each stage a commit, each a different one, and the others none."""
+    """Sends a commit to one replica of each stage, a different one to each, and to no others."""
 
     lie = "another"
 
@@ -112,7 +112,7 @@ class Turning(Lying):
 
 
 class Deceived(Turning):
-    """All stages have replicas, and the driver sends them different commits."""
+    """All stages have replicas, and the driver sends some of them another commit, or none."""
 
     lie = ""
 

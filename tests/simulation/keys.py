@@ -28,7 +28,7 @@ class PrivateKey:
 
 
 class PublicKey:
-    """A public key that computes a verification only of what was not signed here."""
+    """A public key that looks up signatures made here, and verifies only others."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public

@@ -154,7 +154,7 @@ class Connection:
                     self._on_its_way(end)
 
     def break_off(self, at_once: float = 0.8) -> None:
-        """Breaks it. `at_once`: probability that an end notices before a long silence."""
+        """Breaks the connection. `at_once`: probability that an end notices soon, not late."""
         if not self.intact:
             return
         self.intact = False
@@ -170,11 +170,11 @@ class Connection:
     # --- what kind of connection it is
 
     def is_wanted(self) -> bool:
-        """Whether an end may still use it."""
+        """Whether an end may still use the connection."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """Checks how long it has been silent."""
+        """Checks how long the connection has been silent."""
 
     def _deliver(self, to: Any, item: Any) -> None:
         raise NotImplementedError

@@ -135,7 +135,8 @@ class Scenario:
         )
 
     def _relearning(self) -> Mapping[str, float]:
-        """Settings of relearning: others wait for all of it, for none, or for some in each step."""
+        """Settings of relearning: while all others wait; in the gaps of steps; or with steps that
+        wait."""
         return ({"enough": 0.0}, {"enough": 0.9}, {"enough": 0.9, "each_step": 2})[self.seed % 3]
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:

@@ -109,7 +109,7 @@ class Sick(Scenario):
         host, now = self.random.choice(sorted(self.cluster.hosts)), self.world.now
         seconds = self.random.uniform(3.0, 20.0)
         if any(host in pair and until > now + SHORT for pair, until in self.rested.items()):
-            return 0.0  # neither nodes nor the registry might reach it
+            return 0.0  # otherwise nobody could reach it
         self.cluster.unheard.add(host)
         self.away[host] = now + seconds + REST
         return self._lose([host], ["registry"], seconds)

@@ -192,7 +192,7 @@ class Stage:
         self.corrupted = True
         chosen = self.cluster.world.random
         moment = chosen.choice([self.optimizer.first_moment, self.optimizer.second_moment])
-        moment = moment[self.optimizer.in_turn()]  # others are initial once they have done harm
+        moment = moment[self.optimizer.in_turn()]  # others are found once they have done harm
         wrong = chosen.choice([self.optimizer.weights[TRAINED], moment])
         wrong[chosen.randrange(len(wrong))] += 1.0
 

@@ -105,7 +105,7 @@ class Ending(Shrinking):
     """All nodes are told to leave at once, as with Ctrl-C."""
 
     def _plan_faults(self) -> float:
-        self.world.straggling = 0.0  # no other delay is as long as that by an heir
+        self.world.straggling = 0.0  # no other delay is as long as the wait for an heir
         self.retired: list[Node] = []
         self.taken: list[str] = []
         self.after_commits(5, self.end)
@@ -125,8 +125,8 @@ class Ending(Shrinking):
                 self.taken.append(f"{name} {kind}")
 
     def _was_known_to_leave(self, seat: str) -> bool:
-        """Whether the registry knew that the node leaves when it gave the seat. A node's word may
-        take a second, if a packet is lost."""
+        """Whether the registry knew that the node leaves when it gave the seat. A node's report
+        takes a second, if a packet is lost."""
         if not was_added(seat):
             return True
         before = self.cluster.registry.journal.issued[int(seat.rpartition(".")[2]) - 1]

@@ -1,4 +1,4 @@
-"""Clusters in which one host sends false messages."""
+"""Clusters in which one host sends arbitrary messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that begin from a checkpoint that only some machines have: these send others weights."""
+"""Runs that begin from a checkpoint that only some machines have; the others get its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FromCheckpoint(Scenario):
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
-        needed = rules.policy.twins or rules.policy.checkpoints  # needed on each machine
+        needed = rules.policy.twins or rules.policy.checkpoints  # on each machine
         return replace(rules, policy=POLICIES["checkfree"]) if needed else rules
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:

@@ -221,7 +221,7 @@ class TcpConnection(Connection):
         return self.intact
 
     def close_if_over(self) -> None:
-        """Closes it once neither end expects anything more."""
+        """Closes the connection once neither end expects anything more."""
         self.intact = self.intact and not all(end.is_over for end in self.ends)
 
     def look(self) -> None:

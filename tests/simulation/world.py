@@ -61,7 +61,7 @@ class Handle:
 
 
 class _Never(asyncio.Future[None]):
-    """In place of a task that is created after its world was closed. It never ends."""
+    """A future in place of a task that is created after its world was closed. It never ends."""
 
     def set_name(self, name: str) -> None:
         """Does nothing: it has no name."""
@@ -78,7 +78,7 @@ class World(asyncio.AbstractEventLoop):
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        """Calls that are due now, after the events that are due now."""
+        """Calls that are due now, and run after the events that are due now."""
         self.tasks: dict[asyncio.Task[Any], None] = {}  # unfinished, also of dead processes
         self._closed = False
         OPEN.append(self)
@@ -95,7 +95,7 @@ class World(asyncio.AbstractEventLoop):
             heapq.heappush(self._events, (when, next(self._numbers), call, arguments))
 
     def run_until(self, end: float) -> None:
-        """Runs events, the last of them the first at `end` or later."""
+        """Runs all events before `end`, and the first one at `end` or later."""
         asyncio._set_running_loop(self)
         try:
             while self.now < end:
