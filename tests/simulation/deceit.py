@@ -76,7 +76,7 @@ class Dividing(Deceitful):
 
 
 class Vanishing(Deceitful):
-    """Sends a commit to one replica of each stage, a different one to each, and to no others."""
+    """Sends a commit only to itself and to one replica of each stage, a different one to each."""
 
     lie = "another"
 
