@@ -1,4 +1,4 @@
-"""A small swarm in the middle of a step: attempts, and what crosses between them, in any order."""
+"""A small swarm in the middle of a step: attempts and the frames between them, in any order."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BEGAN = Ballot(1, 1)
 
 
 def vector(*parts: object) -> np.ndarray[Any, Any]:
-    """uint32 [4] that follow from `parts`."""
+    """uint32 [4] that follows from `parts`."""
     return np.frombuffer(hashlib.blake2b(repr(parts).encode(), digest_size=16).digest(), np.uint32)
 
 
 class VirtualWork:
-    """The arithmetic of a stage with fingerprints for tensors. A gradient is uint32 [4] and adds
-    modulo 2^32, so a sum shows in every bit whose gradients are in it, and how often."""
+    """The arithmetic of a stage with fingerprints for tensors. A gradient is uint32 [4], added
+    modulo 2^32, so every bit of a sum shows which gradients are in it, and how often."""
 
     def __init__(self, node: str, stage: int) -> None:
         self.node, self.stage = node, stage
@@ -148,8 +148,7 @@ class VirtualWork:
 
 
 class Compute:
-    """A compute thread that works when it is told to, and whose results are heard when that is
-    told."""
+    """A compute thread that works, and reports results, only when it is told to."""
 
     def __init__(self) -> None:
         self._tasks: list[tuple[Priority, int, Callable[[], Any], Callable[[Any], None]]] = []
@@ -159,7 +158,7 @@ class Compute:
 
     @property
     def moves(self) -> list[Callable[[], None]]:
-        """What can happen."""
+        """The calls that are possible now."""
         return [self._work] * bool(self._tasks) + [self._hear] * bool(self._results)
 
     @property
@@ -174,7 +173,7 @@ class Compute:
         _, _, work, then = heapq.heappop(self._tasks)
         try:
             self._results.append((then, work()))
-        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+        except Exception as error:  # noqa: BLE001 (`then` handles any error)
             self._results.append((then, error))
 
     def _hear(self) -> None:
@@ -184,7 +183,7 @@ class Compute:
 
 @dataclass
 class Node:
-    """What the daemon is to an attempt."""
+    """A node, as far as an attempt uses it."""
 
     swarm: Swarm
     name: str
@@ -211,7 +210,7 @@ class Node:
 
     @property
     def gradient(self) -> Any:
-        """Of the stage: of numpy or of torch."""
+        """The gradient of the stage, in numpy or torch."""
         work: Any = self.work
         return work.gradient if isinstance(work, VirtualWork) else work.optimizer.gradient
 
@@ -235,7 +234,7 @@ class Node:
         self.reducing = self.exchanges.start(self.attempt.complete(self.exchanges))
 
     def _spoil(self) -> None:
-        """It is half summed with those of other replicas."""
+        """Overwrites the gradient, as a sum with other replicas' would."""
         self.gradient[:] = 3
 
     def send(self, peer: str, item: Frame) -> bool:
@@ -265,8 +264,8 @@ class Node:
 
 
 class Swarm:
-    """Attempts, what their compute threads have to do, and what is under way between them; what
-    happens next, `chance` picks, and when new plans arrive."""
+    """Attempts, their compute threads, and the frames in transit between them. `chance` picks what
+    happens next, and when new plans arrive."""
 
     def __init__(
         self,
@@ -276,7 +275,7 @@ class Swarm:
         make_work: Callable[[str, int], StageWork] = VirtualWork,
         swapped: bool = True,
     ) -> None:
-        """`swapped`: every other microbatch goes through the stages the other way round."""
+        """`swapped`: every other microbatch visits the stages in reverse order."""
         self.chance, self.masking, self.make_work = chance, masking, make_work
         self.swapped = swapped
         self.under_way: list[tuple[str, str, Frame]] = []
@@ -318,14 +317,15 @@ class Swarm:
             self.nodes[name].starts(BEGAN, part)
 
     def _parts(self, ballot: Ballot, begin: pb.Begin) -> dict[str, pb.Begin]:
-        """As each is told, and understands."""
+        """Each node's part of a plan, encoded and decoded."""
         stages = {name: node.stage for name, node in self.left().items()}
         parts = {name: pb.Begin() for name in stages}
         self.telling.tell(ballot, begin, parts, stages)
         return {name: self.heard[name].whole(ballot, part) for name, part in parts.items()}
 
     def loses(self, names: set[str], mute: bool) -> bool:
-        """Whether it can go on without them. `mute`: what they have sent doesn't arrive either."""
+        """Loses these nodes, if the step can go on without them; returns whether it can. `mute`:
+        what they have sent doesn't arrive either."""
         stages = {node.stage for name, node in self.left().items() if name not in names}
         if len(stages) <= STAGES:
             return False
@@ -359,8 +359,8 @@ class Swarm:
         self.plans += [(name, ballot, part) for name, part in self._parts(ballot, begin).items()]
 
     def relieves(self, name: str) -> None:
-        """Others of its stage get what this node hasn't begun by the time that it hears of it; if
-        they are lost by then, all begin anew."""
+        """Gives other nodes of the stage the microbatches that this node hasn't begun when it is
+        asked. If the others are lost by then, all nodes begin anew."""
         stage, began = self.nodes[name].stage, self.began
 
         def given(microbatches: list[int]) -> None:
@@ -396,7 +396,7 @@ class Swarm:
             self.nodes[name].goes_on(ballot, begin)
 
     def moves(self) -> bool:
-        """One thing happens; False: nothing is under way, and all that was posted is done."""
+        """Makes one random move. False: nothing is in transit, and all posted work is done."""
         happens: list[Callable[[], None]] = [
             move for node in self.left().values() for move in node.compute.moves
         ]
@@ -414,7 +414,7 @@ class Swarm:
             return
         peer, to, frame = self.under_way.pop(number)
         while to not in self.lost and frame.ballot > self.nodes[to].attempt.ballot:
-            self.goes_on(to)  # as the member holds it until then
+            self.goes_on(to)  # the member holds the frame until then
         if to not in self.lost:
             self.nodes[to].attempt.take(peer, frame)
 
@@ -423,7 +423,7 @@ class Swarm:
             pass
 
     def gradients(self) -> list[Any]:
-        """Of each stage, summed over the nodes that are left."""
+        """The gradient of each stage, summed over the nodes that are left."""
         return [
             sum(node.gradient for node in self.left().values() if node.stage == stage)
             for stage in range(STAGES + 1)
@@ -451,7 +451,7 @@ class Swarm:
 def undisturbed(
     make_work: Callable[[str, int], StageWork] = VirtualWork, swapped: bool = True
 ) -> Swarm:
-    """One node a stage, and all has been computed. It is to be left as it is."""
+    """A swarm of one node a stage that has computed the whole step. Callers must not change it."""
     swarm = Swarm(1, random.Random(0), make_work=make_work, swapped=swapped)
     swarm.starts()
     swarm.ends()

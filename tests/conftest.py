@@ -1,5 +1,5 @@
-"""What all tests and their child processes have: one thread for torch, for the models are tiny and
-the cores are few, signals that work, and no terminal's size."""
+"""Settings of all tests and their child processes: one thread for torch, since models are tiny and
+cores few; signals that work; no terminal size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.dont_write_bytecode = False
 
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script, or by nohup
-        signal.signal(number, lambda *_: None)  # here still, but not in what is started from here
+        signal.signal(number, lambda *_: None)  # ignored here still, but not in child processes
 
 settings.register_profile(
     "untimed", deadline=None, max_examples=50
@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No collection of garbage looks again at what is loaded by now, torch above all; and it comes
-    less often than with the 700 new objects that a simulation makes in a millisecond."""
+    """Exempts all loaded objects, torch's above all, from garbage collection. Raises its threshold
+    of 700 new objects, which a simulation makes in a millisecond."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all processes that run these tests."""
+    """A folder that all processes of this test run share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -94,7 +94,8 @@ def data(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def conversations(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared with the tokenizer of `data`; only what the assistant says is scored."""
+    """Conversations, prepared with the tokenizer of `data`; only the assistant's words are
+    scored."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
 

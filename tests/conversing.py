@@ -1,4 +1,4 @@
-"""What holds between any two events of an agent."""
+"""The invariants of an agent between any two events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOTING = MemberPhase.RUNNING, MemberPhase.REDUCING
 
 
 def validate(seat: Agent) -> None:
-    """Checks what holds between any two events of an agent. Raises AssertionError."""
+    """Checks the invariants of an agent between two events. Raises AssertionError."""
     member, attempt = seat.member, seat.attempt
     voting = member.phase in VOTING
     if voting and member.following is None:

@@ -1,8 +1,7 @@
-"""What a liar may send: messages whose fields are drawn, frames, and bytes of real ones damaged.
+"""Random messages and frames that a faulty peer may send, and damaged bytes of real ones.
 
-Everything is drawn from the `random.Random` that it is made with, so a seed says it all. What is
-drawn is of the right type (`Drawing.message`, `Drawing.frame`) or not even that (`Drawing.head`,
-`Drawing.damaged`).
+Everything is drawn from one `random.Random`, so a seed determines it. Results are of the right type
+(`Drawing.message`, `Drawing.frame`) or not even that (`Drawing.head`, `Drawing.damaged`).
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ WORDS: Final = (
     "é" * 300,
 )
 HUGE: Final = 1 << 20  # characters or bytes
-RARELY: Final = 0.002  # how probable something huge is, of each word and each list
-LEAVES: Final = 2000  # values in a message, but for a long list
-LONG: Final = 5000  # elements of a list that is huge
-DEEP: Final = 4  # messages in messages
+RARELY: Final = 0.002  # probability of something huge, for each word and each list
+LEAVES: Final = 2000  # values in a message, apart from a long list
+LONG: Final = 5000  # elements of a huge list
+DEEP: Final = 4  # levels of messages in messages
 
 BODIES: Final = [field.name for field in pb.Message.DESCRIPTOR.oneofs_by_name["body"].fields]
 
@@ -61,13 +60,13 @@ _BITS: Final = {
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64),
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63),
-    FieldDescriptor.CPPTYPE_ENUM: (0, 2**31),  # proto3 lets numbers through that have no name
+    FieldDescriptor.CPPTYPE_ENUM: (0, 2**31),  # proto3 accepts numbers without a name
 }
 
 
 class Drawing:
-    """`names` and `numbers` are those of the swarm: what is drawn has them about half of the time,
-    so that it gets past the first check. `rarely`: how probable what is huge is."""
+    """Draws messages, frames and values. `names` and `numbers` are those of the swarm: about half
+    of the drawn ones are among them, to pass first checks. `rarely`: probability of huge values."""
 
     def __init__(
         self,
@@ -78,19 +77,19 @@ class Drawing:
     ) -> None:
         self.random, self.rarely = random, rarely
         self.names, self.numbers = tuple(names), tuple(numbers)
-        self._left = 0  # values that the message may yet have
+        self._left = 0  # values that the message may still have
 
     # --- protobuf
 
     def message(self, kind: type[AnyMessage]) -> AnyMessage:
-        """Of that kind, with each field unset, at an edge or anywhere."""
+        """A message of that kind; each field is unset, at an edge or anywhere."""
         self._left = LEAVES
         message = kind()
         self._fill(message, DEEP)
         return message
 
     def envelope(self, body: str = "") -> pb.Message:
-        """A message of a link, without its seal; `body`: one of `BODIES`, or any."""
+        """A message of a link, without its seal; `body`: one of `BODIES`, or empty for any."""
         self._left = LEAVES
         message = pb.Message(seat=self.word(), sender=self.word())
         self._fill(message.ballot, DEEP)
@@ -171,7 +170,7 @@ class Drawing:
     # --- frames
 
     def frame(self, kind: str = "") -> Frame:
-        """One whose head and payload are as they should be, but for what they say."""
+        """A frame whose head and payload are well-formed, with random contents."""
         tensors = [self._tensor() for _ in range(self.random.choice((0, 1, 1, 2)))]
         return Frame(
             kind or self.random.choice(KINDS),
@@ -191,7 +190,7 @@ class Drawing:
         return Descriptor(dtype, shape, codec, xxh3_64_intdigest(data), len(data)), data
 
     def head(self) -> bytes:
-        """Of a frame, as msgpack; it needn't be one that can be."""
+        """The head of a frame as msgpack, not always a valid one."""
         parts: list[Any] = msgpack.unpackb(self.frame().head(), strict_map_key=False)
         for _ in range(self.random.choice((0, 1, 1, 2))):
             parts[self.random.randrange(len(parts))] = self.anything()
@@ -201,7 +200,7 @@ class Drawing:
         return packed
 
     def anything(self, depth: int = 3) -> Any:
-        """Small, of what msgpack knows."""
+        """A small value of a type that msgpack knows."""
         kinds: list[Callable[[], Any]] = [self.whole, self.real, self._name]
         kinds.append(lambda: self.data()[:NAME_LIMIT])
         kinds += [lambda: None, lambda: self.random.random() < 0.5, lambda: -self.whole(0, 2**63)]
@@ -217,7 +216,8 @@ class Drawing:
     # --- damage
 
     def damaged(self, data: bytes) -> bytes:
-        """With bits flipped, or pieces left out, doubled or put in; now and then as it was."""
+        """The data with bits flipped, or pieces left out, doubled or inserted; at times
+        unchanged."""
         for _ in range(self.random.choice((0, 1, 1, 2, 5))):
             data = self._damaged_once(bytearray(data))
         return data

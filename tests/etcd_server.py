@@ -1,4 +1,4 @@
-"""etcd itself, one node of it, on loopback; and a way to it that can be cut."""
+"""A real etcd of one node on loopback, and a proxy to it that can be cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EtcdServer:
             self.process.send_signal(signal.SIGCONT)
 
     def history(self, key: str) -> list[bytes]:
-        """All that the key has ever been."""
+        """All values that the key has had."""
         values_seen: list[bytes] = []
         body: dict[str, Any] = {"key": written(key)}
         newest = int(self.etcd.ask("kv/range", body, DEADLINE)["header"]["revision"])
@@ -52,7 +52,7 @@ class EtcdServer:
 
 @contextmanager
 def etcd_server(folder: Path, tls: bool = False) -> Iterator[EtcdServer]:
-    """Skips the test where no etcd is installed."""
+    """Runs an etcd. Skips the test if etcd is not installed."""
     program = shutil.which("etcd")
     if program is None:
         pytest.skip("there is no etcd; Debian's package is etcd-server")
@@ -97,7 +97,7 @@ def _until_it_answers(server: EtcdServer) -> None:
 
 @contextmanager
 def _port() -> Iterator[int]:
-    """A free port that nobody else is given meanwhile."""
+    """A free port that no other process is given meanwhile."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -105,7 +105,8 @@ def _port() -> Iterator[int]:
 
 
 class Way:
-    """To a port of this machine. While it is cut, nothing comes through, and nobody hears why."""
+    """A proxy to a port of this machine. While `open` is clear, nothing passes, without an
+    error."""
 
     def __init__(self) -> None:
         self.port = 0

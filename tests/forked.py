@@ -1,5 +1,5 @@
-"""`planaria ARGUMENTS...` as a process of its own, forked from one that has loaded torch: loading
-torch takes more of a processor than all that most of these swarms do."""
+"""Processes of `planaria ARGUMENTS...`, forked from one that has loaded torch. Loading torch takes
+more processor time than all that most of these swarms do."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from planaria.node.machine.processes import (
 PRELOADED = (
     "planaria.node.local.fork_server",
     *PLANARIA,
-    "matplotlib.figure",  # of which each `planaria up` draws losses at its end
+    "matplotlib.figure",  # with which each `planaria up` draws losses at its end
     "matplotlib.backends.backend_agg",
 )
 
 
 def begin_fork_server() -> None:
-    """The one of this process, whoever starts processes later."""
+    """Starts this process's fork server, with `PRELOADED`, before any other caller does."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
     ensure_fork_server()
 
 
 class Forked:
-    """As `subprocess.Popen`."""
+    """A forked command, with methods of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Forked:
         takes_all: bool = False,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Standard output and error go to a file; `environment` is added to this process's. What
-        the command starts through `Processes` is forked from where it is: it has no `environment`,
-        and isn't ended with it by SIGKILL, unless it `takes_all` with it, as it does for a user.
-        `before` is called in its process first."""
+        """Standard output and error go to a file; `environment` is added to this process's.
+        Processes that the command starts through `Processes` come from the same fork server: they
+        lack `environment`, and don't end with it by SIGKILL. With `takes_all`, as for a user, they
+        have it and end. `before` is called first in the command's process."""
         context = multiprocessing.get_context("forkserver")
         begin_fork_server()
         settings = dict(environment or {})
@@ -60,11 +60,11 @@ class Forked:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Exit status; None: it is still there."""
+        """The exit status; None: it still runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
-        """Raises TimeoutError."""
+        """Waits for the exit status. Raises TimeoutError."""
         self._process.join(timeout)
         status = self.poll()
         if status is None:
@@ -99,7 +99,7 @@ def _run(
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)
-    if not takes_all:  # there is one to fork from, whose address this process knows
+    if not takes_all:  # use the fork server that this process was forked from
         forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
     if before is not None:
         before()

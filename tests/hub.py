@@ -1,4 +1,4 @@
-"""A hub of Hugging Face's kind on this machine: repositories of files, one commit each."""
+"""A server like Hugging Face's hub on this machine: repositories of files, one commit each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hub:
     token: str = "token"
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by repository
     private: dict[str, bool] = field(default_factory=dict)
-    fetched: list[str] = field(default_factory=list)  # files, and revisions that were asked for
+    fetched: list[str] = field(default_factory=list)  # files, and requested revisions
 
     @property
     def environment(self) -> dict[str, str]:

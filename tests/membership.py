@@ -22,7 +22,7 @@ from planaria.bootstrap.unreachable_pairs import UnreachablePairs
 def join(
     machine: Membership, request: JoinRequest, now: float, block: str = "", owner: bool = True
 ) -> tuple[JoinReply, list[Effect]]:
-    """The reply with its view, and effects. Raises Refused."""
+    """Joins one node; returns the reply with its view, and effects. Raises Refused."""
     (answer,), effects = machine.join([JoinAttempt(request, block, now, owner)], now)
     if isinstance(answer, Refused):
         raise answer
@@ -60,7 +60,7 @@ def validate_state(machine: Membership) -> None:
 
 @lru_cache(maxsize=16)
 def _validate_view(serialized: bytes, rules: MembershipRules) -> None:
-    """Once for each view: it is looked at more often than it changes."""
+    """Checks each view once: views are checked more often than they change."""
     view = View.FromString(serialized)
     assert not problem_with(view, rules), problem_with(view, rules)
     assert view.reason.isprintable() and view.ordered.isprintable()

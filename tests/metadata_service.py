@@ -1,5 +1,5 @@
-"""A stand-in for the metadata services of three clouds: it speaks what their documentation says,
-and refuses what that says is refused."""
+"""A stand-in for the metadata services of three clouds. It answers and refuses requests as their
+documentation says."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 NAME = "worker_3"
-"""The machine, as Azure calls it."""
+"""The machine's name in Azure."""
 
 
 class MetadataService(ThreadingHTTPServer):
-    """What a test sets is what is answered from then on."""
+    """A server that answers with the values that a test has set."""
 
     daemon_threads = True
 
@@ -40,7 +40,7 @@ class MetadataService(ThreadingHTTPServer):
             self._counted.notify_all()
 
     def wait_until_asked(self, more: int) -> None:
-        """As many times more."""
+        """Waits for this many more requests."""
         with self._counted:
             enough = len(self.asked) + more
             assert self._counted.wait_for(lambda: len(self.asked) >= enough, 60)
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404)
 
     def nobody(self) -> None:
-        """A web server that happens to have the address."""
+        """Answers like an unrelated web server at the address."""
         self._answer(200, "<html>welcome</html>")
 
     def _answer(self, status: int, body: str = "") -> None:

@@ -1,10 +1,12 @@
-"""What takes too long for each change, in pieces: many seeds of each scenario, a fuzz of each
-target, all tests with the kernels of another processor, and the container image.
+"""Checks that take too long for each change, in pieces: many seeds of each scenario, a fuzz of each
+target, the decoders, the GPU command on a CPU, all tests with the kernels of another processor, and
+the container image.
 
     make nightly SEEDS=500 SECONDS=120
 
 Each piece adds a line to out/nightly/COMMIT.jsonl: its name (a scenario with its seed, or what it
-runs), its outcome or its error, and its seconds. What has passed at a commit is not run again.
+runs), its outcome or its error, and its seconds. A piece that has passed at a commit is not run
+again.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from tests.fuzz.targets import TARGETS
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "out/nightly"
 LONGEST = 600
-"""Seconds of a processor that a seed may take."""
+"""Maximum processor seconds of a seed."""
 OTHER_PROCESSOR = "env", "ONEDNN_MAX_CPU_ISA=AVX2", "ATEN_CPU_CAPABILITY=default"
 ENGINES = {"docker": "docker compose", "podman": "podman-compose"}
 NO_SCENARIOS = "Turning", "Dying"
-"""A base class, and one that is there to break an invariant."""
+"""Scenarios that are left out: a base class, and one that breaks an invariant on purpose."""
 
 
 def scenarios() -> dict[str, type[scenario.Scenario]]:
-    """Of all modules of the simulation, by MODULE.NAME. `test_hangs` has its own invariants."""
+    """All scenarios, by MODULE.NAME, but those of `test_hangs`, which has its own invariants."""
     kinds = {}
     for path in sorted((ROOT / "tests/simulation").glob("*.py")):
         if path.stem not in ("conftest", "test_hangs"):
@@ -62,7 +64,7 @@ class Piece(NamedTuple):
 
 
 def pieces(seeds: int, seconds: int) -> Iterator[Piece]:
-    """All scenarios with one seed come before any with the next one."""
+    """Yields all pieces. All scenarios with one seed come before any with the next one."""
     for seed in range(seeds):
         yield from (Piece(f"{name} {seed}", seed) for name in SCENARIOS)
     python = sys.executable, "-m"
@@ -90,11 +92,11 @@ def _runs(engine: str) -> bool:
 
 
 def run(piece: Piece) -> dict[str, Any]:
-    """The line of the record."""
+    """Runs a piece; returns its line of the record."""
     began, line = time.monotonic(), {"piece": piece.name}
     try:
         line["outcome"] = execute(piece) if piece.command else simulate(piece)
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is recorded)
+    except Exception as error:  # noqa: BLE001 (any error is recorded)
         line["error"] = f"{type(error).__name__}: {error}"
     return line | {"seconds": round(time.monotonic() - began, 1)}
 
@@ -129,7 +131,7 @@ def execute(piece: Piece) -> str:
 
 
 def commit() -> str:
-    """Raises SystemExit."""
+    """The short hash of HEAD. Raises SystemExit if tracked files have changed."""
     changed = _git("status", "--porcelain", "--untracked-files=no")
     if changed:
         raise SystemExit(f"commit these changes first; results are kept by commit:\n{changed}")

@@ -1,9 +1,9 @@
-"""A device of torch in Python that is neither CPU nor CUDA.
+"""A torch device, written in Python, that is neither CPU nor CUDA.
 
-Its tensors are in main memory, and the CPU's kernels compute them; but for torch they are on a
-device of its own, `other:0`. Beside them a tensor of the CPU is an error, as with a GPU. Fused
-attention and autocast are missing. Its memory is never freed. A process has it for good, and ends
-without a word at an error in a backward pass.
+Its tensors are in main memory, and the CPU's kernels compute them. To torch they are on another
+device, `other:0`: an operation that mixes them with CPU tensors fails, as with a GPU. Fused
+attention and autocast are missing. Its memory is never freed. A process can't unregister it, and
+ends without a message at an error in a backward pass.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class _Module(_DummyBackendModule):
 
 
 def register(lacks: str) -> torch.device:
-    """It `lacks` "float64" and QR, as MPS, or "rounding", of roots and quotients; or ""."""
+    """Registers the device. It `lacks` "float64", and QR, as MPS does; or exact "rounding" of roots
+    and quotients; or "", nothing."""
     _setup_privateuseone_for_python_backend("other", _Module())
     library = torch.library.Library("_", "IMPL")
     _kept.append(library)
 
-    @torch.inference_mode(False)  # in it tensors lack what their views ask for
+    @torch.inference_mode(False)  # in this mode, tensors lack what their views need
     def compute(op: Any, *args: Any, **named: Any) -> Any:
         dtypes = map(_dtype, tree_leaves((args, named)))
         if lacks == "float64" and (torch.float64 in dtypes or "linalg_qr" in op.name()):
@@ -48,7 +49,7 @@ def register(lacks: str) -> torch.device:
     library.fallback(compute, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     _kept.append(aten)
-    # Else torch composes it of others, with other bits.
+    # Otherwise torch composes it of other operations, with other bits.
     aten.impl("silu_backward", partial(compute, ATEN.silu_backward.default), "PrivateUse1")
     return torch.device("other", 0)
 
@@ -63,7 +64,7 @@ def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
         return _set(*args)
     if op is ATEN._fused_sdp_choice.default:
         raise NotImplementedError("no fused attention")
-    # A number that torch has made a tensor for this kernel comes as a number.
+    # Torch passes a plain number where the kernel takes a tensor.
     kinds = [str(of.type) for of in op._schema.arguments]
     args = [
         torch.tensor(of) if kind == "Tensor" and isinstance(of, int | float) else of
@@ -87,7 +88,7 @@ def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
         shadows.append(made)
         return made
 
-    shadows: list[Tensor] = []  # alive, so that their ids stay theirs
+    shadows: list[Tensor] = []  # kept alive, so that their ids stay unique
     results = op(*tree_map(shadow, args), **tree_map(shadow, named))
     by_memory = {_address(of): of.untyped_storage() for of in given if of.device != CPU}
 
@@ -105,7 +106,7 @@ def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
 
 
 def _shadow(tensor: Tensor) -> Tensor:
-    """The same memory, on the CPU."""
+    """A CPU tensor of the same memory."""
     if tensor.device == CPU:
         return tensor
     whole = tensor.untyped_storage()
@@ -117,8 +118,8 @@ def _shadow(tensor: Tensor) -> Tensor:
 
 
 def _lifted(tensor: Tensor, by_memory: dict[int, Any], into: Tensor | None = None) -> Tensor:
-    """The same memory, on the other device: that of an argument, or new. `into`: an empty tensor
-    that has been resized."""
+    """A tensor of the same memory on the other device: in an argument's storage, or in a new one.
+    `into`: an empty tensor that has been resized."""
     whole = tensor.untyped_storage()
     storage = by_memory.get(whole.data_ptr())
     if storage is None:
@@ -132,7 +133,7 @@ def _lifted(tensor: Tensor, by_memory: dict[int, Any], into: Tensor | None = Non
 
 
 def _set(tensor: Tensor, *to: Any) -> Tensor:
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # whose kernel sets sizes only
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its kernel only sets sizes
     set_: Tensor = SETS_SIZES.redispatch(key, tensor, *to)
     return set_
 

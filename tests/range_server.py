@@ -1,4 +1,4 @@
-"""A web server that serves ranges of bytes of a folder's files, as object stores do."""
+"""A web server that serves byte ranges of a folder's files, as object stores do."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Served:
     url: str = ""
     ranges: bool = True
     failing: int = 0
-    """Requests that it answers with 503."""
+    """Number of next requests that it answers with 503."""
     asked: list[tuple[str, int]] = field(default_factory=list)
-    """Names of files, and the bytes that were sent of them."""
+    """Names of requested files, and the number of bytes that were sent of each."""
 
     def sent(self, suffix: str) -> int:
         return sum(count for name, count in self.asked if name.endswith(suffix))

@@ -1,4 +1,4 @@
-"""One process that trains as a swarm of one node a stage does, to compare losses with.
+"""A reference for losses: one process that trains as a swarm of one node a stage does.
 
 It has a node's stages, windows, codecs and optimizer, and no network, replicas or recovery.
 """
@@ -40,7 +40,7 @@ from planaria.recovery.orders import order, window_orders
 
 
 class Boundary(torch.autograd.Function):
-    """What arrives at the next stage of an activation, and of its gradient on the way back."""
+    """An activation as the next stage receives it, and its gradient as the stage before does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: RunFile, config: ModelConfig) -> Tensor:
@@ -75,7 +75,7 @@ class Reference:
         self.change(run)
 
     def change(self, run: RunFile) -> None:
-        """From the next step on it has these settings."""
+        """Sets the run's settings from the next step on."""
         self.run = run
         self.windows = training_windows(self.data, run.seed, self.config.context, run.batches)
 
@@ -109,7 +109,7 @@ class Reference:
         return loss.item() / max(1, int((targets != UNSCORED).sum()))
 
     def _loss(self, visits: Sequence[int], split: str, ids: NDArray[np.int64]) -> Tensor:
-        """The sum over all scored tokens of these samples."""
+        """The sum of losses over all scored tokens of these samples."""
         ends, context = self.stages[0], self.config.context
         assert isinstance(ends, EmbeddingStage)
         inputs, targets = map(torch.from_numpy, inputs_and_targets(self.data, split, context, ids))
@@ -125,7 +125,7 @@ class Reference:
 
 
 def train(run: RunFile, data: Data) -> Iterator[float]:
-    """The losses of a run to which nothing happens, step by step."""
+    """Yields the losses of an undisturbed run, step by step."""
     reference = Reference(run, data)
     for _ in range(run.steps):
         yield reference.step()

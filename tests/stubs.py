@@ -1,4 +1,4 @@
-"""Calls of a gRPC service by its descriptor, for tests that speak to a registry by hand."""
+"""Calls of a gRPC service by its descriptor, for tests that talk to a registry directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planaria.bootstrap.authorization import OPERATOR_CALLS, REGISTRY_CALLS
 
 
 def stub_of(channel: grpc.aio.Channel, service: ServiceDescriptor) -> Any:
-    """Has each of the service's calls by its name."""
+    """An object with each of the service's calls as an attribute."""
     return SimpleNamespace(**{method.name: _call(channel, method) for method in service.methods})
 
 

@@ -1,4 +1,4 @@
-"""docs/fine-tune-a-chat-model.md, as far as it doesn't take a real model."""
+"""The run of docs/fine-tune-a-chat-model.md, as far as it needs no real model."""
 
 from __future__ import annotations
 

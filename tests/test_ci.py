@@ -1,4 +1,4 @@
-"""A machine that can't have what some tests need still passes, and is told what it skips."""
+"""A machine that lacks what some tests need still passes, and .ci/debian says what it skips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = '#!{bash}\necho "$*" >> {log}\n{then}\n'
 
 
 def installing(tmp_path: Path, **programs: str) -> tuple[str, str]:
-    """What it says, and how it called `apt-get`, where there are no more programs than these."""
+    """Runs .ci/debian with these programs only; returns its output, and how it called them."""
     bash, log = shutil.which("bash"), tmp_path / "log"
     log.touch()
     folder = tmp_path / "bin"

@@ -1,4 +1,4 @@
-"""What .dockerignore lets in is all that the image needs, and the check finds what it asks for."""
+"""The build context has all that the image needs, and docker/check.sh reads keys that exist."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Of a line of .dockerignore: `*` and `?` are within one name, `**/` is for any folders."""
+    """The regex of a line of .dockerignore: `*` and `?` match in one name, `**/` any folders."""
     parts = re.split(r"(\*\*/|\*|\?)", text.strip("/"))
     meaning = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts))
 
 
 class Ignored:
-    """As the builder reads the file: a line is about a path and all that is below it, and of the
-    lines that are about a path the last one decides."""
+    """A .dockerignore as the builder reads it. A line is about a path and all that is below it; the
+    last line about a path decides."""
 
     def __init__(self, file: Path) -> None:
         lines = [line for line in file.read_text().splitlines() if line and line[0] != "#"]
@@ -47,7 +47,7 @@ class Ignored:
 
 
 def copy_context(to: Path) -> None:
-    """What a builder gets to see of this repository. No line lets in part of an ignored folder."""
+    """Copies what a builder sees of this repository. No line lets in part of an ignored folder."""
     ignored = Ignored(ROOT / ".dockerignore")
 
     def left_out(folder: str, names: list[str]) -> list[str]:
@@ -67,7 +67,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def files(package: Path) -> set[str]:
-    """With the package's name in front."""
+    """The paths of a package's files, from the package's name on."""
     return {
         str(path.relative_to(package.parent))
         for folder, _, names in os.walk(package, followlinks=True)
@@ -78,7 +78,7 @@ def files(package: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the image's context, as in the image: from installed tools, without a network."""
+    """A wheel of the image's context, built as in the image: by installed tools, offline."""
     tmp_path = tmp_path_factory.mktemp("image")
     copy_context(tmp_path / "context")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-index"]
@@ -96,7 +96,7 @@ def test_the_images_wheel_has_all_files_of_the_packages(wheel: Path) -> None:
 
 
 def test_the_images_wheel_starts_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    """Whose other packages are those of this environment."""
+    """The new environment takes its other packages from this one."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "own", cwd=tmp_path)
     python = tmp_path / "own/bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
@@ -136,7 +136,7 @@ main()
 
 
 def test_the_registrys_image_lacks_only_what_a_registry_does_without(tmp_path: Path) -> None:
-    """A registry that looks at prepared data, and is asked how its run is."""
+    """Runs a registry that reads prepared data, and asks for its status."""
     [lacking] = re.findall(
         r"grep -vE '\^\((torch\|[\w|]+)\)", (ROOT / "docker/Dockerfile").read_text()
     )
@@ -169,7 +169,7 @@ def test_the_registrys_image_lacks_only_what_a_registry_does_without(tmp_path: P
 
 
 def asked_by_the_check(command: str) -> list[str]:
-    """The expressions that docker/check.sh hands to one of its functions."""
+    """The expressions that docker/check.sh passes to one of its functions."""
     script = (ROOT / "docker/check.sh").read_text()
     return re.findall(rf"\b{command} '([^']+)'", script)
 

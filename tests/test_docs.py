@@ -1,4 +1,4 @@
-"""The site has all pages, and quotes messages that there are."""
+"""The site links to existing pages, and these quote messages that the code has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = re.findall(r"^- \*\*`(.*?)`\*\*", (ROOT / "docs/tutorial.md").read_text(
 
 @cache
 def everything_said() -> str:
-    """All texts of the packages, a line each, with `…` for what is put into them."""
+    """All string constants of the packages, a line each, with `…` for inserted values."""
     files = [path for top in ("bootstrap", "node") for path in (ROOT / top).rglob("*.py")]
     texts = []
     for path in files:
@@ -44,7 +44,7 @@ def test_a_message_that_is_explained_is_one(message: str) -> None:
 
 
 def test_the_site_leads_to_what_there_is() -> None:
-    """That it leads to every page `make docs` sees to."""
+    """`make docs` checks that it leads to every page."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     led_to = re.findall(r": (\S+\.md)$", nav, re.M)
     assert led_to and [page for page in led_to if not (ROOT / page).is_file()] == []

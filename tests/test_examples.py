@@ -1,5 +1,5 @@
-"""examples/ is what it says: manifests fit Kubernetes' schemas, and whatever starts planaria, by
-the images' entrypoint or by itself, starts it with options that there are."""
+"""Checks of examples/: manifests fit Kubernetes' schemas, and each command that starts planaria,
+directly or by the images' entrypoint, has options that exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MANIFESTS = list(yaml.safe_load_all((EXAMPLES / "kubernetes/planaria.yaml").read
 IMAGE = re.compile(r"\S*planaria:(cpu|cuda|registry)")
 
 Started = tuple[list[str], dict[str, str]]
-"""What a container is given: words for its entrypoint, and variables."""
+"""Arguments of a container's entrypoint, and its variables."""
 
 
 def stub(folder: Path, name: str, script: str) -> None:
@@ -39,7 +39,7 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 
 def check(line: list[str], environment: Mapping[str, str]) -> Any:
-    """Parses as `planaria` does; the words after its name. Returns the command's options."""
+    """Parses the words after `planaria` as it does. Returns the command's options."""
     command: Any = get_command(app)
     words = list(line)
     while hasattr(command, "get_command") and (subcommand := command.get_command(None, words[0])):
@@ -78,7 +78,7 @@ def started_by_containers() -> Iterator[tuple[str, Started]]:
 
 
 def variables_of(words: list[str]) -> dict[str, str]:
-    """Those that docker's `-e` sets."""
+    """The variables that docker's `-e` sets."""
     return dict(value.split("=", 1) for option, value in pairwise(words) if option == "-e")
 
 
@@ -111,7 +111,7 @@ def test_what_a_container_is_given_is_a_command(tmp_path: Path, where: str, star
 
 
 SECRETS = ("PLANARIA_JOIN", "PLANARIA_TOKEN")
-"""What planaria reads by itself, so that no list of processes shows it."""
+"""Variables that planaria reads itself, so that no list of processes shows them."""
 IMAGES = dict(re.findall(r"\b(PLANARIA_\w+)=(\S+)", (ROOT / "docker/Dockerfile").read_text()))
 """The variables that the images set."""
 
@@ -161,7 +161,7 @@ def test_the_managed_job_starts_a_node() -> None:
 
 
 def test_so_many_managed_jobs_are_kept_alive(tmp_path: Path) -> None:
-    """A `sky` that loses a job between two looks, and says what its table would."""
+    """A script in place of `sky` prints the table of jobs, and loses a job after each look."""
     jobs = tmp_path / "jobs"
     jobs.write_text("")
     listed = f'echo "ID  TASK  NAME  STATUS"; cat {jobs}; sed -i 1d {jobs}'
@@ -189,7 +189,7 @@ def test_manifests_fit_the_schemas_of_kubernetes(manifest) -> None:
 
 
 def test_manifests_fit_together() -> None:
-    """Selectors find pods, volumes and ports are there, and the run file is one."""
+    """Selectors find pods, volumes and ports exist, and the run file is valid."""
     kinds = {(each["kind"], each["metadata"]["name"]): each for each in MANIFESTS}
     pods = {
         name: each["spec"]["template"]

@@ -1,4 +1,4 @@
-"""docs/formats.md has the keys that the code writes."""
+"""docs/formats.md lists the keys that the code writes."""
 
 import dataclasses
 import inspect

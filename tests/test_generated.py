@@ -1,4 +1,4 @@
-"""The generated stubs are committed; they must be what the .proto files say."""
+"""The committed stubs are those that protoc generates from the .proto files."""
 
 import subprocess
 import sys

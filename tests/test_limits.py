@@ -1,4 +1,4 @@
-"""docs/limits.md says what the code does."""
+"""docs/limits.md states the limits that the code has."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What `make` says before it does anything."""
+"""What `make` prints if Python is too old."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ exec(sys.argv.pop(1))
 def test_an_old_python_is_named_at_once_and_nothing_is_installed_with_it(
     program: str, tmp_path: Path
 ) -> None:
-    """The one that `make` would use, and the one of a .venv that is there already."""
+    """The Python that `make` would use, and that of an existing .venv."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / program

@@ -1,4 +1,4 @@
-"""What is installed: one import package, and no module under two names; what extras are for."""
+"""What is installed: one import package, and no module under two names; what extras bring."""
 
 import os
 import re
@@ -102,12 +102,12 @@ def test_no_command_writes_among_the_results_without_being_told():
 
 
 def contents(wheel: Path) -> dict[str, int]:
-    """The checksums of a wheel's files."""
+    """The checksums of a wheel's files, by name."""
     return {file.filename: file.CRC for file in zipfile.ZipFile(wheel).infolist()}
 
 
 def built(project: Path, tmp_path: Path) -> set[str]:
-    """The files of a project's wheel, which is the same from its sdist."""
+    """The files of a project's wheel. Checks that its sdist gives the same wheel."""
     build = ("-m", "hatchling", "build", "-d")
     python(*build, tmp_path, "-t", "wheel", "-t", "sdist", cwd=project)
     [wheel], [sdist] = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
@@ -173,7 +173,7 @@ def test_the_extras_bring_what_is_said():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for library, extra in EXTRAS.items():
         brought = [re.split("[<>=]", name)[0] for name in project["optional-dependencies"][extra]]
-        from_there = packages_distributions().get(library, brought)  # some aren't for tests
+        from_there = packages_distributions().get(library, brought)  # tests lack some extras
         assert set(from_there) & set(brought), library
 
 

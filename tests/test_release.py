@@ -17,7 +17,7 @@ VERSION = PROJECT["version"]
 
 
 def workflow(file: Path) -> dict[Any, Any]:
-    """YAML takes the key `on` for a truth value."""
+    """The workflow in a file. YAML reads its key `on` as `True`."""
     return yaml.safe_load(file.read_text())
 
 

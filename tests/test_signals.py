@@ -1,4 +1,4 @@
-"""The signals of the processes that tests start."""
+"""Signals end the processes that tests start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_child_ends_by(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", ["INT", "HUP"])
 def test_the_tests_may_be_started_with_a_signal_ignored(number: str) -> None:
-    """As in the background of a script, or by nohup."""
+    """A shell script ignores SIGINT for its background processes, and nohup ignores SIGHUP."""
     test = f"{__file__}::{test_a_child_ends_by.__name__}[SIG{number}]"
     pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
     ignoring = ["sh", "-c", f'trap "" {number}; exec "$@"', "sh", *pytest_command]

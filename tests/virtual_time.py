@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer as soon as nobody has anything to do."""
+"""An event loop whose clock jumps to the next timer as soon as nothing else is ready."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time; nothing may be left running."""
+    """`asyncio.run` in virtual time; no task may be left running."""
     selector = _Selector()
 
     def loop() -> asyncio.AbstractEventLoop:

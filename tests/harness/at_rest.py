@@ -1,4 +1,4 @@
-"""Counters of what is under way: back at zero when a link, an attempt or a run ends."""
+"""Counters of data in transit, which are back at zero when a link, an attempt or a run ends."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ COUNTERS: Final[Mapping[type, str]] = {
     CopySender: "_outstanding _update",
     StateServer: "_serving",
 }
-"""Attributes that count or hold something, or have such attributes themselves."""
+"""By class: attributes that count or hold something, or have such attributes themselves."""
 
 
 def left(thing: object, name: str = "") -> Iterator[str]:
-    """Each counter of `thing` that isn't zero, and each container that isn't empty."""
+    """Yields each counter of `thing` that isn't zero, and each container that isn't empty."""
     if (names := COUNTERS.get(type(thing))) is None:
         if +thing if isinstance(thing, Counter) else thing:
             yield f"{name} = {thing}"
@@ -46,6 +46,6 @@ def left(thing: object, name: str = "") -> Iterator[str]:
 
 
 def check_at_rest(*things: object) -> None:
-    """Raises AssertionError. What has no counters is at rest."""
+    """Raises AssertionError unless all counters are zero. Things without counters are at rest."""
     counting = [thing for thing in things if type(thing) in COUNTERS]
     assert [text for thing in counting for text in left(thing)] == []

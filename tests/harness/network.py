@@ -1,4 +1,4 @@
-"""Nodes with one virtual clock, their compute threads, and what they send each other."""
+"""Nodes with one virtual clock, their compute threads, and a network between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Item = pb.Message | Frame
 
 
 class AtOnce:
-    """In place of the compute thread: works when it is asked to."""
+    """A compute thread that does each work as soon as it is posted."""
 
     computed, computing, now = 0, False, 0.0
 
@@ -31,14 +31,14 @@ class AtOnce:
     ) -> None:
         try:
             result: T | Exception = work()
-        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+        except Exception as error:  # noqa: BLE001 (`then` handles any error)
             result = error
         then(result)
 
 
 class Thread:
-    """In place of the compute thread: each work takes so many `seconds`. While it is `held`, only
-    `work` has an effect."""
+    """A compute thread whose works take `seconds()` each. While it is `held`, it works only when
+    `work` is called."""
 
     held = False
 
@@ -55,7 +55,7 @@ class Thread:
         self._begin()
 
     def work(self) -> None:
-        """What is most urgent."""
+        """Does the most urgent work."""
         heapq.heappop(self.posted)[2]()
         self._begin()
 
@@ -75,7 +75,7 @@ class Thread:
 
 
 class Timer:
-    """A call to come."""
+    """A scheduled call."""
 
     def __init__(self, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         self.call = partial(call, *arguments)
@@ -86,16 +86,16 @@ class Timer:
 
 
 class Nodes:
-    """The exchanges of several nodes, and the loop in which they run, in virtual time."""
+    """The exchanges of several nodes, and their event loop in virtual time."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.crashes: list[BaseException] = []  # what exchanges have raised; `outcome` does, too
+        self.crashes: list[BaseException] = []  # errors of exchanges; `outcome` raises them, too
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
 
     def new(self, compute: Any = None) -> Exchanges:
-        """Of one more node."""
+        """The exchanges of one more node."""
         loop: Any = self
         return Exchanges(compute or AtOnce(), loop, self.crashes.append)
 
@@ -119,13 +119,13 @@ class Nodes:
 
     @property
     def next(self) -> float:
-        """When something happens next; inf: never."""
+        """When the next call is due; inf: never."""
         while self._timers and self._timers[0][2].cancelled:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else math.inf
 
     def step(self) -> bool:
-        """The next thing happens. False: nothing is left."""
+        """Makes the next call. False: none is left."""
         if self.next == math.inf:
             return False
         self.now, _, timer = heapq.heappop(self._timers)
@@ -133,29 +133,29 @@ class Nodes:
         return True
 
     def catch_up(self) -> None:
-        """Everything that can happen now does."""
+        """Makes all calls that are due now."""
         while self.next <= self.now:
             self.step()
 
     def sleep(self, seconds: float) -> None:
-        """Everything happens that does in this time."""
+        """Makes all calls of the next `seconds`."""
         over: list[None] = []
         self.after(seconds, lambda: over.append(None))
         while not over:
             self.step()
 
     def outcome(self, exchange: Exchange[T]) -> T:
-        """Raises what the exchange raised, or AssertionError when it waits for ever."""
+        """The result of the exchange. Raises its error, or AssertionError if it waits for ever."""
         while not exchange.done:
             went_on = self.step()
             assert went_on or exchange.done, "everybody waits, and nothing will come"
         return exchange.result()
 
     def error(self, exchange: Exchange[Any]) -> Exception | None:
-        """What the exchange raised."""
+        """The error of the exchange, or None."""
         try:
             self.outcome(exchange)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the test looks at it)
+        except Exception as error:  # noqa: BLE001 (the test checks any error)
             return error
         return None
 
@@ -171,28 +171,28 @@ class Sent(NamedTuple):
 
 
 class Network(Nodes):
-    """Nodes that have links with each other. Items arrive as copies, each after a time of at most
-    `latency`, in an order that is drawn from `seed`. `ordered`: links keep that of sending."""
+    """Nodes that are linked with each other. Copies of items arrive within `latency` seconds, in an
+    order drawn from `seed`. `ordered`: each link keeps the order of sending."""
 
     def __init__(self, seed: int = 0, latency: float = 0.001, ordered: bool = False) -> None:
         super().__init__()
         self.random, self.latency, self.ordered = random.Random(seed), latency, ordered
         self.nodes: dict[str, Any] = {}
-        """By name: what has `on_frame` and `on_message`, as far as it gets either."""
+        """By name: objects with `on_frame` and `on_message`, as far as they receive either."""
         self.sent: list[Sent] = []
         self.in_flight: list[Sent] = []
         self.held = False  # nothing arrives
         self.faults: dict[str, Callable[[Any], Item | None]] = {}
-        """By sender: what arrives in place of an item; None: nothing does."""
+        """By sender: returns what arrives in place of an item; None: nothing."""
         self.passes: Callable[[str, str, Any], bool] = lambda source, target, item: True
-        """Asked when an item arrives: whether it does."""
+        """Whether an item gets through; asked when it arrives."""
 
     def slow(self) -> Thread:
-        """A compute thread, each of whose works takes a moment that is drawn."""
+        """A compute thread whose works take random times, up to a millisecond."""
         return Thread(self, lambda: self.random.random() / 1000)
 
     def send(self, source: str, target: str, item: Item) -> bool:
-        """False: there is no link."""
+        """Sends an item. False: there is no link."""
         if target not in self.nodes:
             return False
         self.sent.append(Sent(self.now, source, target, item))
@@ -214,7 +214,7 @@ class Network(Nodes):
         self.after(seconds, deliver)
 
     def deliver(self, source: str, target: str) -> None:
-        """The first item on that link, if there is one."""
+        """Delivers the first item on that link, if there is one."""
         for place, sent in enumerate(self.in_flight):
             if sent[1:3] == (source, target):
                 self._arrive(self.in_flight.pop(place))
@@ -238,13 +238,13 @@ class Network(Nodes):
             self._soon(sent.source, sent.target, 0.0)
 
     def settle(self) -> None:
-        """Until nobody has anything to do; nothing is under way then."""
+        """Runs until no call is left, and checks that nothing is in transit."""
         while self.step():
             pass
         check_at_rest(*self.nodes.values())
 
     def lose(self, node: str) -> None:
-        """It is gone, and its peers notice."""
+        """Removes a node, and tells the others."""
         del self.nodes[node]
         for other in list(self.nodes.values()):
             if hasattr(other, "on_peer_lost"):
@@ -252,7 +252,7 @@ class Network(Nodes):
 
 
 class VirtualNet:
-    """The port `Net` of one node: links that are up or not, and what was sent on them."""
+    """The port `Net` of one node, which records what is sent on the links that are up."""
 
     def __init__(self, up: set[str]) -> None:
         self.up = up
@@ -275,12 +275,12 @@ class VirtualNet:
 
 
 def copied(frame: Frame) -> Frame:
-    """As it arrives."""
+    """The frame as it arrives."""
     return Frame.parse(frame.head(), bytearray().join(buffers_of(frame.payload)))
 
 
 def damaged(frame: Frame) -> Frame:
-    """With a flipped bit in its payload."""
+    """The frame with a flipped bit in its payload."""
     payload = bytearray().join(buffers_of(frame.payload))
     payload[len(payload) // 2] ^= 1
     return replace(frame, payload=(memoryview(payload),))

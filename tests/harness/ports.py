@@ -6,6 +6,6 @@ import socket
 
 
 def free_port() -> int:
-    """One at which nobody listens."""
+    """A port at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

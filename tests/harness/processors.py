@@ -1,4 +1,4 @@
-"""What a script prints in a process of its own, with kernels of another processor."""
+"""Scripts in processes of their own, which can use the kernels of another processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def printed(script: str, **environment: str) -> list[str]:
-    """The words of the script's output."""
+    """Runs a script with these variables; returns the words of its output."""
     run = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},

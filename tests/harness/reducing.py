@@ -1,4 +1,4 @@
-"""Replicas that sum their gradients, in any order."""
+"""Replicas that sum their gradients, with items that arrive in any order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.harness import network
 
 BALLOT = Ballot(3, 1)
 SHAPES = (3,), (30, 2), (1,), (40, 2)
-"""Pieces of seven values have four rows of these matrices at most: six factors of rank one."""
+"""Shapes of parameters. A piece of seven values has at most four rows of a matrix, so six factors
+of rank one."""
 
 
 def view_of(nodes: Sequence[str]) -> View:
@@ -29,7 +30,7 @@ def view_of(nodes: Sequence[str]) -> View:
 
 
 class Network(network.Network):
-    """Replicas of a stage. What they send arrives in any order."""
+    """Replicas of a stage. Their items arrive in any order."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Network(network.Network):
         lossless: int = 0,
         signed: bool = False,
     ) -> None:
-        """`lossless`: steps before the codec's first one."""
+        """`lossless`: number of steps before the codec's first one."""
         super().__init__(seed)
         self.lossless, self.signed = lossless, signed
         self.exchanges: dict[str, Exchanges] = {}
@@ -114,7 +115,7 @@ def reduce_all(
     ids: Sequence[Sequence[int]] | None = None,
     non_finite: bool = False,
 ) -> list[Exception | None]:
-    """Every node's outcome: None or what it raised."""
+    """Runs a sum at all nodes; returns each node's error or None."""
     exchanges = start_all(network, values, ids, non_finite=non_finite)
     errors = [network.error(exchange) for exchange in exchanges]
     network.settle()
@@ -122,7 +123,7 @@ def reduce_all(
 
 
 def first_failure(network: Network, exchanges: Sequence[Exchange[None]]) -> Exception | None:
-    """The others, who would wait for the one that failed, are cancelled."""
+    """The first error, or None. Cancels the others, which would wait for the failed exchange."""
     while network.step():
         for exchange in exchanges:
             if exchange.done and (error := network.error(exchange)) is not None:

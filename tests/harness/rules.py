@@ -1,4 +1,4 @@
-"""Rules of a transaction, for tests that mind few of them."""
+"""Rules of a transaction, for tests that depend on few of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios in which one host says whatever can be said, all the time and to everybody."""
+"""Scenarios in which one host sends random messages, frames and bytes to all others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from simulation.byzantine import Drawing, Lying
 from simulation.node import Node
 
 OUT: Final = 30.0
-"""Seconds after which who talks nonsense is a member no longer."""
+"""Seconds after which a babbling node must have been evicted."""
 HEARD: Final = 200
-"""What it has heard last and may say, too."""
+"""How many of the newest received messages and frames a node keeps, to send them itself."""
 GAP: Final = 0.05
-"""Seconds between two such times, on average."""
+"""Mean seconds between two bursts."""
 WILD: Final = (0.0, 0.0, 0.0, 0.01, 0.2)
-"""Share of what isn't even a message."""
+"""Shares of damaged or random bytes; a scenario draws one of them."""
 CAREFUL: Final = (0.0, 0.9, 1.0)
-"""Share of the messages of which every figure can be."""
+"""Shares of the messages that pass all range checks; a scenario draws one of them."""
 TRIES: Final = 20
-"""To draw one of those."""
+"""Maximum draws for a message that passes them."""
 
 OF_CONNECTIONS: Final = "heartbeat", "acknowledged", "farewell"
 
@@ -35,7 +35,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def listen(node: Node) -> deque[pb.Message | Frame]:
-    """What the node hears from now on, the newest."""
+    """Returns the newest messages and frames that the node receives from now on."""
     heard: deque[pb.Message | Frame] = deque(maxlen=HEARD)
     take_message, take_frame = node.on_message, node.on_frame
 
@@ -54,13 +54,13 @@ def listen(node: Node) -> deque[pb.Message | Frame]:
 
 
 class Babbling(Lying):
-    """It draws messages and frames, flips bits of real ones, says again what it and others have
-    said, whenever; to the registry, in its own name, too. Each of its nodes is soon out. While it
-    drives it is honest: a driver is believed."""
+    """One host draws messages and frames, flips bits of real ones, and repeats its own and others',
+    at random times. It does so to the registry, too, in its own name. Each of its nodes is soon
+    evicted. While it drives it is honest, since members trust a driver."""
 
     lasting = (10.0, 60.0)
     at_once: tuple[int, ...] = (5, 50, 200)
-    """How much it says to each peer at a time."""
+    """Messages and frames that it sends to each peer in a burst; a scenario draws one number."""
 
     def __init__(self, *arguments: Any) -> None:
         self.since: dict[str, float] = {}  # by node: from when on it babbles
@@ -136,14 +136,14 @@ class Babbling(Lying):
         return item
 
     def _can_be(self, message: pb.Message) -> bool:
-        """Whether no bound tells that it is a lie."""
-        if message.WhichOneof("body") in OF_CONNECTIONS:  # as good as all of which end a link
+        """Whether the message passes all range checks."""
+        if message.WhichOneof("body") in OF_CONNECTIONS:  # almost all of these end a link
             return False
         rules = self.cluster.rules
         return not (fault_to_driver(message, rules) or fault_to_member(message, rules.stages))
 
     def _rave(self, link: Link, drawing: Drawing) -> None:
-        """What is no message, no frame or not even a chunk."""
+        """Sends a damaged message or chunk, or random bytes for a chunk."""
         real = drawing.envelope().SerializeToString()
         match self.random.randrange(4):
             case 0:
@@ -158,7 +158,7 @@ class Babbling(Lying):
                 self._write_chunk(link, drawing.data())
 
     def _write_chunk(self, link: Link, data: bytes) -> None:
-        """On a stream for chunks, if there is one."""
+        """Writes to each of the link's streams for chunks."""
         streams = link.connection._bulks.values() if link.connection is not None else ()
         for bulk in streams:
             link._links.process.spawn(bulk.stream.write(data))
@@ -171,7 +171,8 @@ class Babbling(Lying):
     # --- to the registry
 
     def _tell_registry(self, node: Node) -> None:
-        """In its own name, since any other is refused before this is read; not that it leaves."""
+        """Sends a request in the node's own name, since the registry refuses others unread. No
+        report says that the node leaves."""
         match self.random.randrange(20):
             case 0 | 1:
                 join = self._drawn(registry.JoinRequest(), node)
@@ -197,7 +198,7 @@ class Babbling(Lying):
 
 
 def _altered(item: AnyMessage, drawing: Drawing) -> AnyMessage:
-    """With bits of it flipped, if it can be read then."""
+    """A damaged copy of the item; the item itself if the copy can't be parsed."""
     try:
         return type(item).FromString(drawing.damaged(item.SerializeToString()))
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Scenarios in which one host says what it likes, in its own name, and all others are honest."""
+"""Scenarios in which one host sends arbitrary messages in its own name; all others are honest."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from simulation.node import Node
 from simulation.sickness import Sick
 
 KEPT = 40
-"""What it has sent last and may say again, or with a field changed."""
+"""How many of its newest messages and frames it keeps, to send them again or changed."""
 
 
 class Lying(Sick):
-    """What it sends it also sends again, late and changed; what it never had to say it makes up. It
-    does its work all the same. While it drives it is honest: a driver is believed."""
+    """One host sends its messages and frames again, late and changed, and invents others. It still
+    does its work. While it drives it is honest, since members trust a driver."""
 
     lasting: tuple[float, ...] = (5.0, 30.0)
-    """Seconds, one of which it lies for."""
+    """Seconds for which it lies; a scenario draws one of them."""
 
     def __init__(self, *arguments: Any) -> None:
         self.overheard: list[pb.Message | Frame] = []
@@ -101,7 +101,7 @@ class Lying(Sick):
         return item
 
     def _aimed(self, member: MemberSide, other: str) -> pb.Message:
-        """At what a member of bad will would like to reach; `other`: a seat."""
+        """A message that would harm others if they believed it; `other`: a seat that it accuses."""
         chosen, promised = self.random, member.promised
         view = promised.view + chosen.choice([0, 0, 1, 1 << 40])
         attempt = promised.attempt + chosen.choice([0, 1, 1 << 40])
@@ -124,7 +124,7 @@ class Lying(Sick):
         return Ballot(view, attempt).send("", **body).message
 
     def _changed(self, item: pb.Message | Frame, drawing: Drawing) -> pb.Message | Frame:
-        """One of what it has said; a message with some of its fields drawn anew, or as it was."""
+        """A copy of a sent item: a frame as it was, a message mostly with some new fields."""
         if isinstance(item, Frame):
             return item
         copy = pb.Message()
@@ -143,7 +143,7 @@ WAYS: Final = ["cut", "failed"]
 
 
 class Slandering(Lying):
-    """One host tells the driver, for as long as it is there, that it can't reach another one."""
+    """One host keeps telling the driver that it can't reach another one."""
 
     lasting = (300.0,)
     cause = SILENT
@@ -178,13 +178,13 @@ class Slandering(Lying):
 
 
 class Framing(Slandering):
-    """... that it sends nonsense."""
+    """One host keeps telling the driver that another one sends invalid data."""
 
     cause = SHAPE
 
 
 class Refuses(MemberSide):
-    """Closes its link to whoever else drives, whenever it is told of a step."""
+    """Rejects each step of another node's driver, which closes the link to that driver."""
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:
         if message.HasField("step") and node_of(peer) != node_of(self.node):
@@ -193,7 +193,7 @@ class Refuses(MemberSide):
 
 
 class Refusing(Lying):
-    """One host can't use any step that it is told of, for as long as it is there."""
+    """One host rejects each step of another node's driver, for as long as it is a member."""
 
     lasting = (300.0,)
     kind: type[MemberSide] = Refuses
@@ -205,7 +205,7 @@ class Refusing(Lying):
 
 
 class Dropping(Lying):
-    """One host says that it has done its work, and nobody ever gets what comes of it."""
+    """One host reports its work as done, but drops all results of one kind."""
 
     lasting = (300.0,)
 
@@ -222,7 +222,7 @@ class Dropping(Lying):
 
 
 class Withholds(MemberSide):
-    """Never votes."""
+    """A member that never votes."""
 
     def reduced(self, *arguments: Any, **more: Any) -> list[Effect]:
         super().reduced(*arguments, **more)
@@ -230,6 +230,6 @@ class Withholds(MemberSide):
 
 
 class Withholding(Refusing):
-    """One host does all its work, and answers, and never votes."""
+    """One host does all its work and answers, but never votes."""
 
     kind = Withholds

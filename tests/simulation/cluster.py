@@ -1,27 +1,26 @@
-"""A whole cluster in one thread: hosts, processes, the registry, and what must always hold.
+"""A whole cluster in one thread: hosts, processes, the registry, and checks of the invariants.
 
 The invariants are those of the step transaction. `chain` is a fingerprint of all commits in a
-node's weights, so equal chains mean equal histories. A step is *confirmed* once a commit of the
-next one is applied anywhere: every member of the view was ready for that one, so all had the step.
+node's weights, so equal chains mean equal histories. A step is *confirmed* once any node applies a
+commit of the next one: every member of the view voted for that one, so all had the step.
 
-- I1  Whoever applies a commit has in its gradient each microbatch of the window exactly once.
-- I2  All who apply one commit get the same digest in the same stage, cut-off nodes included; all
-      who start one attempt have the same chain, and replicas the same digest; a confirmed step has
-      one chain for ever. What is allowed: the last, unconfirmed commit of a driver that was cut off
-      or died may differ from what the others do instead, on nodes whose state is thrown away.
+- I1  A node that applies a commit has each microbatch of the window in its gradient exactly once.
+- I2  All nodes that apply one commit have the same digest at the same stage, cut-off nodes
+      included. All that start one attempt have the same chain, and replicas the same digest. A
+      confirmed step has one chain for ever. The last, unconfirmed commit of a driver that was cut
+      off or died may differ from the others', on nodes whose state is thrown away.
 - I3  No attempt in a newer ballot starts from a step before the newest confirmed one, and no node
-      goes back. When no node with any state is left, and the registry has heard of one step at
-      most, the run starts over. A new *lineage* may go back: with policy checkpoint when a stage
-      is lost, else only when nobody is left who has trained and has the newest step, and then to
-      the newest step that all stages have, in a file or at a joiner; and nobody goes back to an
+      goes back. If no node with any state is left, and the registry has heard of one step at most,
+      the run starts over. A new *lineage* may go back: with the policy checkpoint when a stage is
+      lost, else only when no node is left that has trained and has the newest step. It then begins
+      at the newest step that all stages have, in a file or at a joiner. No node goes back to an
       older lineage.
-- I4  After the last fault the run finishes in time, or stops for a reason that holds.
-- I5  What a node holds for others is what it says: an exact method gives the very weights that the
-      lost stage had, and nothing but a fallback comes from a commit that those who are left did
-      not make.
-- I6  Who has done nothing wrong is not evicted while nobody dies, no state is lost, and no step is
-      skipped while those of a stage who do nothing wrong can make it.
-- I7  When the run has finished, each of its steps is in a ledger, whoever has died.
+- I4  After the last fault the run finishes in time, or stops for a valid reason.
+- I5  A holding is what its holder says. An exact method gives the very weights that the lost stage
+      had, and only a fallback uses a commit that the survivors didn't make.
+- I6  While nobody dies, no node without fault is evicted, and no state is lost. No step is skipped
+      while each stage has a node without fault that can make it.
+- I7  When the run has finished, each of its steps is in a ledger, whichever nodes have died.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def run_of(
     relearning: Mapping[str, float],
     averaging: str = "none",
 ) -> RunFile:
-    """The run file that says so."""
+    """The run file with these rules and settings."""
     return from_fields(
         {
             "steps": rules.steps,
@@ -126,12 +125,12 @@ def run_of(
 
 
 def _more(held_back: ErrorFeedback, ballot: Ballot) -> torch.Tensor:
-    """By how much a commit of this ballot changes what is held back of what is trained."""
+    """How much a commit of this ballot changes what is held back of the trained values."""
     begun, coming = held_back._coming
     row = held_back.row
     assert begun == ballot
     nothing = torch.zeros(TRAINED.stop)
-    if coming is None:  # alone: what was held back is dropped
+    if coming is None:  # a lone replica drops what it held back
         return nothing[1:]
     return (coming[TRAINED] - (nothing if row is None else row[TRAINED]))[1:]
 
@@ -141,30 +140,30 @@ GRACE = 60.0
 
 
 class InvariantError(BaseException):
-    """An invariant does not hold. Nothing but a scenario catches it."""
+    """An invariant does not hold. Only `scenario.run` catches it."""
 
 
 @dataclass
 class Attempt:
-    """What those who start it have in common."""
+    """What the nodes that start an attempt have in common."""
 
     step: int
     chain: bytes
     digests: dict[int, bytes] = field(default_factory=dict)
     nodes: set[str] = field(default_factory=set)
-    parted: bool = False  # whether a faulty driver has begun it at nodes with different histories
+    parted: bool = False  # whether a faulty driver began it at nodes with different histories
 
 
 @dataclass
 class Host:
-    """A machine on which one process runs a node; another one after it has crashed."""
+    """A machine on which a process runs a node; after a crash, a new process does."""
 
     name: str
     stage: int | None
     dials_only: bool
     saves: bool = False
     room: int = 1  # seats that its node can hold
-    origin: bool = True  # what stages are before the first step can be had on it
+    origin: bool = True  # has the weights that the run begins with
     down: bool = False  # no process is started on it
     process: Process | None = None
     node: Node | None = None
@@ -173,7 +172,7 @@ class Host:
 
 @dataclass
 class Trap:
-    """A fault in the very moment in which a machine says something for the n-th time."""
+    """A fault at the moment of the n-th event of a kind; `countdown`: events until then."""
 
     kind: str
     countdown: int
@@ -182,7 +181,7 @@ class Trap:
 
 @dataclass(frozen=True)
 class Machines:
-    """What the nodes run; a test puts a faulty one among them."""
+    """The classes that the cluster runs; a test replaces some by faulty ones."""
 
     member: type[MemberSide] = MemberSide
     driver: type[Driver] = Driver
@@ -196,7 +195,7 @@ class Machines:
 
 
 def _digests(optimizer: StageOptimizer) -> tuple[bytes, bytes]:
-    """Of weights and moments, and of the weights alone, as some holdings are."""
+    """Digests of weights and moments, and of the weights alone, which some holdings have."""
     return optimizer.digest(), weights_digest(optimizer.weights)
 
 
@@ -213,12 +212,12 @@ class Cluster:
         relearning: Mapping[str, float],
         averaging: str = "none",
     ) -> None:
-        """`relearning`: of the run file's `recovery.relearn`, how much of it others wait for."""
+        """`relearning`: keys of `recovery.relearn` that say how much of it others wait for."""
         self.seed, self.world = seed, World(seed)
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
         self.run = run_of(rules, files, relearning, averaging)
-        self.changes: list[registry.Change] = []  # of its settings, in force
+        self.changes: list[registry.Change] = []  # of the run's settings, in force
         self.config = model_config(self.run.model, vocabulary=8)
         self.files, self.machines = files, machines
         files.chance = self.world.chance
@@ -228,41 +227,41 @@ class Cluster:
         self.counts: Counter[str] = Counter()
         self.attempts: dict[Ballot, Attempt] = {}
         self.commits: dict[Ballot, Attempt] = {}
-        self.voted: dict[tuple[Ballot, int], bytes] = {}  # what all of a stage told when ready
+        self.voted: dict[tuple[Ballot, int], bytes] = {}  # digest in the votes of a stage
         self.owed: dict[tuple[Ballot, int], dict[str, torch.Tensor]] = {}
-        """By commit and stage, how much more each replica holds back from then on."""
+        """By commit and stage: how much more each replica holds back than before."""
         self.replicas: dict[tuple[Ballot, int], set[str]] = {}
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
         self.heard_in = NEVER  # the newest ballot under which a driver has had all answers
         self.lineage = 0
         self.lineage_from = NEVER
-        self.bases: dict[tuple[int, int], bytes | None] = {}  # where a lineage begins -> its chain
-        self.opened: set[tuple[int, int]] = set()  # those in which nothing was tried yet
+        self.bases: dict[tuple[int, int], bytes | None] = {}  # a lineage's first state -> chain
+        self.opened: set[tuple[int, int]] = set()  # those of them without an attempt yet
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = set(_digests(row(stage)))
-        self.twins: dict[tuple[bytes, int], set[bytes]] = {}  # and those that its twins had
-        self.fallbacks: set[str] = set()  # reasons of rebuilds that are not said to be exact
-        self.guessed: set[int] = set()  # stages of which nobody could tell which replica is right
+        self.twins: dict[tuple[bytes, int], set[bytes]] = {}  # the same for its twins
+        self.fallbacks: set[str] = set()  # reasons of rebuilds that needn't be exact
+        self.guessed: set[int] = set()  # stages at which the driver guessed which replica is right
         self.traps: list[Trap] = []
         self.miscomputing: dict[str, Callable[[], bool]] = {}
-        """By host, whether what it makes next is wrong."""
+        """By host: whether its next result is wrong."""
         self.guilty: set[str] | None = None
-        """Hosts that have done something wrong, where nobody dies; None: some die."""
+        """Hosts that have done something wrong, if nobody dies; None: some die."""
         self.lying: set[str] = set()
-        """Hosts that say what they like."""
+        """Hosts that send arbitrary messages."""
         self.unheard: set[str] = set()
-        self.parting = False  # whether a driver signs two commits of one step
-        """Hosts that the registry may not hear for so long that they go where others have their
+        """Hosts that the registry may miss for so long that it evicts them, if others have their
         stage."""
+        self.parting = False  # whether a driver signs two commits of one step
         self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame | None]] = {}
-        """What a host sends instead of what it should; None: nothing."""
+        """By host: returns what it sends in place of an item; None: nothing."""
         self.garbling = self.network.garbling
         self.spoiling: dict[str, Callable[[], bool]] = {}
-        """Whether what a host computes now is not finite."""
+        """By host: whether its next result is not finite."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
-        self.steps: dict[bytes, int] = {}  # by the chain that they end
+        self.steps: dict[bytes, int] = {}  # by chain: its last step
         self._names = itertools.count(1)
         self.registry = machines.registry(self)
         for host in hosts:
@@ -312,7 +311,7 @@ class Cluster:
             node.process.after(self.world.random.uniform(0.0, 0.5), self._new_node, host)
 
     def retire(self, node: Node) -> None:
-        """It is told to leave for good."""
+        """Tells the node to leave for good."""
         node.process.spawn(self._retire(node))
 
     async def _retire(self, node: Node) -> None:
@@ -332,7 +331,7 @@ class Cluster:
         self.world.after(host.restart_at - self.world.now, self.start, host)
 
     def add_host(self) -> None:
-        """What a person does whose run waits for a node."""
+        """Adds a host, as a person does whose run waits for a node."""
         host = Host(f"h{len(self.hosts)}", None, False, origin=not self.from_checkpoint)
         self.hosts[host.name] = host
         self.world.after(0.0, self.start, host)
@@ -343,7 +342,7 @@ class Cluster:
                 self.crash(host.process, "with all others")
 
     def forget(self) -> None:
-        """The registry's journal is gone too, and no node is left: ballots begin anew."""
+        """Deletes the registry's journal, when no node is left: ballots begin anew."""
         self.registry.forget()
         self.attempts.clear()
         self.commits.clear()
@@ -391,7 +390,7 @@ class Cluster:
         ]
 
     def decisions(self, step: int, having: list[Seat], left: list[Seat]) -> list[Decision]:
-        """About each stage, if only these had the step, and those were left."""
+        """The decision about each stage, if only `having` had the step and `left` were alive."""
         rules = self.rules
         survivors: dict[int, list[str]] = {}
         for seat in having:
@@ -415,7 +414,7 @@ class Cluster:
         return [seat for node in self.nodes for seat in node.seats.agents.values()]
 
     def may_lie(self, node: str) -> bool:
-        """Whether it is on a host that says what it likes."""
+        """Whether the node is on a host that sends arbitrary messages."""
         return self.network.homes[node] in self.lying
 
     def miscomputes(self, host: str) -> bool:
@@ -425,7 +424,7 @@ class Cluster:
         return host in self.spoiling and self.spoiling[host]()
 
     def corrupt(self, seat: Seat, update: bool) -> None:
-        """Its weights change now, or in its next update."""
+        """Corrupts its weights or moments, now or in its next update."""
         if update:
             seat.weights.misapplies = True
         else:
@@ -462,8 +461,8 @@ class Cluster:
 
     def check_issued(self, before: registry.View, view: registry.View) -> None:
         if self.guilty is None or view.number > before.number + 1:
-            return  # a registry that has lost its journal learns of the others; who has joined it
-            # meanwhile has no state, and joins again
+            return  # a registry without its journal has learned of newer views; nodes that joined
+            # it meanwhile have no state, and join again
         stay = {member.node for member in view.members}
         gone = [member for member in before.members if member.node not in stay]
         left = [member for member in before.members if member.node in stay]
@@ -473,13 +472,14 @@ class Cluster:
     def _may_go(
         self, member: registry.Member, left: Sequence[registry.Member], reason: str
     ) -> bool:
-        """Who has done something wrong, or is taken for who has where nobody can tell; or isn't
-        heard, where others have its stages or nobody who is heard has a link to it."""
+        """Whether the member may be evicted: it is guilty, or a guess takes it for guilty. Or the
+        registry doesn't hear it, and others have its stages, or no node that the registry hears is
+        linked to it."""
         assert self.guilty is not None
         host, stages = self.network.homes[member.node], set(stages_of(member))
         wrong = [m for m in left if self.network.homes[m.node] in self.guilty]
         guessed = "which is a guess" in reason and any(stages & {*stages_of(m)} for m in wrong)
-        guessed |= NOBODY_ELSE in reason and bool(wrong)  # of two, one is: who says so again, goes
+        guessed |= NOBODY_ELSE in reason and bool(wrong)  # one of two is: a repeated accuser goes
         lives_on = stages <= {stage for other in left for stage in stages_of(other)}
         if host in self.guilty or guessed:
             return True
@@ -494,24 +494,25 @@ class Cluster:
         )
 
     def check_found(self, nodes: Sequence[str]) -> None:
-        """Whoever is right is never found to be wrong."""
+        """Demands that nodes found to compute wrongly include a guilty one."""
         guilty = self.miscomputing.keys() | (self.guilty or set())
         wrong = any(self.network.homes[node] in guilty for node in map(node_of, nodes))
         self.demand(wrong, "I6", f"{nodes} are said to compute wrongly")
 
     def check_kept(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self.guilty:
-            return  # whose state may go with it
+            return  # their state may be lost with them
         lost = kind in ("rolled back", "resuming")
         lost = lost or (kind == "rebuilding" and fields["method"] not in (*COPIED, "twin"))
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
     def agree(self, holds: bool, why: str) -> None:
-        """Demands one history, unless a driver signs two: then no step follows on that one."""
+        """Demands one history, unless a driver signs two commits. `check_apply` then rejects a step
+        of nodes with different histories."""
         self.demand(holds or self.parting, "I2", why)
 
     def check_start(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
-        """In the compute thread, when everything before the attempt is done."""
+        """Checks a start, in the compute thread, when all work before the attempt is done."""
         weights, stage = seat.weights, seat.stage
         self.heard_in = max(self.heard_in, ballot)
         base = begin.step - (begin.kind == pb.Begin.TRAIN)
@@ -528,7 +529,7 @@ class Cluster:
         known = self.known.get((weights.chain, stage), ())
         self.demand(not weights.void and own in known, "I5", f"{who}, unfit weights")
         if ballot <= self.confirmed_in or ballot < self.lineage_from:
-            return  # of a driver that is cut off: no commit can come of it
+            return  # its driver is cut off: no commit can follow
         if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
             self._go_back(ballot, weights.lineage, base, weights.chain)
         gone = max(self.confirmed) > 0 or self.lineage > weights.lineage
@@ -544,7 +545,7 @@ class Cluster:
             self.agree(same, f"{who} with another history than was confirmed")
 
     def check_goes_on(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
-        """Without nodes that were lost; what it began with stays."""
+        """Checks that the seat began the attempt that now goes on without lost nodes."""
         before = self.attempts[Ballot.of(begin.since)]
         who = f"{seat.name} goes on with {ballot}"
         self.demand(seat.name in before.nodes, "I2", f"{who}, which it hasn't begun")
@@ -554,7 +555,7 @@ class Cluster:
         self.replicas[ballot, seat.stage] = members
 
     def _go_back(self, ballot: Ballot, lineage: int, step: int, chain: bytes) -> None:
-        """The first attempt starts where a lineage begins."""
+        """Forgets later confirmed steps, when the first attempt of a lineage starts."""
         self.opened.discard((lineage, step))
         before = {of: c for of, c in self.confirmed.items() if of < step}
         self.counts["steps lost"] += max(0, max(self.confirmed) - step)
@@ -562,7 +563,7 @@ class Cluster:
         self.confirmed = before | {step: chain}
 
     def _may_start_over(self, ballot: Ballot) -> bool:
-        """Nobody is left, and the registry has not heard of more than one step."""
+        """Whether the registry had heard of one step at most, at the ballot's view."""
         view = self.registry.journal.issued[ballot.view]
         return (view.lineage, view.committed) <= (0, 1)
 
@@ -591,8 +592,8 @@ class Cluster:
         self.confirmed_in = max(self.confirmed_in, ballot)
 
     def check_relearned(self, seat: Seat, commit: pb.Commit, made: int) -> None:
-        """What a stage has learned beside a step, in so many updates, enters as the commit says,
-        and only where nobody else has the stage."""
+        """Demands that a stage has relearned `made` updates beside a step, as the commit says, and
+        has no other node in the attempt."""
         updates = entering(commit, seat.stage)
         who = f"{seat.name} of stage {seat.stage} applies step {commit.step}"
         fixed = f"{who} with {updates} updates of relearning"
@@ -603,8 +604,8 @@ class Cluster:
         self.counts["relearned beside"] += updates > 0
 
     def check_owed(self, seat: Seat, commit: pb.Commit, above: torch.Tensor) -> None:
-        """What the sum has above that of the window is what all of a stage hold back less than
-        before; nobody else's attempt is in it."""
+        """Demands that the sum exceeds the window's by what the replicas hold back less than
+        before. So nothing of another attempt is in it."""
         ballot, stage = Ballot.of(commit.ballot), seat.stage
         trained = self.replicas[ballot, stage]
         if commit.skipped or seat.name not in trained:
@@ -636,7 +637,7 @@ class Cluster:
             self.check_skipped(who, commit.step, ready)
 
     def check_skipped(self, who: str, step: int, trained: Collection[str]) -> None:
-        """Only if the step overflows, or nobody else has the stage of whoever spoils it."""
+        """Demands that the step overflows, or that a stage has only guilty nodes."""
         stages = range(self.rules.stages + 1)
         seats = [seat for seat in self.seats if seat.name in trained]
         well = {seat.stage for seat in seats if seat.process.host not in (self.guilty or ())}
@@ -644,15 +645,15 @@ class Cluster:
         self.demand(overflows or well < set(stages), "I6", f"{who}, which was skipped")
 
     def check_back(self, seat: Seat, kind: str, fields: Mapping[str, Any]) -> None:
-        """The driver opens a new lineage."""
+        """Checks a new lineage that a driver opens."""
         lineage, step = seat.driver.standing.lineage, int(fields["step"])
         who = f"{seat.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
         mixed = kind == "resuming" and not fields["exact"]
         if seat.driver.ballot < self.heard_in:
-            return  # of a driver that is cut off: whoever both have asked obeys the newer one
+            return  # the driver is cut off: members that two drivers asked obey the newer one
         self.heard_in = seat.driver.ballot
         self.counts["mixed"] += mixed
-        # A lineage that nobody has lived to tell of may be opened a second time.
+        # A lineage of which no survivor knows may be opened a second time.
         self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
         self.opened = {at for at in self.opened if at[0] != lineage} | {(lineage, step)}
         self.bases[lineage, step] = fingerprint("mixed", lineage, step) if mixed else None
@@ -672,24 +673,24 @@ class Cluster:
             return
         names = ", ".join(holder.name for holder in holders if holder.name in trained)
         self.demand(not names or newest == 0, "I3", f"{who}, but {names} had the newest step")
-        self.lineage = min(self.lineage, lineage)  # of newer ones nobody has lived to tell
+        self.lineage = min(self.lineage, lineage)  # no survivor knows of newer ones
         best = resume(self.held(members), self.rules.stages)
         assert best is not None
         self.demand(best.step == step, "I3", f"{who}, but there is step {best.step}")
         common = self.files.newest_common(self.rules.stages)
         if common is not None and (mixed or common > (best.lineage, best.step)):
-            self.counts["resumed too early"] += 1  # a host that comes yet has more
+            self.counts["resumed too early"] += 1  # a host that comes later has more
             self.world.say(seat.name, f"goes to {step}, although there is {common}")
 
     def check_fallback(self, seat: Seat, fields: Mapping[str, Any]) -> None:
-        """The policy is given up only where it can't serve."""
+        """Counts a fallback, which a strict run must not use."""
         self.counts["fallback"] += fields["fallback"]
         if fields["fallback"]:
             self.fallbacks.add(fields["reason"])
         self.demand(not (fields["fallback"] and self.rules.strict), "I4", f"{fields} with --strict")
 
     def window(self, step: int, stage: int) -> torch.Tensor:
-        """What all microbatches add to the stage's gradient, but for the number that overflows."""
+        """The sum of all microbatches' contributions, without the number that overflows."""
         if (step, stage) not in self.windows:
             parts = ("head", "stage") if stage == 0 else ("stage",)
             ids = range(self.rules.microbatches)
@@ -698,7 +699,7 @@ class Cluster:
         return self.windows[step, stage]
 
     def chain_at(self, sync: pb.Sync, state: StageState) -> bytes:
-        """The history of the step that `sync` names; `state` is what has come from its sources."""
+        """The chain of the step that `sync` names; `state`: what came from its sources."""
         if sync.method in COPIED:
             return chain_of(state)
         at = sync.lineage, sync.step
@@ -710,11 +711,11 @@ class Cluster:
         if not sync.step:
             return b""
         if not sync.HasField("last"):
-            return chain_of(state)  # a driver that is cut off goes back
+            return chain_of(state)  # from a driver that is cut off and goes back
         return self.commits[Ballot.of(sync.last.ballot)].chain
 
     def check_saved(self, seat: Seat, state: StageState) -> None:
-        """In the compute thread: what is about to be written says of itself what it is."""
+        """Demands, in the compute thread, that a state to be written describes itself correctly."""
         weights = seat.weights
         left = 0 if seat.gaps.task is None else seat.gaps.task.left
         says = state.id.step, state.omega, state.optimizer_step, state.relearning
@@ -724,7 +725,7 @@ class Cluster:
         self.demand(says == own, "I5", f"{who} saves {own} and says that it is {says}")
 
     def check_sources(self, seat: Seat, sync: pb.Sync, states: Sequence[StageState]) -> None:
-        """What has come from the sources that the driver named, before it is put in place."""
+        """Checks states from the sources that the driver named, before they are put in place."""
         who = f"{seat.name} of stage {seat.stage} fetches step {sync.step} by {sync.method}"
         newer = (sync.lineage, sync.step) >= seat.weights.age
         self.demand(newer, "I3", f"{who} over {seat.weights.age}")
@@ -736,14 +737,14 @@ class Cluster:
             self.demand(len(set(map(chain_of, states))) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
         back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
-        guessed = seat.stage in self.guessed  # who had the right one may count as wrong
+        guessed = seat.stage in self.guessed  # the node with the right state may count as wrong
         if sync.method not in (*COPIED, ORIGIN) and not (back or guessed):
             left = [n.name for n in self._holders(sync.step) if n.stage == seat.stage]
             stale = sync.lineage < self.lineage
             self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")
 
     def check_installed(self, seat: Seat, sync: pb.Sync, state: StageState) -> None:
-        """It is in place: is it what it should be?"""
+        """Checks a state that is now in place: its history and its digest."""
         weights = seat.weights
         who = f"{seat.name} of stage {seat.stage} has step {sync.step} by {sync.method}"
         known = self.known.setdefault((weights.chain, weights.stage), set())
@@ -766,19 +767,19 @@ class Cluster:
         known.update(_digests(weights.optimizer))
 
     def twin_applied(self, twin: ChainedTwin) -> None:
-        """In the compute thread of who holds it."""
+        """Notes a twin's digests after an update, in its holder's compute thread."""
         had = self.twins.setdefault((read_chain(twin.optimizer.weights), twin.stage), set())
         had.update(_digests(twin.optimizer))
 
     def _had(self, chain: bytes, stage: int) -> set[bytes]:
-        """Digests of the stage's state after these commits. If all of its nodes died before they
-        had applied the last, only its twins have that, and what is copied from them."""
+        """Digests of the stage's state after the commits of `chain`. If all its nodes died before
+        they applied the last one, only its twins and their copies have that state."""
         return self.known.get((chain, stage)) or self.twins.get((chain, stage), set())
 
     def check_announced(self, seat: Seat, holding: pb.Holding, held: StageState) -> None:
-        """What a node says it holds: of this run, and not ahead of its own weights."""
+        """Checks that an announced holding was committed, at the step that the node says."""
         if self.guilty:
-            return  # it may be of weights that changed while they were sent
+            return  # its weights may have changed while they were sent
         claim = f"{seat.name} announces a {holding.kind} of stage {holding.stage} at {held.id.age}"
         known = self._had(chain_of(held), holding.stage)
         digest = weights_digest(held.tensors["weights"])
@@ -787,7 +788,7 @@ class Cluster:
         self.demand(step == holding.step, "I5", f"{claim}, which is of step {step}")
 
     def _holders(self, step: int) -> list[Seat]:
-        """Live members that have the step in their weights, or were ready to commit it."""
+        """Live members that have the step in their weights, or voted to commit it."""
         last = [a for b, a in self.commits.items() if a.step == step and b >= self.lineage_from]
         ready = {name for commit in last for name in commit.nodes}
         return [
@@ -800,9 +801,9 @@ class Cluster:
         ]
 
     def check_patience(self, seat: Seat, reason: str) -> None:
-        """The deadline for progress is for what nobody has thought of: each loss known here is
-        noticed sooner, but for a driver that was frozen itself. What somebody has garbled may be
-        gone without a word."""
+        """Demands that no driver reaches the deadline for progress, which is for unforeseen faults.
+        Each loss here is noticed sooner, unless the driver was frozen itself, or a guilty host
+        garbled data so that it is missing."""
         vain = reason.startswith("no progress") and seat.process.thawed_at < self.world.now
         vain = vain and not self.guilty
         self.demand(not vain, "I4", f"{seat.name} has waited in vain: {reason}")
@@ -851,7 +852,7 @@ class Cluster:
         joiners_only = not trained.intersection(seat.name for seat in holders)
         gone = (lost or joiners_only) and resume(self.held(active), self.rules.stages) is None
         justified = gone or any(isinstance(decision, Stop) for decision in decisions)
-        # Who lies alone at its stage takes it along, whatever it says when it is too late.
+        # If a lying host was alone at its stage, the stage's state is lost with it.
         justified |= bool(self.lying) and all(" is lost and " in reason for reason in stopped)
         justified |= bool(self.guilty) and all(reason.startswith("paused: 3") for reason in stopped)
         justified |= self.parting and all("two commits of step" in reason for reason in stopped)
@@ -859,7 +860,7 @@ class Cluster:
         return f"stopped: {stopped[0]}"
 
     def who_waits(self) -> str:
-        """For a person: what everybody is up to."""
+        """A report for a person: what each node and each seat is doing."""
         view = self.registry.view()
         members = ", ".join(member.node for member in seated(view).members)
         lines = [f"view {view.number}, driver {view.driver or 'none'}: {members} ({view.reason})"]

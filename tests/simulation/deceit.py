@@ -1,4 +1,4 @@
-"""Scenarios in which a driver lies, to some of those that it drives or to the registry."""
+"""Scenarios in which a driver lies to some members, or to the registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIES = ["another", "unsigned", "unchained", "nothing"]
 
 
 class Deceitful(Driver):
-    """Tells one replica of each stage of another commit than the rest, in whichever way."""
+    """Sends one replica of each stage another commit than the rest, or none; `lie` says how."""
 
     lie: str
     changes_weights = True
@@ -35,7 +35,7 @@ class Deceitful(Driver):
         return Turn(effects, turn.phase)
 
     def _deceived(self) -> set[str]:
-        """The last one of each stage that has others."""
+        """The last node, other than the driver, of each stage that has several."""
         last = {stage: node for node, stage in sorted(self.members.items()) if node != self.node}
         stages = list(self.members.values())
         return {node for stage, node in last.items() if stages.count(stage) > 1}
@@ -62,7 +62,7 @@ class Deceitful(Driver):
 
 
 class Dividing(Deceitful):
-    """Tells half of each stage of another commit."""
+    """Sends half of the replicas of each stage another commit than the rest."""
 
     lie = "another"
 
@@ -76,7 +76,7 @@ class Dividing(Deceitful):
 
 
 class Vanishing(Deceitful):
-    """Tells one replica of each stage of a commit, each of another one, and nobody else."""
+    """Sends a commit only to itself and to one replica of each stage, a different one to each."""
 
     lie = "another"
 
@@ -91,7 +91,7 @@ class Vanishing(Deceitful):
 
 
 class Turning(Lying):
-    """Whoever drives after a few steps lies from then on."""
+    """The node that drives after a few steps lies from then on."""
 
     def _plan_faults(self) -> float:
         self.cluster.guilty = set()
@@ -112,7 +112,7 @@ class Turning(Lying):
 
 
 class Deceived(Turning):
-    """All stages have replicas, to which the driver tells different things."""
+    """All stages have replicas, and the driver sends some of them another commit, or none."""
 
     lie = ""
 
@@ -136,7 +136,7 @@ class Deceived(Turning):
 
 
 class DeceivedCrowd(Crowded, Deceived):
-    """Replicas in rows."""
+    """Each stage has so many replicas that they average in rows."""
 
 
 class Parted(Deceived):
@@ -150,7 +150,7 @@ class DividedCrowd(DeceivedCrowd):
 
 
 class Abandoned(Deceived):
-    """The driver dies when it has told one of each stage."""
+    """The driver crashes after it has sent a commit to one replica of each stage."""
 
     def _begin(self, node: Node) -> None:
         super()._begin(node)
@@ -170,8 +170,8 @@ class Abandoned(Deceived):
 
 
 class Accusing(Turning):
-    """It says to the registry, again and again, that others have done wrong, also when somebody
-    else drives. Stage 0 has others; the other stages may have none."""
+    """The driver keeps accusing others to the registry, even when another node drives. Stage 0 has
+    several nodes; the other stages may have one each."""
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         ends, replicas = self.random.choice([2, 3]), self.random.choice([1, 2])

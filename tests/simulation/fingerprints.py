@@ -1,6 +1,6 @@
-"""What stands for a stage's weights: sixteen float32, of which half are trained and half are a
-fingerprint of all the commits in them, its *chain*. So equal chains mean equal histories, and a
-state says wherever it travels of which history it is."""
+"""The weights of a stage in the simulation: sixteen float32. Half are trained; half are the
+*chain*, a fingerprint of all the commits in them. So equal chains mean equal histories, and a state
+carries its history wherever it goes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TRAINED, CHAINED = slice(0, 8), slice(8, 16)
 SHAPE = (4, 4)
-LARGEST = 1 << 16  # of a number in a gradient: sums of many are exact in float32
+LARGEST = 1 << 16  # limit of numbers in a gradient: sums of many are exact in float32
 
 
 def fingerprint(*parts: Any) -> bytes:

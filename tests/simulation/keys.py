@@ -1,5 +1,5 @@
-"""Ed25519 keys that remember what they have signed: to verify a signature takes longer than
-anything else that is done with a message here."""
+"""Ed25519 keys that remember what they have signed, since verification would be the slowest part
+of handling a message here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 SIGNED: Final[set[tuple[bytes, bytes, bytes]]] = set()
-"""Public keys, signatures and what they are of."""
+"""Public key, signature and signed data of each signature made here."""
 
 
 class PrivateKey:
-    """What an `Identity` needs of a key."""
+    """A private key with the methods that `Identity` uses."""
 
     def __init__(self, private: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(private)
@@ -28,7 +28,7 @@ class PrivateKey:
 
 
 class PublicKey:
-    """Verifies only what was not signed here."""
+    """A public key that looks up signatures made here, and verifies only others."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public

@@ -1,4 +1,4 @@
-"""The links that ship, in virtual time, of a node that may send other things than it should."""
+"""The production links in virtual time, of a node that may send wrong items."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from simulation.node import Node
 
 CHUNK: Final = 160
-"""Bytes; a stage's state has 192."""
+"""Bytes of a chunk; a stage's state has 192."""
 
 
 class OneChunk(Background):
-    """A copy here is less than a window, and would be there in no time: so it takes as long as a
-    large one does."""
+    """Sends copies one chunk at a time, so that a copy takes as long as a large one. Copies here
+    are smaller than a window, and would arrive at once."""
 
     def room(self, flight: int, now: float) -> int:
         return 0 if flight else CHUNK
 
 
 CHANGED: Final[dict[str, Any]] = {"chunk": CHUNK, "background": OneChunk, "heartbeat": 1.0}
-"""Settings other than those that ship."""
+"""Settings that differ from those in production."""
 
 
 class NodeLinks(Links):
-    """The links of one identity."""
+    """The links of one node."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class NodeLinks(Links):
         if not self.linked(peer):
             return False
         if machine.fuse is not None and machine.fuse < 0:
-            return True  # it is as good as dead
+            return True  # its crash is due now
         if (tamper := cluster.tampering.get(host)) is not None:
             altered = tamper(item)
             if altered is None:
                 return True
             item = altered
-        if isinstance(item, Frame) and item.kind == "state":  # of which there would be much more
+        if isinstance(item, Frame) and item.kind == "state":  # a real state would be much larger
             seconds = cluster.world.random.uniform(0.01, 0.3) * cluster.state_size
             self.process.after(seconds, self.send_as_is, peer, item)
             return True

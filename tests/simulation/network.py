@@ -1,8 +1,8 @@
-"""The network between hosts in virtual time: what gets through, how late, and until when.
+"""The network between hosts in virtual time: partitions, delays, and connections that break.
 
-What one end writes into a connection comes at the other end in order,
-until it breaks; then what was on its way is lost or not. While the way is blocked it waits, as in
-TCP. Connections overtake each other.
+What one end writes into a connection reaches the other end in order, until the connection breaks.
+Data in transit is then lost or not. While a partition blocks the way, data waits, as in TCP.
+Connections overtake each other.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 SILENCE = 3.0
 """Seconds without a sign of life after which an end gives a connection up."""
 WATCH = 0.5
-"""Seconds between two looks at what has been silent, or waits."""
+"""Seconds between two checks for silent connections and waiting data."""
 
 
 class End(Protocol):
-    """Of a connection."""
+    """One end of a connection."""
 
     process: Process
 
 
 class Partition(NamedTuple):
-    """Of hosts."""
+    """A partition between two sets of hosts."""
 
     left: frozenset[str]
     right: frozenset[str]
     both_ways: bool
-    """Else only what goes from left to right is lost."""
+    """False: only what goes from left to right is lost."""
 
     def stops(self, sender: str, receiver: str) -> bool:
         if sender in self.left and receiver in self.right:
@@ -46,20 +46,20 @@ class Partition(NamedTuple):
 class Network:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.homes: dict[str, str] = {}  # of nodes, also of those that are gone -> host
+        self.homes: dict[str, str] = {}  # node, also a former one -> host
         self.listeners: dict[str, MemoryTransport] = {}  # by address
-        self.hosts: dict[str, str] = {}  # by address, also of nodes that are gone
+        self.hosts: dict[str, str] = {}  # address, also of a former node -> host
         self.garbling: dict[str, Callable[[str, bytes], bytes]] = {}
-        """What becomes of the bytes that a host writes, on which kind of stream."""
+        """By host: changes bytes that it writes, given the kind of stream."""
         self.partitions: dict[int, Partition] = {}
-        self.latency: dict[tuple[str, str], float] = {}  # from host, to host: more than usual
+        self.latency: dict[tuple[str, str], float] = {}  # from host, to host -> additional seconds
         self.connections: list[Connection] = []
         self.world.after(WATCH, self._watch)
 
     # --- ways
 
     def passes(self, *way: str) -> bool:
-        """Whether what the first host sends gets to the last, by way of those between."""
+        """Whether data from the first host reaches the last, through those between."""
         if not self.partitions:
             return True
         stops = [partition.stops for partition in self.partitions.values()]
@@ -67,11 +67,11 @@ class Network:
         return not any(stop(*hop) for stop in stops for hop in hops)
 
     def reach(self, *way: str) -> bool:
-        """Whether those hosts can talk to each other."""
+        """Whether the first and the last host reach each other, through those between."""
         return self.passes(*way) and self.passes(*reversed(way))
 
     def delay(self, *way: str) -> float:
-        """Seconds."""
+        """Seconds from the first host to the last."""
         if len(way) == 2:
             return self.world.delay() + self.latency.get(way, 0.0)
         return sum(self.delay(*hop) for hop in pairwise(way))
@@ -87,7 +87,7 @@ class Network:
             connection.pass_on()
 
     def died(self, process: Process) -> None:
-        """The process is gone without a word."""
+        """Removes the listeners of a process that died, and breaks its connections."""
         self.listeners = {at: end for at, end in self.listeners.items() if end.process != process}
         for connection in self.connections:
             if process in [end.process for end in connection.ends]:
@@ -104,16 +104,16 @@ class Network:
 
 
 class Connection:
-    """What one of two has dialled. What comes to an end comes in order."""
+    """A connection that one end has dialled. Items arrive in order."""
 
     def __init__(self, network: Network, near: End, far: End) -> None:
         self.network, self.world = network, network.world
         self.ends = near, far
         self.intact = True
-        self._cut = False  # what was on its way when it broke is lost
+        self._cut = False  # what was in transit when it broke is lost
         self._queues: dict[End, deque[Any]] = {near: deque(), far: deque()}  # by receiver
-        self._last = {near: 0.0, far: 0.0}  # when the newest comes
-        self._held: Counter[End] = Counter()  # how many of those wait
+        self._last = {near: 0.0, far: 0.0}  # arrival of the newest item, by receiver
+        self._held: Counter[End] = Counter()  # items that wait for the way to be free
         network.connections.append(self)
 
     def other(self, end: End) -> Any:
@@ -123,7 +123,7 @@ class Connection:
         return self.other(to).process.host, to.process.host
 
     def reaches(self, end: End) -> bool:
-        """Whether what is sent to it comes, at the moment."""
+        """Whether items sent to `end` arrive at present."""
         return not self.network.partitions or self.network.passes(*self._way(end))
 
     def send(self, to: End, item: Any) -> None:
@@ -145,7 +145,7 @@ class Connection:
             self._deliver(to, self._queues[to].popleft())
 
     def pass_on(self) -> None:
-        """What has waited for the way to be free."""
+        """Sends on the items that have waited, where the way is free."""
         if not (self._held and self.intact):
             return
         for end in self.ends:
@@ -154,7 +154,7 @@ class Connection:
                     self._on_its_way(end)
 
     def break_off(self, at_once: float = 0.8) -> None:
-        """`at_once`: how probable it is that an end notices before it has been silent for long."""
+        """Breaks the connection. `at_once`: probability that an end notices soon, not late."""
         if not self.intact:
             return
         self.intact = False
@@ -163,22 +163,22 @@ class Connection:
         for end in self.ends:
             slow = blocked or not self.world.chance(at_once)
             delay = self.world.random.uniform(1.0, SILENCE + 1.0) if slow else self.world.delay()
-            if not self._cut:  # what was sent before the end comes before it
+            if not self._cut:  # items sent before the break arrive before it is noticed
                 delay = max(delay, self._last[end] - self.world.now)
             end.process.after(delay, self._noticed, end)
 
     # --- what kind of connection it is
 
     def is_wanted(self) -> bool:
-        """Whether one of the ends may still have something of it."""
+        """Whether an end may still use the connection."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """At how long it has been silent."""
+        """Checks how long the connection has been silent."""
 
     def _deliver(self, to: Any, item: Any) -> None:
         raise NotImplementedError
 
     def _noticed(self, end: Any) -> None:
-        """That it has broken."""
+        """Tells an end that the connection has broken."""
         raise NotImplementedError

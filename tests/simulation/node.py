@@ -1,4 +1,4 @@
-"""What a node has of its machine, in virtual time. The node itself is the one that ships."""
+"""The production node, on a machine in virtual time."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 TICK = 0.2
 FLUSH = 1.0
 SHARD = 48
-"""Bytes; a stage's state has 192."""
+"""Maximum bytes of a shard; a stage's state has 192."""
 
 
 class Seat(Agent):
-    """An agent with the machines that the test wants, of which some are faulty."""
+    """An agent with the driver and member classes that the test chooses; some are faulty."""
 
     def __init__(self, host: Node, weights: Stage, *arguments: Any) -> None:
         self.host, self.weights = host, weights
@@ -69,12 +69,12 @@ class Seat(Agent):
 
     @property
     def has_state(self) -> bool:
-        """What is in place is fit to train, or to be copied."""
+        """Whether its weights are fit to train, or to be copied."""
         return not (self.member.void or self.member.weightless)
 
     @property
     def trains(self) -> bool:
-        """Whether it has a part in the attempt that is under way, or was last."""
+        """Whether it takes part in the current or last attempt."""
         return self.attempt is not None and not self.member.following
 
     def _announced(self) -> list[pb.Holding]:
@@ -106,7 +106,7 @@ class Seat(Agent):
 
 
 class Node(shipped.Node["VirtualMachine"]):
-    """A node that ships, on a host of the cluster."""
+    """A production node on a host of the cluster."""
 
     def __init__(self, cluster: Cluster, host: Host, saves: Sequence[int]) -> None:
         assert host.process is not None
@@ -141,7 +141,7 @@ class Node(shipped.Node["VirtualMachine"]):
 
     @property
     def stages(self) -> set[int]:
-        """Of its seats."""
+        """The stages of its seats."""
         return {seat.stage for seat in self.seats.agents.values()}
 
     def validate(self) -> None:
@@ -151,7 +151,7 @@ class Node(shipped.Node["VirtualMachine"]):
 
 
 class VirtualMachine:
-    """The port `Machine`."""
+    """The port `Machine` in virtual time."""
 
     memory = 0
 
@@ -159,12 +159,12 @@ class VirtualMachine:
         self._node, self._process, self._cluster = node, node.process, node.cluster
         self.compute = Compute(self._process, self._cluster.pace, self._cluster.rules.progress)
         self.ledgers: dict[str, LineFile] = {}
-        self.fuse: int | None = None  # messages of commits left to send before the crash
+        self.fuse: int | None = None  # messages of a commit that it sends before it crashes
         self._seats: dict[str, Seat] = {}
         self._flushed, self._clock = 0.0, Random(node.node)
 
     def time(self) -> float:
-        """A clock that jumps: nothing may depend on it."""
+        """A random time: nothing may depend on this clock."""
         return self._clock.uniform(0.0, 2e9)
 
     # --- seats
@@ -226,7 +226,7 @@ class VirtualMachine:
         seat.holdings.finish_saves(seconds)
 
     async def rehearse(self) -> None:
-        """There is nothing to rehearse."""
+        """Does nothing."""
 
     async def finish(self, hang: str, seconds: float) -> str:
         self.compute.stopped = True
@@ -257,7 +257,7 @@ class VirtualMachine:
             self._cluster.check_patience(seat, reason)
 
     def track(self, record: Mapping[str, Any]) -> None:
-        """There is no external record."""
+        """Does nothing: there is no external record."""
 
     def committed(self, name: str, commit: pb.Commit) -> None:
         if name in self.ledgers and has_records(commit):
@@ -267,9 +267,9 @@ class VirtualMachine:
         return []
 
     def sent_commit(self) -> None:
-        """To one of those that are to hear it."""
+        """Counts a sent message of a commit; crashes the node when `fuse` has run out."""
         if self.fuse is not None:
             self.fuse -= 1
-            if self.fuse == -1:  # what was sent up to now still leaves
+            if self.fuse == -1:  # messages sent up to now still leave
                 why = "between two messages of a commit"
                 self._process.after(0.0, self._cluster.crash, self._process, why)

@@ -1,4 +1,4 @@
-"""The ports of a node in virtual time: its compute thread, its disk."""
+"""Ports of a node in virtual time: its compute thread and its disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ KEPT_SAVES = 3
 
 
 class Compute:
-    """The compute thread: one work at a time, most urgent first, for as long as chance has it; it
-    may hang, or crawl."""
+    """The compute thread: does one work at a time, the most urgent first, in a random time. It may
+    hang, or be slow."""
 
     def __init__(self, process: Process, pace: float, patience: float) -> None:
         self.process = process
@@ -39,7 +39,7 @@ class Compute:
         self.watch = HangWatch(first=patience)
         self.computed = 0
         self.slowness = 1.0
-        """How many times as long works take as they should."""
+        """Factor by which works take longer."""
         self.hangs = False
         self._held: list[Callable[[], None]] = []  # works that hang
         self._pace = pace * process.world.random.uniform(0.5, 2.0)
@@ -59,7 +59,7 @@ class Compute:
         return self.watch.find_hang(self.now)
 
     def hang(self) -> None:
-        """From the next work on."""
+        """Makes it hang: from now on no work ends."""
         self.hangs = True
 
     def go_on(self) -> None:
@@ -95,7 +95,7 @@ class Compute:
     def _done(self, work: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
         try:
             result: T | Exception = work()
-        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+        except Exception as error:  # noqa: BLE001 (`then` handles any error)
             result = error
         self.watch.ended(self.process.world.now)
         self.computed += 1
@@ -109,24 +109,24 @@ class Compute:
 
 
 class Files:
-    """What outlives processes: saves, each on the disk of its host, and the checkpoints' folder."""
+    """Files, which outlive processes: saves on the disk of each host, and a checkpoint folder."""
 
     def __init__(self, save_every: int = 0, checkpoint_every: int = 0) -> None:
-        """Every so many steps; 0: none are written."""
+        """Steps between two saves, and between two checkpoints; 0: none are written."""
         self.save_every, self.checkpoint_every = save_every, checkpoint_every
-        self.failing: dict[str, float] = {}  # hosts, and what share of their writes fails
-        self.stalled: dict[str, float] = {}  # hosts whose ledgers are not written, and until when
+        self.failing: dict[str, float] = {}  # host -> share of its writes that fails
+        self.stalled: dict[str, float] = {}  # host -> until when its ledgers are not written
         self.chance: Callable[[float], bool] = bool
         self.noted: set[int] = set()  # steps that are in a ledger
         self._files: dict[tuple[str, str, int], dict[Age, StageState]] = defaultdict(dict)
 
     def check(self, host: str) -> None:
-        """Raises OSError when what is being written there can't be."""
+        """Raises OSError if the host's disk fails this time."""
         if host in self.failing and self.chance(self.failing[host]):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, kind: str, owner: str, state: StageState) -> None:
-        """Renamed into place: it is there whole."""
+        """Stores a state whole, as a rename does."""
         files = self._files[kind, owner, state.id.stage]
         files[state.id.age] = state
         if kind == "save":
@@ -137,7 +137,7 @@ class Files:
         return self._files.get((kind, owner, stage), {})
 
     def newest_common(self, stages: int) -> tuple[int, int] | None:
-        """Lineage and step of the newest state that every stage has a file of, on whatever disk."""
+        """Lineage and step of the newest state of which every stage has a file, on any disk."""
         chains: dict[int, set[tuple[Age, bytes]]] = defaultdict(set)
         for (_, _, stage), files in self._files.items():
             chains[stage].update((age, chain_of(state)) for age, state in files.items())
@@ -145,7 +145,7 @@ class Files:
         return max(common)[0] if common else None
 
     def stages_of(self, owner: str) -> list[int]:
-        """What the host served when it saved last."""
+        """The stages that the host served when it saved last."""
         return stages_by_age(
             (max(files), stage)
             for (kind, host, stage), files in self._files.items()
@@ -159,15 +159,15 @@ def _digest_of(state: StageState) -> bytes:
 
 
 class LedgerDisks:
-    """What node/report/line_file.py has of the operating system. A ledger is named HOST-NODE, and
-    its lines are steps."""
+    """The functions of `os` that node/report/line_file.py uses. A ledger is named HOST-NODE-SEAT,
+    and its lines are steps."""
 
     O_WRONLY = O_APPEND = O_CREAT = O_CLOEXEC = 0
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._names: list[str] = []  # by descriptor
-        self._rest: dict[str, bytes] = defaultdict(bytes)  # by name: a line that isn't whole
+        self._rest: dict[str, bytes] = defaultdict(bytes)  # by name: an incomplete line
 
     def open(self, path: Path, flags: int, mode: int) -> int:
         self._check(path.name)
@@ -175,7 +175,7 @@ class LedgerDisks:
         return len(self._names) - 1
 
     def write(self, descriptor: int, data: bytes) -> int:
-        """All of it, or a part, as a disk that is full at times does."""
+        """Writes all of it, or half, as a disk that is full at times does."""
         name = self._names[descriptor]
         self._check(name)
         if self._fails(name) and self._files.chance(0.3):
@@ -195,12 +195,12 @@ class LedgerDisks:
 
 
 class VirtualLineFile(LineFile):
-    """Written after a while, as by a thread; what a crash finds unwritten is lost."""
+    """A line file that is written after a delay, as by a thread; a crash loses unwritten lines."""
 
     def __init__(self, path: Path, files: Files, process: Process) -> None:
         super().__init__(path, clock=lambda: process.world.now)
         self._files, self._process = files, process
-        self._chance = random.Random(path.name)  # whatever else the seed draws stays as it is
+        self._chance = random.Random(path.name)  # so that the seed's other draws stay the same
 
     def append(self, line: bytes) -> None:
         self.waiting.add(line, self._clock())
@@ -268,4 +268,4 @@ class VirtualDisk:
         self._process.after(self._process.world.random.uniform(0.01, 0.3), then, result)
 
     def finish(self, seconds: float) -> None:
-        """What is being written goes on."""
+        """Returns at once; writes in progress go on."""

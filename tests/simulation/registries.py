@@ -1,4 +1,4 @@
-"""Registries that share a run by a store with etcd's semantics, of which one leads at a time."""
+"""Registries that share a run through a store with etcd's semantics; one leads at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 FATES: Final = [Fate.LOST, Fate.LOST, Fate.UNANSWERED]
-"""Of what a registry asks of etcd while it can't reach it."""
+"""Outcomes of a registry's requests while it can't reach etcd."""
 
 
 class CheckedStore(Store):
-    """Views that it writes grow, whoever leads."""
+    """A store that demands growing numbers of views, whichever registry leads."""
 
     registries: Registries
 
@@ -34,19 +34,19 @@ class CheckedStore(Store):
 
 
 class Registries(Registry):
-    """Three processes at addresses of their own. `process` and `server` are those of the one that
-    leads, or has led."""
+    """Three processes at addresses of their own. `process` and `server` are those of the present or
+    last leader."""
 
     addresses = ("10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1")
 
     def __init__(self, cluster: Cluster) -> None:
         self.etcd = FakeEtcd()
-        self.away: dict[str, float] = {}  # until when a registry can't reach etcd
+        self.away: dict[str, float] = {}  # by address: until when it can't reach etcd
         self.processes: dict[str, Process] = {}
         super().__init__(cluster)
 
     def restart(self) -> None:
-        """All that are down."""
+        """Starts all processes that are down."""
         for address in self.addresses:
             if address not in self.processes or not self.processes[address].alive:
                 process = self.processes[address] = Process(self.world, self.name)
@@ -82,7 +82,7 @@ class Registries(Registry):
         await lead_in_turn(store, lead, address, transport, stop=asyncio.Event())
 
     def leave_etcd(self, seconds: float) -> None:
-        """Who leads can't reach etcd, and others can."""
+        """Cuts the leader off from etcd; the others still reach it."""
         address = next(at for at, process in self.processes.items() if process is self.process)
         self.world.say(self.name, f"{address} can't reach etcd for {seconds:.1f} s")
         self.away[address] = self.world.now + seconds

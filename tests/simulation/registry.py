@@ -1,4 +1,4 @@
-"""The registry as a process: the service that ships, whose journal survives a crash."""
+"""The production registry as a process; its journal survives a crash."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 ADDRESS: Final = "10.0.0.1:1"
-KEY: Final = Identity(PrivateKey(bytes(32)))  # type: ignore[arg-type]  # the run's
+KEY: Final = Identity(PrivateKey(bytes(32)))  # type: ignore[arg-type]  # the run's key
 LOOK: Final = 0.1
 
 
 @cache
 def key_of(host: str) -> Identity:
-    """Of whatever node is there."""
+    """The key of every node on this host."""
     key = PrivateKey(hashlib.sha256(host.encode()).digest())
     return Identity(key)  # type: ignore[arg-type]
 
 
 class MemoryJournal:
-    """What is on the registry's disk, and what of it would be if the disk took it."""
+    """A journal. `view` is on the disk; `newest` is the newest view that was to be written."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -46,7 +46,7 @@ class MemoryJournal:
         self.issued: dict[int, pb.View] = {}
 
     def append(self, view: pb.View) -> None:
-        """Raises JournalError."""
+        """Appends a view. Raises JournalError if the disk is full."""
         if view.number not in self.issued or view != self.newest:
             self._check(view)
         if self.fails:
@@ -64,7 +64,7 @@ class MemoryJournal:
 
 
 class Registry:
-    """One process after another with one journal."""
+    """Registry processes, one after the other, with one journal."""
 
     name = "registry"
     addresses: tuple[str, ...] = (ADDRESS,)
@@ -103,7 +103,7 @@ class Registry:
         )
 
     def take_note(self, view: pb.View) -> None:
-        """A view is issued."""
+        """Called when a view is issued; does nothing here."""
 
     def crash(self) -> None:
         if self.process.alive:
@@ -135,7 +135,7 @@ class Registry:
         self.journal.fails = False
 
     def forget(self) -> None:
-        """The journal is gone, too."""
+        """Deletes the journal."""
         self.journal.view, self.journal.newest = None, pb.View()
         self.journal.issued.clear()
 

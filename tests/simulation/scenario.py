@@ -1,4 +1,4 @@
-"""What happens to a cluster, from its seed: its shape, the faults, and how long it may take."""
+"""Scenarios, drawn from a seed: the shape of a cluster, its faults, and how long it may take."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from simulation.world import Process
 TRAPS = ["committed", "committed", "aborted", "rebuilding", "rebuilt", "validated", "finished"]
 TRAPS += ["rebuilding", "rebuilding", "rolled back", "resuming"]
 TAIL = 120
-"""Lines of the trace that a report shows."""
+"""Lines of the trace in a report."""
 PART = 48
-"""Bytes of an update that travel at a time; the weights have 64."""
+"""Bytes of an update in a frame; the weights have 64."""
 LONGEST = 480.0
-"""Virtual seconds after the last fault within which everything must be over. With 23 slow hosts and
-numbers that overflow it has taken 334."""
+"""Virtual seconds within which a run must end after the last fault. The longest took 334, with 23
+slow hosts and numbers that overflow."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Result:
 
 
 class ScenarioError(AssertionError):
-    """A scenario went wrong; the message tells how, and how to see it again."""
+    """A scenario went wrong; the message says how, and how to repeat it."""
 
 
 def run(
@@ -58,9 +58,9 @@ def run(
     policy: str | None = None,
     kind: type[Scenario] | None = None,
 ) -> Result:
-    """Under the seed's own policy unless told. Raises ScenarioError."""
+    """Runs a scenario, with the seed's policy if none is given. Raises ScenarioError."""
     scenario = (kind or Scenario)(seed, machines or Machines(), policy)
-    gc.disable()  # what it would find in one scenario are a few MiB
+    gc.disable()  # one scenario leaves only a few MiB of garbage
     try:
         disks = patch.object(line_file, "os", LedgerDisks(scenario.cluster.files))
         with small_pieces(), disks, patch.object(identity, "Ed25519PublicKey", PublicKey):
@@ -77,7 +77,7 @@ def run(
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """What travels in pieces does so here, too, although there is little of it."""
+    """Patches limits, so that data that travels in pieces does so here, too, though it is small."""
     with ExitStack() as patches:
         for module, name, value in (
             (coding, "PIECE", 5),
@@ -108,7 +108,7 @@ class Scenario:
         )
         self.world = self.cluster.world
         self._partitions = itertools.count()
-        self.merciful = self.random.random() < 0.7  # leaves what a rebuild needs
+        self.merciful = self.random.random() < 0.7  # faults leave what a rebuild needs
         self.quiet_from = self._plan_faults()
 
     # --- the shape
@@ -135,12 +135,13 @@ class Scenario:
         )
 
     def _relearning(self) -> Mapping[str, float]:
-        """With all others waiting; in the gaps of steps; or so that steps wait for it."""
+        """Settings of relearning: while all others wait; in the gaps of steps; or with steps that
+        wait."""
         return ({"enough": 0.0}, {"enough": 0.9}, {"enough": 0.9, "each_step": 2})[self.seed % 3]
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
-        """Replicas of each stage and standbys; one host at most dials out only, since two such
-        can't be linked."""
+        """Replicas of each stage, and standbys. At most one host only dials out, since two such
+        hosts can't be linked."""
         chosen = self.random
         replicas = chosen.choice([1, 1, 2, 2, 3])
         pinned = chosen.random() < 0.5
@@ -151,7 +152,7 @@ class Scenario:
         return [Host(f"h{i}", stage, i == hidden) for i, stage in enumerate(wanted)]
 
     def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
-        """Who writes what how often."""
+        """Draws which hosts save, and how often files are written."""
         chosen = self.random
         share = chosen.choice([0.0, 0.0, 0.8, 1.0, 1.0])
         for host in hosts:
@@ -162,12 +163,12 @@ class Scenario:
     def _overflowing(self, rules: TransactionRules) -> set[int]:
         steps = range(1, rules.steps + 1)
         drawn = {step for step in steps if self.random.random() < 0.05}
-        return {step for step in drawn if not {step - 1, step - 2} <= drawn}  # else it pauses
+        return {step for step in drawn if not {step - 1, step - 2} <= drawn}  # three pause the run
 
     # --- the faults
 
     def _plan_faults(self) -> float:
-        """Schedules them. Returns when the last one is over."""
+        """Schedules the faults. Returns when the last one is over."""
         chosen = self.random
         faults: list[tuple[Callable[[], float], int]] = [
             (self._crash, 6),
@@ -273,7 +274,7 @@ class Scenario:
         return 8.0
 
     def _crash_stages(self, stages: Iterable[int]) -> float:
-        """All nodes of these at once."""
+        """Crashes all nodes of these stages at once."""
         nodes = [node for node in self._some() if node.stages & set(stages)]
         if not self._spared(nodes):
             for node in nodes:
@@ -291,7 +292,7 @@ class Scenario:
         return self._crash_stages({0, self.random.randint(1, self.cluster.rules.stages)})
 
     def _cut_power(self) -> float:
-        """Of everything at once, where that can be survived; sometimes of the registry too."""
+        """Crashes all nodes at once, if the run can survive that; sometimes the registry, too."""
         if not self._spared(self._some()):
             self.world.say("power", "is cut")
             self.cluster.cut_power()
@@ -302,16 +303,16 @@ class Scenario:
         return 12.0
 
     def _crash_ready(self) -> float:
-        """A node between Ready and Commit, in whatever role."""
+        """Crashes a node between its vote and the commit, in any role."""
         ready = [node for node in self._some() if MemberPhase.READY in _phases(node)]
         return self._crash_soon(ready, 0.01)
 
     def _crash_rebuilding(self) -> float:
-        """A node that gets its state, in the midst of it."""
+        """Crashes a node while it gets its state."""
         return self._crash_soon([n for n in self._some() if MemberPhase.SYNCING in _phases(n)])
 
     def _crash_source(self) -> float:
-        """One of those that the state comes from."""
+        """Crashes a node from which another one gets its state."""
         sources = {
             node_of(source.node)
             for node in self._some()
@@ -364,7 +365,8 @@ class Scenario:
         return self._part_off([alone], [host for host in hosts if host != alone])
 
     def _isolate_driver(self) -> float:
-        """Its last commit may be known to nobody else; its files outlive it."""
+        """Cuts the driver off, sometimes with one other host. Nobody else may know its last commit;
+        its files stay."""
         if (node := self._driver()) is None:
             return 0.0
         hosts = [*sorted(self.cluster.hosts), "registry"]
@@ -374,7 +376,7 @@ class Scenario:
         return self._part_off(alone, [host for host in hosts if host not in alone])
 
     def _part_pair(self) -> float:
-        """Two can't reach each other, though all others can reach both."""
+        """Cuts a host off from another one, or from the registry; all others reach both."""
         driver = self._driver()
         hosts = [*sorted(self.cluster.hosts), "registry", "registry"]
         own = self.random.choice(hosts) if driver is None else driver.process.host
@@ -400,7 +402,7 @@ class Scenario:
         return seconds
 
     def _break_link(self) -> float:
-        """Its connection, that is; a link goes on by another one."""
+        """Breaks a connection; its link goes on over another one."""
         if intact := [c for c in self.cluster.network.connections if c.intact]:
             self._break_off(self.random.choice(intact))
         return 0.0
@@ -429,7 +431,7 @@ class Scenario:
         return seconds
 
     def _flap(self) -> float:
-        """One pair of hosts loses its link again and again."""
+        """Breaks the connections of one pair of hosts again and again."""
         pair = self.random.sample(sorted(self.cluster.hosts), 2)
         times = self.random.randint(3, 10)
         pause = self.random.uniform(0.1, 2.0)
@@ -483,7 +485,7 @@ class Scenario:
 
 
 class HoldingBack(Scenario):
-    """Averaging leaves most of each gradient for later steps, and two or three of a stage do it."""
+    """Averaging leaves most of each gradient for later steps; each stage has 2 or 3 replicas."""
 
     averaging = "lowrank"
 
@@ -498,7 +500,7 @@ class Rounding(HoldingBack):
 
 
 class Crowded(Scenario):
-    """So many replicas of each stage that not all of them have to do with each other."""
+    """So many replicas of each stage that not all of them exchange data."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
@@ -511,7 +513,7 @@ class Crowded(Scenario):
 
 
 class InRows(HoldingBack):
-    """More than eight average, and less when some are lost."""
+    """More than eight replicas average in rows, and fewer once some are lost."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
@@ -525,8 +527,8 @@ class InRows(HoldingBack):
 
 
 class Orphaned(Scenario):
-    """A commit that only the driver knows, and has saved: the others make the step again. Then
-    everything is lost but files, of which both may be there."""
+    """Only the driver knows a commit, and has saved it; the others make the step again. Then all
+    nodes are lost, and files of both commits may be left."""
 
     def _plan_faults(self) -> float:
         files, self.merciful = self.cluster.files, False
@@ -547,8 +549,8 @@ class Orphaned(Scenario):
 
 
 class Halved(Scenario):
-    """Each half has a node of every stage; the driver's is cut off from the other and from the
-    registry."""
+    """Each half of the hosts has a node of every stage. The driver's half is cut off from the other
+    one and from the registry."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules(policy), masking=True, steps=20)
@@ -572,8 +574,8 @@ class Halved(Scenario):
 
 
 class Superseded(Scenario):
-    """A driver crashes between two messages of a commit. Who is sent it hears it late, and of the
-    new view even later, which the next driver has by then."""
+    """A driver crashes between two messages of a commit. Their receivers get them late, and the new
+    view even later. The next driver has that view by then."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=8)
@@ -602,5 +604,5 @@ class Superseded(Scenario):
 
 
 def _phases(node: Node) -> set[MemberPhase]:
-    """Of its seats."""
+    """The phases of the node's seats."""
     return {seat.member.phase for seat in node.seats.agents.values()}

@@ -1,4 +1,4 @@
-"""Scenarios in which nobody dies: what is merely sick costs steps at most, never state."""
+"""Scenarios in which no node dies: their faults cost steps at most, never state."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from simulation.cluster import Host
 from simulation.scenario import Scenario
 
 SHORT, LONG = 2.4, 9.0
-"""Seconds that a blink lasts at most; `swarm.silence` is 3. A long one is of links between nodes
-only."""
+"""Maximum seconds of an interruption ("blink") and of a long one; `swarm.silence` is 3. Long ones
+are of links between nodes only."""
 REST = 8.0
-"""Seconds that links have after a long blink before the next."""
+"""Seconds between a long blink of a link and its next blink."""
 PERIODS = [1.0, 2.0, 4.0, 9.0]
 """Seconds from one blink of a link to its next."""
 
 
 class Sick(Scenario):
-    """Links that blink, or lose what goes one way; disks that fail; a registry whose journal lags
-    behind."""
+    """Links blink, or lose data one way; disks fail; the registry's journal lags behind."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        if self.world.straggling:  # where much comes late, a blink may last too long
+        if self.world.straggling:  # with many late deliveries, a blink may last too long
             self.cluster.unheard.update(self.cluster.hosts)
 
     def _rules(self, policy: str | None) -> TransactionRules:
@@ -39,8 +38,8 @@ class Sick(Scenario):
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()
-        self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on
-        self.away: dict[str, float] = {}  # from the registry, until when
+        self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on it may blink
+        self.away: dict[str, float] = {}  # by host: until when it is cut off from the registry
         when = 0.0
         for fault in chosen.choices(self._faults(), k=chosen.randint(1, 6)):
             when += chosen.expovariate(0.5)
@@ -64,7 +63,7 @@ class Sick(Scenario):
     # --- links
 
     def _blink_host(self) -> float:
-        """One host loses sight of all others, again and again."""
+        """Interrupts all links of one host, again and again."""
         blinking = self.random.choice(self._all_hosts())
         return self._blink([blinking], [host for host in self._all_hosts() if host != blinking])
 
@@ -73,7 +72,7 @@ class Sick(Scenario):
         return self._blink([host], [other])
 
     def _blink_all(self) -> float:
-        """Each link by itself, at its own times."""
+        """Interrupts each link, at times of its own."""
         hosts = self._all_hosts()
         pairs = [(host, other) for i, host in enumerate(hosts) for other in hosts[i + 1 :]]
         return max(self._blink([host], [other]) for host, other in pairs)
@@ -91,7 +90,7 @@ class Sick(Scenario):
         return when + SHORT
 
     def _blink_long(self) -> float:
-        """Some pairs lose their links."""
+        """Interrupts links of some pairs, so long that they may be lost."""
         hosts, seconds = sorted(self.cluster.hosts), 0.0
         for _ in range(self.random.randint(1, 4)):
             host, other = self.random.sample(hosts, 2)
@@ -99,24 +98,24 @@ class Sick(Scenario):
         return seconds
 
     def _isolate_from_nodes(self) -> float:
-        """One host, which the registry hears."""
+        """Cuts one host off from all others, but not from the registry."""
         hosts = sorted(self.cluster.hosts)
         alone = self.random.choice(hosts)
         others = [host for host in hosts if host != alone]
         return self._lose([alone], others, self.random.uniform(1.0, LONG))
 
     def _isolate_from_registry(self) -> float:
-        """One host, for so long that it may lose its place to a replica."""
+        """Cuts a host off from the registry, so long that it may lose its place to a replica."""
         host, now = self.random.choice(sorted(self.cluster.hosts)), self.world.now
         seconds = self.random.uniform(3.0, 20.0)
         if any(host in pair and until > now + SHORT for pair, until in self.rested.items()):
-            return 0.0  # nobody at all could reach it
+            return 0.0  # otherwise nobody could reach it
         self.cluster.unheard.add(host)
         self.away[host] = now + seconds + REST
         return self._lose([host], ["registry"], seconds)
 
     def _part_two(self) -> float:
-        """For so long that others have to carry for them."""
+        """Cuts two hosts off from each other, so long that another one has to relay their link."""
         host, other = self.random.sample(sorted(self.cluster.hosts), 2)
         return self._lose([host], [other], self.random.uniform(10.0, 40.0))
 
@@ -128,11 +127,11 @@ class Sick(Scenario):
         number, network, now = next(self._partitions), self.cluster.network, self.world.now
         pairs = [frozenset((host, other)) for host in left for other in right]
         if any(self.rested.get(pair, 0.0) > now for pair in pairs):
-            return  # together they would take too long
+            return  # two such faults together would take too long
         away = any(self.away.get(host, 0.0) > now for host in (*left, *right))
         again = any(self.rested.get(pair, -REST) > now - REST for pair in pairs)
         if away and "registry" not in right and (seconds > SHORT or again):
-            return  # nobody at all could reach who is away
+            return  # nobody could reach a host that is away from the registry
         rest = REST if seconds > SHORT else 0.0
         self.rested |= dict.fromkeys(pairs, now + seconds + rest)
         both_ways, resets = self.random.random() < 0.6, self.random.random() < 0.5
@@ -140,7 +139,7 @@ class Sick(Scenario):
         sides = f"{' '.join(left)} and {' '.join(right)}"
         self.world.say("network", f"{sides} {how} for {seconds:.2f} s")
         if resets:
-            if self.cluster.registry.name in (*left, *right):  # found out late where nothing passes
+            if self.cluster.registry.name in (*left, *right):  # noticed late where nothing passes
                 self.cluster.unheard |= {*left, *right}
             for connection in network.connections:
                 if frozenset(end.process.host for end in connection.ends) in pairs:
@@ -151,13 +150,13 @@ class Sick(Scenario):
     # --- disks
 
     def _fill_disks(self) -> float:
-        """Of some hosts: all that they write fails for a while, ledgers too."""
+        """Makes all writes of some hosts fail for a while, ledgers too."""
         hosts = sorted(self.cluster.hosts)
         hosts = self.random.sample(hosts, self.random.randint(1, len(hosts)))
         return self._fail_writes(hosts, 1.0)
 
     def _err_writing(self) -> float:
-        """Some writes of one host fail."""
+        """Makes some writes of one host fail."""
         return self._fail_writes([self.random.choice(sorted(self.cluster.hosts))], 0.3)
 
     def _fail_writes(self, hosts: list[str], share: float) -> float:
@@ -174,7 +173,7 @@ class Sick(Scenario):
         return seconds
 
     def _fail_journal(self) -> float:
-        """The registry crashes with a journal that lacks its newest views."""
+        """Crashes the registry with a journal that may lack its newest views."""
         seconds = self.random.uniform(0.5, 8.0)
         self.world.say("registry", f"can't write its journal for {seconds:.1f} s")
         self.cluster.registry.fill_disk(seconds)
@@ -183,8 +182,7 @@ class Sick(Scenario):
 
 
 class Poisoned(Sick):
-    """One host sends what is wrong, for a while; what it is the guilty one of, the others outlive
-    and are not blamed for."""
+    """One host sends invalid data for a while. The others survive it, and are not blamed for it."""
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()
@@ -215,7 +213,7 @@ class Poisoned(Sick):
         self.cluster.garbling.pop(host, None)
 
     def _deform(self, host: str, share: float) -> None:
-        """Tensors of another shape or dtype than is due, or another number of them."""
+        """Sends tensors of a wrong shape or dtype, or a wrong number of them."""
 
         def deformed(item: Frame | pb.Message) -> Frame | pb.Message:
             chosen = self.random
@@ -236,7 +234,7 @@ class Poisoned(Sick):
         self._flip_bits(host, "control", share)
 
     def _flip_bits(self, host: str, of: str, share: float) -> None:
-        """One bit is another one."""
+        """Flips one bit in this share of what the host writes."""
 
         def flipped(channel: str, data: bytes) -> bytes:
             if channel != of or self.random.random() >= share:
@@ -254,7 +252,7 @@ class Flipped(Poisoned):
 
 
 class Spoilt(Poisoned):
-    """What one host computes is not finite."""
+    """One host computes values that are not finite."""
 
     def ways(self) -> list[Callable[[str, float], None]]:
         return [self._spoil]
@@ -267,8 +265,7 @@ class Spoilt(Poisoned):
 
 
 class Miscomputing(Sick):
-    """What one host makes of what it is sent is wrong, always or now and then; each stage has
-    three nodes."""
+    """One host computes wrong results, always or at times; each stage has three nodes."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
@@ -293,7 +290,7 @@ class Miscomputing(Sick):
 
 
 class Corrupted(Sick):
-    """The weights of one replica change, or what an update makes of them is another thing."""
+    """The weights or moments of one replica change, or an update of them is wrong."""
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()

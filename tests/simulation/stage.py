@@ -1,5 +1,4 @@
-"""A stage without a model: the port `Arithmetic` over sixteen numbers, which show how they came
-about."""
+"""A stage without a model: the port `Arithmetic` over sixteen numbers that record their commits."""
 
 from __future__ import annotations
 
@@ -54,11 +53,11 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 CROSSING = Form("float32", (1, 2, 8))
-"""What crosses a boundary."""
+"""The form of tensors that cross a boundary."""
 
 
 def row(stage: int) -> StageOptimizer:
-    """The stage as it is at step 0."""
+    """The stage's optimizer, with its weights at step 0."""
     module = nn.Linear(*SHAPE, bias=False)
     optimizer = StageOptimizer(module, CPU)
     optimizer.weights.zero_()
@@ -67,13 +66,13 @@ def row(stage: int) -> StageOptimizer:
 
 
 class Work(VirtualWork):
-    """Microbatches add numbers to the stage's gradient, of which each tells who it is; in a step
-    that overflows, the first is infinite."""
+    """Adds numbers to the stage's gradient that identify the microbatch. In a step that overflows,
+    the first number is infinite."""
 
     def __init__(self, owner: Stage) -> None:
         self.owner = owner
         self.step = 0
-        self.lets_non_finite_through = self.tainted = False  # what is not finite; by what came last
+        self.lets_non_finite_through = self.tainted = False  # tainted: by its last input
         super().__init__(owner.name, owner.stage)
         self.gradient = owner.gradient.numpy()
 
@@ -101,7 +100,7 @@ class Work(VirtualWork):
         return done
 
     def _decoded(self, peer: str, frame: Frame) -> bytes:
-        """As node/wire/tensors.py does for larger ones."""
+        """Checks and decodes a frame, as node/wire/tensors.py does larger ones."""
         payload = b"".join(buffers_of(frame.payload))
         try:
             check_forms(frame.descriptors, [CROSSING])
@@ -135,14 +134,14 @@ class Work(VirtualWork):
 
 
 def contribution(step: int, stage: int, microbatch: int, part: str) -> torch.Tensor:
-    """float32 [8]; what the step's microbatch adds to the stage's gradient."""
+    """float32 [8]: what a microbatch of this step adds to the stage's gradient."""
     values = numbers("gradient", step, stage, microbatch, part)
     values[0] = 0.0
     return values
 
 
 class ChainedTwin(Twin):
-    """One whose weights say by which commits they came about."""
+    """A twin whose weights hold the chain of its commits."""
 
     cluster: Cluster
 
@@ -159,7 +158,7 @@ def after(chain: bytes, commit: pb.Commit) -> bytes:
 
 
 class Stage:
-    """The stage of one seat, as the compute thread has it."""
+    """The state and the arithmetic of one seat's stage, in its compute thread."""
 
     seat: Seat
     lacking = 0
@@ -174,10 +173,10 @@ class Stage:
         self.tensors = dict(self.optimizer.state())
         self.gradient = self.optimizer.gradient
         self.lineage = self.step = 0
-        self.void = False  # overwritten by what isn't fit to train yet
-        self.corrupted = False  # not what the commits have made of them
-        self.misapplies = False  # the next update
-        self.last_digest = b""  # the digest that was taken last
+        self.void = False  # overwritten by weights that aren't fit to train yet
+        self.corrupted = False  # the weights or moments aren't what the commits made
+        self.misapplies = False  # makes the next update wrong
+        self.last_digest = b""  # the newest digest taken
         self.work = Work(self)
         self._reduced = self.omega = 0.0
 
@@ -193,7 +192,7 @@ class Stage:
         self.corrupted = True
         chosen = self.cluster.world.random
         moment = chosen.choice([self.optimizer.first_moment, self.optimizer.second_moment])
-        moment = moment[self.optimizer.in_turn()]  # others are initial once they have done harm
+        moment = moment[self.optimizer.in_turn()]  # others are found once they have done harm
         wrong = chosen.choice([self.optimizer.weights[TRAINED], moment])
         wrong[chosen.randrange(len(wrong))] += 1.0
 
@@ -207,7 +206,7 @@ class Stage:
 
     def apply(self, commit: pb.Commit, lr: float, beside: torch.Tensor | None = None) -> Learned:
         self.cluster.check_apply(self.seat, commit)
-        chain = self.chain  # an update from wrong moments changes these weights, too
+        chain = self.chain  # an update from wrong moments changes the chain, too
         if not commit.skipped:
             scale = of_stage(commit.lr_scale, self.stage)
             self.optimizer.step(lr * scale, of_stage(commit.clip_scale, self.stage))
@@ -257,17 +256,17 @@ class Stage:
             self.optimizer.load(states[0].tensors.items(), states[0].optimizer_step)
             self.omega = states[0].omega
         write_chain(self.optimizer.weights, self.cluster.chain_at(sync, states[0]))
-        # What it had itself is overwritten: the very tensors that came are in place.
+        # Tensors of its own state that came are overwritten by now; `came` has copies of them.
         self._sync, self._state = sync, replace(states[0], tensors=came)
         self.corrupted = False
-        if sync.lost:  # to be relearned before it is fit for anything
+        if sync.lost:  # to be relearned before it counts as a state
             self.lineage, self.step, self.void = 0, 0, True
         else:
             self.learned()
         return self._learned()
 
     def learned(self) -> None:
-        """What is in place is fit to train."""
+        """Marks the weights in place as fit to train."""
         self.lineage, self.step, self.void = self._sync.lineage, self._sync.step, False
         self.cluster.check_installed(self.seat, self._sync, self._state)
 
@@ -277,7 +276,7 @@ class Stage:
         return self._lesson
 
     def lesson_made(self) -> int:
-        """Updates beside the weights."""
+        """Updates of the lesson that are not in the stage's weights."""
         return self._lesson.made
 
     def boundary_tensor(self, frame: Frame) -> torch.Tensor:
@@ -289,7 +288,7 @@ class Stage:
 
 
 class Lesson:
-    """Relearning: each piece changes the weights a little, and makes them a little better."""
+    """Relearning: each piece changes a copy of the weights a little, and lowers its error."""
 
     def __init__(self, stage: Stage, fetched: FetchedTensors) -> None:
         self._stage, self._fetched = stage, fetched

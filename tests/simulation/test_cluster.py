@@ -1,4 +1,4 @@
-"""Whole clusters under faults; `--seeds N` for more of them, `--seed S` for one."""
+"""Whole clusters under random faults; `--seeds N` runs more of them, `--seed S` runs one."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,12 +37,12 @@ from simulation.scenario import (
 
 SEEDS, CHUNK = 24, 6
 FOUND = 246, 254
-"""Later seeds that have failed. In the first, a stage is lost when only its twin has applied a
-step; in the second, one goes on from the older state of a node that was about to join it."""
+"""Later seeds that once failed. In the first, a stage is lost when only its twin has applied a
+step. In the second, a stage goes on from the older state of a node that was about to join it."""
 
 
 class Forgetful(MemberSide):
-    """Drops what is ready when a driver asks."""
+    """Forgets that it is ready when a driver queries it."""
 
     def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
         if self.phase is MemberPhase.READY:
@@ -51,7 +51,7 @@ class Forgetful(MemberSide):
 
 
 class Presumptuous(Driver):
-    """Takes the silence of a member for consent."""
+    """Goes on without members that don't answer its query."""
 
     def tick(self, now: float) -> list[Effect]:
         match self.current:
@@ -64,14 +64,14 @@ class Presumptuous(Driver):
 
 
 class DoubleCounting(MemberSide):
-    """Has its gradient applied twice over."""
+    """Has each commit applied twice."""
 
     def _commit(self, commit: pb.Commit) -> list[Effect]:
         return 2 * super()._commit(commit)
 
 
 class Hasty(CopyHolder):
-    """Counts the first part of an update, and whatever lay in memory behind it."""
+    """Takes an update of which only the first part is valid; the rest is zero."""
 
     def _check_whole(self, key: tuple[str, int], update: _PartialUpdate) -> None:
         update.payload[PART : update.header.size - update.header.commit] = 0
@@ -79,21 +79,21 @@ class Hasty(CopyHolder):
 
 
 class Timeless(Driver):
-    """Goes back without saying that what is committed from then on is another thing."""
+    """Goes back without opening a new lineage."""
 
     def open_lineage(self, answers: Answers, step: int) -> None:
         self.standing = replace(self.standing, committed=step)
 
 
 class Reckless(Driver):
-    """Goes on without whom it can't reach, whoever else can."""
+    """Doesn't wait for a view without the lost nodes."""
 
     def masked_members(self) -> list[str]:
         return []
 
 
 class Unfit(MemberSide):
-    """Offers the weights that it has begun to overwrite."""
+    """Offers weights that it has begun to overwrite, as if they were fit to train."""
 
     def voided(self, ballot: Ballot) -> bool:
         wanted = super().voided(ballot)
@@ -103,7 +103,7 @@ class Unfit(MemberSide):
 
 
 class Muddled(MemberSide):
-    """Follows with whatever gradient came last."""
+    """Follows with the newest gradient, whichever attempt was committed."""
 
     def _follow_on(self) -> list[Effect]:
         newest = max(self.following.gradients, default=None) if self.following else None
@@ -154,7 +154,7 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
 def test_a_faulty_machine_is_caught(
     machines: Machines, policy: str | None, invariant: str, first: int
 ) -> None:
-    """The seed that caught it first comes first."""
+    """Begins with the seed in which the fault was first caught."""
     with pytest.raises(ScenarioError, match=invariant):
         for seed in (*range(first, 100), *range(first)):
             run(seed, machines, policy)
@@ -176,7 +176,7 @@ def test_a_driver_that_ignores_what_only_some_have_committed_is_caught() -> None
 
 
 class Interrupted(Scenario):
-    """A stage is lost, and another node while it relearns, so that the driver asks all anew."""
+    """A stage is lost, and while it relearns another node is lost, so the driver gathers again."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
@@ -207,8 +207,8 @@ class Interrupted(Scenario):
 
 
 def test_weights_that_are_not_fit_to_train_are_caught() -> None:
-    """It takes a query in the very moment in which they are relearned."""
-    seeds = 32, *range(190)  # the first that had it comes first
+    """Only a query while they are relearned shows the fault."""
+    seeds = 32, *range(190)  # begins with the first that showed it
     for seed in seeds[:3]:
         run(seed, policy="checkfree", kind=Interrupted)
     with pytest.raises(ScenarioError, match=r"I[245]"):
@@ -229,7 +229,7 @@ def test_a_commit_that_comes_after_a_newer_driver_has_asked_has_no_effect() -> N
 
 
 class Forgiving(ErrorFeedback):
-    """What an attempt leaves out stays, though nobody commits it."""
+    """Keeps what an attempt left out, even if the attempt is never committed."""
 
     def begin(self, ballot: Ballot, gradient: torch.Tensor) -> torch.Tensor:
         begun, _ = self._coming
@@ -261,7 +261,7 @@ def test_what_an_attempt_that_is_given_up_holds_back_is_missed(
 
 
 class Anonymous(MemberSide):
-    """Does not say by which commit its files were made."""
+    """Doesn't report which commits its files are of."""
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         effects = super()._answer(peer, ballot, attempting)
@@ -276,7 +276,7 @@ def test_a_file_of_a_commit_that_never_happened_is_not_taken_for_the_steps() -> 
     for seed in range(2):
         run(seed, policy="checkfree", kind=Orphaned)
     with pytest.raises(ScenarioError, match=r"by save, of another history|I3"):
-        for seed in (113, *range(100)):  # the first that had it comes first
+        for seed in (113, *range(100)):  # begins with the first that showed it
             run(seed, Machines(member=Anonymous), "checkfree", Orphaned)
 
 

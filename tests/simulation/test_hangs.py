@@ -1,4 +1,4 @@
-"""Compute that hangs or crawls, in clusters of the agents that ship."""
+"""Compute threads that hang or are slow, in clusters of production agents."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from simulation.ports import Files
 from simulation.scenario import Result, Scenario, run
 
 WITHIN, TIMES = 10.0, 5
-"""Seconds, or usual steps, after which one is committed at the latest without a replica that
-hangs."""
+"""A step is committed without a hanging replica within so many seconds, or so many usual steps if
+these take longer."""
 
 
 class Sick(Scenario):
-    """Two replicas a stage, and one node whose compute hangs from some moment of a step on."""
+    """Two replicas a stage; the compute thread of one node hangs from some moment of a step on."""
 
     replicas: ClassVar = 2
     masking: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class SickAborting(Sick):
 
 
 class Alone(Sick):
-    """The last node of a stage hangs, and nobody waits for a seat."""
+    """The last node of a stage hangs, and there is no standby."""
 
     replicas = 1
 
@@ -105,14 +105,14 @@ class AloneWithStandby(Alone):
 
 
 class AloneWithRoom(Alone):
-    """... but its neighbours have room for one more."""
+    """The last node of a stage hangs, and each node has room for a second seat."""
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         return [replace(host, room=2) for host in super()._hosts(rules)]
 
 
 class AloneAndDamaged(AloneWithStandby):
-    """What it has isn't what it has told of it."""
+    """The weights of the hanging node differ from the digest that it reported."""
 
     def _strike_one(self) -> None:
         super()._strike_one()
@@ -122,7 +122,7 @@ class AloneAndDamaged(AloneWithStandby):
 
 
 class Slow(Sick):
-    """Slow enough to hold a step up, and not so slow that it is taken to hang."""
+    """One node is slow enough to hold a step up, but not so slow that it counts as hanging."""
 
     slowness, microbatches = 20.0, 16
 
@@ -148,7 +148,7 @@ def test_the_step_is_committed_without_a_replica_that_hangs(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_without_masking_too_it_is_found_and_replaced(seed: int) -> None:
-    """Where that is the driver, the registry probes it first."""
+    """If the driver hangs, the registry probes it first."""
     result = finished(seed, SickAborting)
     assert result.counts["held up"] >= 1
     assert result.counts["gap"] <= result.counts["bound"] + 1000 * SILENCE
@@ -168,7 +168,7 @@ def test_the_last_node_of_a_stage_is_replaced_when_the_run_has_waited_for_it(see
 def test_an_heir_copies_the_state_of_a_last_node_that_hangs(
     seed: int, kind: type[Scenario]
 ) -> None:
-    """It hangs while it computes, not while it applies a commit: then nothing could be read."""
+    """The node hangs in a pass. In the middle of a commit, nothing could be read from it."""
     result = finished(seed, kind)
     assert result.counts["handover"] >= 1
     assert not result.counts["checkfree"], "nothing was guessed"
@@ -180,7 +180,7 @@ def test_nobody_copies_from_a_last_node_that_hangs_what_it_never_was(seed: int) 
     assert result.counts["checkfree"] == 1
 
 
-@pytest.mark.parametrize("seed", range(1, 3))  # in which a step is computing, more than waiting
+@pytest.mark.parametrize("seed", range(1, 3))  # their steps mostly compute, rather than wait
 def test_what_a_slow_node_has_not_begun_others_do(seed: int) -> None:
     result = finished(seed, Slow)
     assert result.counts["relieved"] >= 1

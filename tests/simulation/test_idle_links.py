@@ -16,7 +16,8 @@ from simulation.scenario import run
 
 
 def few(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
-    """With the driver all, with others half of those with whom it has to do in a step."""
+    """All needed links of the driver, of nodes in relays and of nodes that only dial out; about
+    half of the others."""
     needed = neighbours.to_link(own, view, stages, swapped)
     carrying = {node for relay in view.relays for node in (relay.a, relay.b, relay.via)}
     return [

@@ -1,4 +1,4 @@
-"""Nodes that are told to leave, in swarms of the agents that ship."""
+"""Nodes that are told to leave, in swarms of production agents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulation.test_seats import BETWEEN, Shrinking
 
 
 class Departing(Shrinking):
-    """As many as two at a time are told to leave, whatever they have, down to the last one."""
+    """One or two nodes at a time are told to leave, whatever they hold, down to the last one."""
 
     def _plan_faults(self) -> float:
         notice, cluster = self.cluster.on_event, self.cluster
@@ -24,7 +24,7 @@ class Departing(Shrinking):
         def on_event(seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
             notice(seat, kind, fields)
             if fields is not None:
-                cluster.check_kept(kind, fields)  # each stage was copied while it was there
+                cluster.check_kept(kind, fields)  # each stage was copied before its node left
 
         cluster.on_event = on_event  # type: ignore[method-assign]
         return super()._plan_faults()
@@ -33,7 +33,7 @@ class Departing(Shrinking):
         alive = [node for node in self._some() if not node.retiring]
         self.fewest = min(self.fewest, len(self.cluster.nodes))
         if len(alive) == 1 and len(self.cluster.nodes) > 1:
-            self.world.after(1.0, self.lose)  # the last one is taking over what they have
+            self.world.after(1.0, self.lose)  # the last one is taking the others' seats
             return
         if len(alive) == 1:
             self.after_commits(BETWEEN, self.bring_back)
@@ -59,8 +59,8 @@ def test_what_leaves_is_copied_first_down_to_the_last_node(policy: str) -> None:
 
 
 class CutOff(Shrinking):
-    """One after the other is told to leave, and dies when its heir has its weights and not yet the
-    moments."""
+    """One node after the other is told to leave. It crashes when its heir has its weights, but not
+    yet the moments."""
 
     def _plan_faults(self) -> float:
         self.after_commits(3, self.lose)
@@ -74,7 +74,7 @@ class CutOff(Shrinking):
             self.world.after(0.0, self.watch, leaver)
 
     def watch(self, leaver: Node) -> None:
-        """The leaver may have had time for everything, or nothing to hand over."""
+        """Crashes the leaver once an heir has only weights. It may have ended before that."""
         if leaver.ended:
             self.after_commits(BETWEEN, self.lose)
             return
@@ -91,7 +91,7 @@ class CutOff(Shrinking):
 
 @pytest.mark.parametrize("policy", ["checkfree", "snapshot"])
 def test_whose_moments_are_lost_goes_on_with_the_weights_that_have_come(policy: str) -> None:
-    """The cluster checks that these are weights that the stage has had."""
+    """The cluster checks that the stage has had these weights."""
     counts = Counter[str]()
     for seed in (0, 1):
         result = run(seed, policy=policy, kind=CutOff)
@@ -102,10 +102,10 @@ def test_whose_moments_are_lost_goes_on_with_the_weights_that_have_come(policy: 
 
 
 class Ending(Shrinking):
-    """All are told to leave at once, as with Ctrl-C."""
+    """All nodes are told to leave at once, as with Ctrl-C."""
 
     def _plan_faults(self) -> float:
-        self.world.straggling = 0.0  # nothing else takes as long as an heir
+        self.world.straggling = 0.0  # no other delay is as long as the wait for an heir
         self.retired: list[Node] = []
         self.taken: list[str] = []
         self.after_commits(5, self.end)
@@ -125,7 +125,8 @@ class Ending(Shrinking):
                 self.taken.append(f"{name} {kind}")
 
     def _was_known_to_leave(self, seat: str) -> bool:
-        """When it was given: what a node says takes a second when a packet is lost."""
+        """Whether the registry knew that the node leaves when it gave the seat. A node's report
+        takes a second, if a packet is lost."""
         if not was_added(seat):
             return True
         before = self.cluster.registry.journal.issued[int(seat.rpartition(".")[2]) - 1]
@@ -145,7 +146,7 @@ def test_where_all_leave_at_once_nobody_waits_for_an_heir() -> None:
 
 
 class EndingInAnUpdate(Ending):
-    """Some of them have the commit by then, and not yet the state that it makes."""
+    """All leave when some may have a commit, but not yet the state that it makes."""
 
     def _plan_faults(self) -> float:
         self.cluster.files.save_every = 3
@@ -163,6 +164,6 @@ class EndingInAnUpdate(Ending):
 
 
 def test_what_is_saved_in_an_update_is_what_comes_of_it() -> None:
-    """The cluster checks what each save says of itself."""
+    """The cluster checks how each save describes itself."""
     results = [run(seed, policy="checkfree", kind=EndingInAnUpdate) for seed in range(8)]
     assert sum(result.counts["changing"] for result in results)

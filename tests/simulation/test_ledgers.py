@@ -1,4 +1,4 @@
-"""Ledgers on disks that stall, while those who write them die."""
+"""Ledgers on disks that stall, while the nodes that write them die."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulation.scenario import InRows, Scenario, ScenarioError, run
 
 
 class Stalling(Scenario):
-    """Disks take no line for a while, and who has lines that wait is killed."""
+    """Disks take no line for a while, and nodes whose lines may wait are killed."""
 
     def _plan_faults(self) -> float:
         when = 0.0
@@ -40,7 +40,7 @@ def test_each_step_is_in_a_ledger_whoever_dies_while_its_disk_stalls() -> None:
 
 
 async def votes_at_once(reducing: Reducing) -> None:
-    """Whatever its ledger has."""
+    """In place of `_wait_for_ledger`: doesn't wait."""
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ async def votes_at_once(reducing: Reducing) -> None:
 def test_a_step_that_is_in_no_ledger_is_caught(
     of: object, name: str, faulty: object, first: int
 ) -> None:
-    """It takes a death in the moment in which all ledgers lack more than the last step. The seed
-    that caught it first comes first."""
+    """Only a death while all ledgers lack more than the last step shows the fault. Begins with the
+    seed in which it was first caught."""
     with patch.object(of, name, faulty), pytest.raises(ScenarioError, match="I7: no ledger has"):
         for seed in (*range(first, 100), *range(first)):
             run(seed, kind=Stalling)
 
 
-# In it those who were told of a step are lost with all ledgers that have it.
+# Seeds in which the holders of a step's records are lost with all ledgers that have it.
 FEW = (78,)
 
 
 def few_are_told() -> ExitStack:
-    """What becomes of microbatches: one of each stage is, as in a swarm of a thousand."""
+    """Patches limits: few members get the records of a step, as in a swarm of a thousand."""
     patches = ExitStack()
     for name in ("LEDGERS", "MEMORIES"):
         patches.enter_context(patch.object(records, name, 1))
@@ -86,8 +86,8 @@ def test_a_step_that_nobody_is_told_once_more_is_caught() -> None:
 
 
 class Bereft(InRows):
-    """All of stage 0 dies when its driver has committed a step, and before a ledger has it, and two
-    of those that keep its records. Of stage 1, only members that keep none hear the commit."""
+    """All of stage 0 and two record holders die after a commit of the driver, before a ledger has
+    the step. Of stage 1, only members without its records get the commit."""
 
     def _plan_faults(self) -> float:
         self.merciful = False

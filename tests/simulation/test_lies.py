@@ -1,4 +1,4 @@
-"""Clusters in which one host says what it likes."""
+"""Clusters in which one host sends arbitrary messages."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.bootstrap.conftest import identity
 
 
 def check_caught(kind: type[Scenario], violation: str) -> None:
-    """In one of a few seeds."""
+    """Checks that the violation is caught in one of ten seeds."""
     with pytest.raises(ScenarioError, match=violation):
         for seed in range(10):
             run(seed, kind=kind)
 
 
 def test_lies_cost_nobody_else_state_or_place() -> None:
-    for seed in (0, 1, 12):  # in the last one a driver that is accused meets an overflow
+    for seed in (0, 1, 12):  # in the last one an accused driver meets an overflow
         assert run(seed, kind=Lying).counts["lies"]
 
 
@@ -50,7 +50,7 @@ def test_who_says_whatever_can_be_said_is_soon_out_and_costs_nobody_anything() -
 
 
 class Talkative(Babbling):
-    """Says less at a time, for longer."""
+    """Sends less at a time, for longer."""
 
     lasting = (60.0,)
     at_once = (1,)
@@ -64,7 +64,7 @@ def test_where_nobody_is_accused_who_babbles_stays_and_is_caught(
 
 
 class Obedient(MemberSide):
-    """Obeys whoever speaks."""
+    """Obeys any sender of a message."""
 
     def obeys(self, peer: str, ballot: Ballot) -> bool:
         return True
@@ -77,8 +77,8 @@ def test_a_member_that_obeys_whoever_speaks_is_caught() -> None:
 
 
 class Forged(Scenario):
-    """The registry comes back without its journal, and first of all is shown a view that a member
-    has made up and signed: nobody else is in there."""
+    """The registry restarts without its journal. The first view that it is shown is one that a
+    member has forged and signed, with no other member in it."""
 
     def _plan_faults(self) -> float:
         self.cluster.guilty = set()
@@ -161,8 +161,8 @@ def test_who_closes_its_link_to_whoever_drives_does_not_stop_the_run() -> None:
 def test_who_never_votes_or_whose_work_nobody_gets_does_not_stop_the_run() -> None:
     for seed in (2, 4):
         assert run(seed, kind=Withholding).counts["accused"]
-    run(37, kind=Withholding)  # it drives
-    for seed in (0, 8):  # in the first one it rests
+    run(37, kind=Withholding)  # the guilty host drives
+    for seed in (0, 8):  # in the first seed, the host rests
         assert run(seed, kind=Dropping).counts["lies"]
 
 

@@ -1,4 +1,4 @@
-"""The links that ship, between processes in virtual time, under all kinds of weather."""
+"""Production links between processes in virtual time, under resets, partitions and relays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = LinkSettings(chunk=160)
 
 
 class End:
-    """A node that notes what comes."""
+    """A node that records what arrives."""
 
     def __init__(self, network: Network, name: str, dials_only: bool = False) -> None:
         self.name, self.address = name, "" if dials_only else f"{name}:1"
@@ -71,7 +71,7 @@ class End:
 
 
 class Cast:
-    """Some nodes that are linked with each other, in a world of their own."""
+    """Nodes that are linked with each other, in a world of their own."""
 
     def __init__(self, seed: int, names: str = "ab") -> None:
         self.network = Network(World(seed))
@@ -80,12 +80,12 @@ class Cast:
         self.ends = [End(self.network, name) for name in names]
         self.pass_time(0.1)
         self.new_view(1)
-        self.ends[1].process.after(0.0, self.ends[1].net.demand, "a")  # dials cross
+        self.ends[1].process.after(0.0, self.ends[1].net.demand, "a")  # so that dials cross
         self.pass_time(1.5)
         assert {end.ups for end in self.ends} == {len(names) - 1}
 
     def run(self, call: object, *arguments: object) -> None:
-        """In the middle of the world."""
+        """Calls from the world's event loop, and lets it run."""
         self.world.after(0.0, call, *arguments)  # type: ignore[arg-type]
         self.pass_time(0.001)
 
@@ -104,7 +104,7 @@ class Cast:
         self.world.run_until(self.world.now + seconds)
 
     def reset(self, hosts: Collection[str] = "abc") -> None:
-        """Break the connections between these hosts."""
+        """Breaks the connections between these hosts."""
         for connection in self.network.connections:
             if {end.process.host for end in connection.ends} <= {*hosts}:
                 connection.break_off(at_once=1.0)
@@ -212,7 +212,7 @@ def test_a_session_that_ends_at_the_peer_as_it_is_resumed_is_begun_anew() -> Non
 
 
 def between(cast: Cast) -> int:
-    """Connections that are intact."""
+    """Number of intact connections."""
     return sum(connection.intact for connection in cast.network.connections)
 
 
@@ -241,7 +241,7 @@ WIDE = 3
 
 
 def wide(monkeypatch: pytest.MonkeyPatch, seed: int) -> Cast:
-    """Two nodes whose frames take several streams, over which a frame is under way."""
+    """Two nodes whose frames use several streams, with a frame in transit."""
     monkeypatch.setattr(ChunkOutbox, "streams", property(lambda outbox: WIDE))
     cast = Cast(seed)
     near, far = cast.ends
@@ -288,7 +288,7 @@ def test_a_stream_that_is_added_to_a_link_that_closes_is_closed_too(
 
 
 def changed_carriers(seed: int) -> None:
-    """Frames are sent while a relay takes a link over, and gives it back."""
+    """Sends frames while a relay takes a link over, and gives it back."""
     cast = Cast(seed, "abc")
     near, far, _ = cast.ends
     chance, sent, number = cast.world.random, 0, 1

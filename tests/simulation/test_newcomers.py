@@ -1,4 +1,4 @@
-"""All who vote on a step die within it, and only newcomers are left that have copied the state."""
+"""All voters of a step die during it, and only newcomers that have copied the state are left."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from simulation.scenario import Result, Scenario, ScenarioError, run
 
 LOOK = 0.01
 HEARS_LATE = 0.8
-"""Seconds."""
+"""Seconds that a message takes longer."""
 
 
 class Newcomers(Scenario):
-    """Sets with a node of every stage. All but one are crashed, come back and follow; the driver
-    hears of them late, and so lets nobody in. As soon as all of them have a state, those who
-    trained crash, in the midst of whatever they are doing."""
+    """Each set of hosts has a node of every stage. All sets but the driver's crash, come back and
+    follow. The driver hears them late, and so admits none. Once all of them have a state, the nodes
+    that trained crash, whatever they are doing."""
 
     sets: ClassVar = "ab"
 
@@ -72,7 +72,7 @@ class Newcomers(Scenario):
 
 
 class TheirDriverToo(Newcomers):
-    """Their first driver dies when some have heard that they go back, and others haven't."""
+    """The newcomers' first driver dies when only some have heard that they go back."""
 
     sets = "abc"
 
@@ -90,8 +90,8 @@ class TheirDriverToo(Newcomers):
 
 
 class Bereaved(Newcomers):
-    """The last who trains stage 1 crashes when its newcomer, which hears it late, has a state and
-    lacks the last step."""
+    """The last node that trains stage 1 crashes. Its newcomer, which hears it late, has a state,
+    but lacks the last step."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules("snapshot"), strict=False)
@@ -142,7 +142,7 @@ BEREAVED = [2, 7, 12]
 
 @pytest.mark.parametrize("seed", BEREAVED)
 def test_a_stage_goes_on_from_the_older_state_that_its_newcomer_has(seed: int) -> None:
-    """The cluster checks that this is one that the stage has had."""
+    """The cluster checks that the stage has had this state."""
     assert struck(seed, Bereaved).counts["joiner"] == 1
 
 

@@ -1,4 +1,4 @@
-"""The run's operator pauses and stops it, and changes its settings, whatever else happens."""
+"""The run's operator pauses, resumes and stops it and changes its settings, under faults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from simulation.registry import Registry
 from simulation.scenario import LONGEST, Result, Scenario, run
 
 PAUSED = 12.0
-"""Seconds until all that can hear of a pause has."""
+"""Seconds until every node that can hear of a pause has heard of it."""
 LOOK = 0.1
-"""Seconds between two looks at how far the run is."""
+"""Seconds between two checks of the run's step."""
 UNSAVED = 30.0
-"""Seconds until all that can be saved is."""
+"""Seconds until all stages that can be saved are saved."""
 
 
 class Commanded(Scenario):
@@ -56,7 +56,7 @@ class Commanded(Scenario):
             self.world.after(PAUSED, self._holds, registry.view().number)
 
     def _holds(self, number: int) -> None:
-        """Who has the view in which the run is paused begins no step."""
+        """Checks that a driver with the view in which the run is paused has no step under way."""
         view = self.cluster.registry.view()
         node = self._driver()
         if view.order == PAUSE and node is not None and node.view.number == view.number >= number:
@@ -66,7 +66,7 @@ class Commanded(Scenario):
             self.cluster.counts["held"] += 1
 
     def run(self) -> Result:
-        """A stopped run is over once its nodes are gone, or have nowhere to save."""
+        """Runs to the end. A run that is stopped ends once its nodes have left, or can't save."""
         world, cluster, settled = self.world, self.cluster, 0.0
         while (order := cluster.registry.view().order) != STOPPED:
             settled = settled + 0.5 if cluster.settled() and order != PAUSE else 0.0
@@ -90,7 +90,7 @@ class Commanded(Scenario):
 
 
 def several(kind: type[Scenario]) -> tuple[Counter[str], Counter[str]]:
-    """What happened in six runs, and how they ended."""
+    """Counts of what happened in six runs, and of their outcomes."""
     counts, outcomes = Counter[str](), Counter[str]()
     for seed in range(6):
         result = run(seed, kind=kind)
@@ -106,7 +106,7 @@ def test_a_run_that_is_paused_holds_and_one_that_is_stopped_is_saved_whole() -> 
 
 
 class ChangingRegistry(Registry):
-    """Its cluster goes by the settings in its views."""
+    """A registry whose cluster follows the settings in its views."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.run_file = dumps(cluster.run)
@@ -117,7 +117,7 @@ class ChangingRegistry(Registry):
         return replace(self.rules, steps=run.steps)
 
     def fill_disk(self, seconds: float) -> None:
-        """Not here: a change that no disk has is undone with its registry."""
+        """Does nothing: a change that is on no disk would be undone with its registry."""
 
     def take_note(self, view: View) -> None:
         cluster = self.cluster
@@ -164,7 +164,7 @@ class Changed(Scenario):
     def _change(self, settings: Sequence[str]) -> None:
         registry = self.cluster.registry
         if registry.process.responsive:
-            with suppress(Refused):  # one is pending, or the run is over
+            with suppress(Refused):  # a change is pending, or the run is over
                 step = registry.server.machine.committed + self.random.randint(0, 3)
                 registry.server.command("change", "", settings, step)
                 self.cluster.counts["ordered"] += 1
@@ -172,7 +172,7 @@ class Changed(Scenario):
 
 
 class TakenBack(Changed):
-    """The run goes back to saved steps, too, in the middle of losses."""
+    """The run also goes back to saved steps, in the middle of losses."""
 
     def _plan_faults(self) -> float:
         self.back_at = [self.random.randint(3, 9) for _ in range(2)]

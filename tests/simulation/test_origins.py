@@ -1,4 +1,4 @@
-"""Runs that begin from a checkpoint, which some machines have: others are given their weights."""
+"""Runs that begin from a checkpoint that only some machines have; the others get its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.scenario import Scenario, run
 
 
 class FromCheckpoint(Scenario):
-    """One machine has it, or some. Whatever else happens happens early."""
+    """One or two machines have the checkpoint; the faults are those of any scenario."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
@@ -28,7 +28,7 @@ class FromCheckpoint(Scenario):
 
 
 def test_the_weights_that_it_begins_with_are_given_to_who_lacks_them() -> None:
-    """At the beginning, and again when a stage is lost with all its nodes."""
+    """They are given at the beginning, and again when a stage is lost with all its nodes."""
     given = Counter[str]()
     for seed in (1, 6):
         given += run(seed, kind=FromCheckpoint).counts

@@ -1,4 +1,4 @@
-"""Registries that lead in turn, under crashes, freezes and a store that is out of reach."""
+"""Registries that lead in turn, under crashes, freezes and an unreachable store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.bootstrap.fake_etcd import FakeEtcd
 
 
 class InTurn(Scenario):
-    """What a cluster suffers anyway, and whoever leads its registries is lost again and again."""
+    """The usual faults of a cluster; besides, the leading registry is lost again and again."""
 
     registry = Registries
 

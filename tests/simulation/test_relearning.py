@@ -1,4 +1,4 @@
-"""A stage that relearns while it trains: what it learns enters with commits, whatever happens."""
+"""A stage relearns while it trains: its updates enter with commits, under faults, too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LESSON = 2
 
 
 class Beside(Scenario):
-    """The only node of a stage is lost for good, a standby guesses its weights, and then something
-    else happens while these are relearned and trained."""
+    """The only node of a stage is lost for good, and a standby guesses its weights. While these are
+    relearned and trained, `happens` names what else happens."""
 
     happens = ""
 

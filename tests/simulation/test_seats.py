@@ -1,4 +1,4 @@
-"""Swarms that shrink and grow: whoever is left takes the seats of who is gone."""
+"""Swarms that shrink and grow: remaining nodes take the seats of lost ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BETWEEN = 2
 
 
 class Shrinking(Scenario):
-    """Hosts are lost one after the other for good, as long as a rebuild has what it needs, down to
-    the last one; then they come back, one after the other. Each has room for all stages."""
+    """Hosts are lost one after the other, down to the last one, as long as a rebuild has what it
+    needs. Then they come back, one after the other. Each has room for all stages."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
@@ -100,7 +100,7 @@ def run_of(seed: int, kind: type[S], policy: str | None = None) -> tuple[S, str]
 
 
 class Returning(Scenario):
-    """Two hosts have all stages. The one with stage 0 is lost, and comes back to its own disk."""
+    """Two hosts have all stages. The one with stage 0 is lost, and comes back with its disk."""
 
     away: ClassVar = 37.0
 
@@ -162,7 +162,7 @@ def test_stages_are_guessed_when_a_lost_node_does_not_come_back() -> None:
 
 
 class Noting(Registry):
-    """A registry that tells the scenario of each move, by its giver and its taker."""
+    """A registry that tells the scenario the giver and the taker of each moved seat."""
 
     def take_note(self, view: pb.View) -> None:
         moves = re.findall(r"(\w+) takes stage \d+: moves from (\w+)", view.reason)
@@ -176,8 +176,8 @@ class Noting(Registry):
 
 
 class Moving(Scenario):
-    """One host has all stages, and two more join. From each move on, they may lose the one that
-    gives or the one that takes, while the state is copied."""
+    """One host has all stages, and two more join. After a move, its giver or its taker may be lost
+    while the state is copied; `losses`: how often."""
 
     registry = Noting
     losses: ClassVar = 0
@@ -227,7 +227,7 @@ class Losing(Moving):
 
 
 KINDS = pytest.mark.parametrize("policy", ["checkfree", "redundant", "checkpoint"])
-"""One of each kind: guesses, twins, files."""
+"""A policy of each kind: guesses, twins, files."""
 
 
 @KINDS

@@ -1,4 +1,4 @@
-"""Clusters in which nobody dies, but somebody is sick."""
+"""Clusters in which no node dies, but links, disks or nodes are faulty."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_who_computes_wrongly_is_found_and_has_to_go() -> None:
 
 
 class Dying(Sick):
-    """One blink is so long that all give the host up."""
+    """Each blink lasts 10 s, so long that others give the host up."""
 
     def _pause(self, left: list[str], right: list[str], seconds: float) -> None:
         super()._pause(left, right, 10.0)
 
 
 CREDULOUS = patch.object(DivergenceRepair, "compare", lambda repair, vote, step: ([], ""))
-"""The driver commits whatever its replicas have."""
+"""The driver commits without comparing its replicas."""
 LENIENT = patch.object(FaultPolicy, "lets_non_finite_through", lambda policy, training: True)
-"""The driver lets what is not finite through, and skips the step."""
+"""The driver lets non-finite values through, and skips the step."""
 
 
 @pytest.mark.parametrize(

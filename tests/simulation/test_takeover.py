@@ -23,7 +23,7 @@ from simulation.stage import ChainedTwin
 
 
 class Calm(Scenario):
-    """One node a stage, each with room for all of them, with twins; nothing happens."""
+    """One node a stage, each with room for all stages; with twins, and without faults."""
 
     def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules("redundant")
@@ -45,7 +45,7 @@ class Calm(Scenario):
 
 
 class Bereft(Calm):
-    """The only node of a body stage is lost for good, at any moment of a step; later it is back."""
+    """The only node of a body stage is lost at any moment of a step; later its host is back."""
 
     def _plan_faults(self) -> float:
         self.cluster.traps.append(Trap("committed", self.random.randint(2, 4), self._lose_soon))
@@ -70,8 +70,8 @@ class Bereft(Calm):
 
 
 class Orphan(Calm):
-    """The driver is the only node of stage 0 and dies having told some of a commit, so that nobody
-    but its twin has applied that at stage 0."""
+    """The driver, the only node of stage 0, dies after it has sent a commit to some members. At
+    stage 0, only its twin may have applied it."""
 
     def _plan_faults(self) -> float:
         self.cluster.traps.append(Trap("committed", self.random.randint(2, 4), self._light_fuse))
@@ -89,8 +89,8 @@ class Orphan(Calm):
 
 
 class Unlucky(Bereft):
-    """Stage 1 has two nodes; the only one of stage 2 is lost, and then whoever takes its seat, at
-    any moment. What the other one of stage 1 has is enough."""
+    """Stage 1 has two nodes. The only one of stage 2 is lost, and then the node that takes its
+    seat, at any moment. The other node of stage 1 has a twin, which is enough."""
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         hosts = super()._hosts(rules)
@@ -116,7 +116,7 @@ class Unlucky(Bereft):
 
 
 class Belated(ChainedTwin):
-    """Says that it has made the last update, and hasn't."""
+    """Claims the last update, but has not made it."""
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
         before = self.optimizer.weights.clone()
@@ -133,12 +133,12 @@ class Drifting(ChainedTwin):
 
 
 def rash(phase: Attempting, message: pb.Message, now: float) -> Turn:
-    """Lets a seat enter that hasn't got its state yet."""
+    """Lets a seat enter before it has its state."""
     return phase.stays(phase._taken_over(now))
 
 
 class Barging(MemberSide):
-    """Enters with whatever it has."""
+    """Enters an attempt with the state that it has."""
 
     def _entered(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
         self.committed = begin.step - 1
@@ -146,7 +146,7 @@ class Barging(MemberSide):
 
 
 def ended(seed: int, kind: type[Scenario], machines: Machines | None = None) -> Cluster:
-    """The cluster after its scenario."""
+    """Runs a scenario; returns its cluster."""
     made: list[Cluster] = []
 
     class Noted(kind):  # type: ignore[misc, valid-type]
@@ -159,7 +159,7 @@ def ended(seed: int, kind: type[Scenario], machines: Machines | None = None) -> 
 
 
 def weights(cluster: Cluster) -> dict[int, list[float]]:
-    """By stage, what has been trained."""
+    """The trained weights, by stage."""
     return {s.stage: s.weights.optimizer.weights[TRAINED].tolist() for s in cluster.seats}
 
 
@@ -176,7 +176,7 @@ def test_the_step_goes_on_and_the_weights_are_those_of_a_run_without_a_loss() ->
 
 
 def as_without_a_loss(kind: type[Calm], seeds: Iterable[int] = range(4)) -> Counter[str]:
-    """What has happened in these runs, which end with the weights of calm ones."""
+    """Counts of what happened in these runs. Checks that they end with the weights of calm ones."""
     counts = Counter[str]()
     for seed in seeds:
         cluster = ended(seed, kind)

@@ -1,4 +1,4 @@
-"""One seed gives one trace, in each process and with each version of Python."""
+"""One seed gives the same trace in each process and with each version of Python."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from simulation.scenario import Scenario, run
 ROOT = Path(__file__).parents[2]
 SEED = 14
 DIGEST = "5c2e7ba5890bb9a3d5aaaf20de4bb7f6087c4ca17ae5d85fd2d88a0efef52334"
-"""Of the registry's views and when they came, in a run with crashes. What nodes compute may differ
-by processor."""
+"""SHA-256 of the registry's lines in the trace of a run with crashes, and of their times. What
+nodes compute may differ by processor."""
 
 
 def trace(hash_seed: str) -> str:

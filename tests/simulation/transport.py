@@ -16,13 +16,13 @@ from simulation.network import SILENCE, Connection, Network
 from simulation.world import Process
 
 AGAIN: Final = 1.0
-"""Seconds after which a first packet that was lost is sent once more; then twice as many."""
+"""Seconds after which a lost first packet is sent again; each further wait is twice as long."""
 CONNECT: Final = 20.0
 """Seconds until an attempt to connect is given up."""
 LOOK: Final = 0.25
-"""Seconds between two looks for a node that doesn't answer."""
+"""Seconds between two checks for a node that doesn't answer."""
 ANOTHER: Final = 0.1
-"""Probability that another process answers at the address of one that is gone."""
+"""Probability that another process answers at the address of a dead one."""
 
 GARBLED: Final = {f"{SERVICE}/Control": "control", f"{SERVICE}/Bulk": "bulk"}
 
@@ -38,7 +38,7 @@ class End:
         self._method = method
         self.connection: TcpConnection | None = None
         self._came: deque[bytes] = deque()
-        self._over: Broken | None = None  # why nothing more comes, once `_came` is empty
+        self._over: Broken | None = None  # why nothing follows `_came`
         self._reader: asyncio.Future[None] | None = None
 
     async def read(self) -> bytes | None:
@@ -71,7 +71,7 @@ class End:
         self._wake()
 
     def broke(self, why: Broken) -> None:
-        """Nothing more comes."""
+        """Ends this end of the stream: nothing more arrives."""
         if self._over is None:
             self._over = why
             self._wake()
@@ -88,7 +88,7 @@ class End:
 
 
 class Dialled(End):
-    """The dialling end."""
+    """The dialling end of a stream."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Dialled(End):
         seconds: float | None,
     ) -> None:
         super().__init__(transport, method)
-        self._unsent: list[bytes] = []  # until it is connected
+        self._unsent: list[bytes] = []  # written before it is connected
         self._address, self._metadata, self._seconds = address, dict(metadata), seconds
         self._answer: asyncio.Future[Mapping[str, str]] = self.process.world.create_future()
         self._began = self.process.world.now
@@ -109,7 +109,7 @@ class Dialled(End):
             self.process.after(seconds, self.broke, late)
 
     def _knock(self, again: float) -> None:
-        """The first packet is at the host, if it gets through."""
+        """Delivers the first packet; sends it again later if the host is out of reach."""
         if self._over is not None:
             return
         network, world = self._transport.network, self.process.world
@@ -162,7 +162,7 @@ class Dialled(End):
 
 
 class Accepted(End):
-    """The accepting end."""
+    """The accepting end of a stream."""
 
     caller = Who()
 
@@ -210,7 +210,7 @@ class Accepted(End):
 
 
 class TcpConnection(Connection):
-    """Of one stream."""
+    """The connection of one stream."""
 
     def __init__(self, network: Network, near: End, far: End) -> None:
         super().__init__(network, near, far)
@@ -221,11 +221,11 @@ class TcpConnection(Connection):
         return self.intact
 
     def close_if_over(self) -> None:
-        """Once neither end expects anything more."""
+        """Closes the connection once neither end expects anything more."""
         self.intact = self.intact and not all(end.is_over for end in self.ends)
 
     def look(self) -> None:
-        """What keepalive does."""
+        """Breaks the connection after too long a silence, as keepalive does."""
         near, far = (end.process for end in self.ends)
         hear = near.responsive and far.responsive
         if hear and self.network.reach(near.host, far.host):

@@ -1,8 +1,8 @@
-"""Virtual time, and processes that stand still or die, all from one seed, in one thread.
+"""Virtual time, and processes that freeze or die, all from one seed, in one thread.
 
-The world is the event loop of all processes: coroutines run in it as they ship. Each task, timer
-and callback belongs to the process in whose context it was made. While that process is frozen they
-wait; when it is dead they never run.
+The world is the event loop of all processes: production coroutines run in it unchanged. Each task,
+timer and callback belongs to the process in whose context it was made. While that process is frozen
+they wait; once it is dead they never run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from planaria.bootstrap.transport import Broken
 
 RUNNING: ContextVar[Process | None] = ContextVar("process", default=None)
-"""The process to which what runs now belongs."""
+"""The process whose code runs now."""
 
 OPEN: list[World] = []
-"""Worlds not closed yet."""
+"""Worlds that are not closed yet."""
 
 
 class Handle:
-    """A callback to come."""
+    """A scheduled callback."""
 
     __slots__ = ("_arguments", "_call", "_context", "_when", "is_cancelled")
 
@@ -61,25 +61,25 @@ class Handle:
 
 
 class _Never(asyncio.Future[None]):
-    """A task that is begun when its world is over."""
+    """A future in place of a task that is created after its world was closed. It never ends."""
 
     def set_name(self, name: str) -> None:
-        """It has none."""
+        """Does nothing: it has no name."""
 
 
 class World(asyncio.AbstractEventLoop):
-    """The clock and the events to come."""
+    """An event loop with a virtual clock and the scheduled calls of all processes."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.straggling = self.random.choice([0.0, 0.03, 0.1])  # share of what takes long
+        self.straggling = self.random.choice([0.0, 0.03, 0.1])  # share of long delays
         self.now = 0.0
         self.trace: deque[str] = deque(maxlen=400)
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        """What is to be called now, after the events that were to come now before."""
-        self.tasks: dict[asyncio.Task[Any], None] = {}  # not over; those of the dead, too
+        """Calls that are due now, and run after the events that are due now."""
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # unfinished, also of dead processes
         self._closed = False
         OPEN.append(self)
 
@@ -95,7 +95,7 @@ class World(asyncio.AbstractEventLoop):
             heapq.heappush(self._events, (when, next(self._numbers), call, arguments))
 
     def run_until(self, end: float) -> None:
-        """Up to the first event at `end` or later."""
+        """Runs all events before `end`, and the first one at `end` or later."""
         asyncio._set_running_loop(self)
         try:
             while self.now < end:
@@ -114,7 +114,7 @@ class World(asyncio.AbstractEventLoop):
         return self.random.random() < probability
 
     def delay(self) -> float:
-        """Seconds that something takes through the network: mostly a few ms, at times a second."""
+        """Seconds of a delivery through the network: mostly a few ms, at times a second."""
         usual = 0.002 + self.random.expovariate(200.0)
         return usual + self.random.uniform(0.0, 1.5) if self.chance(self.straggling) else usual
 
@@ -153,11 +153,11 @@ class World(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, call: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
-        """At once: time stands still while a thread works."""
+        """Makes the call at once: time stands still while a thread works."""
         future = self.create_future()
         try:
             future.set_result(call(*arguments))
-        except Exception as error:  # noqa: BLE001 (whoever awaits it gets it)
+        except Exception as error:  # noqa: BLE001 (it goes to the future)
             future.set_exception(error)
         return future
 
@@ -183,11 +183,11 @@ class World(asyncio.AbstractEventLoop):
             raise error
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Tasks of dead processes are never over."""
+        """Ignores reports: tasks of dead processes never end."""
 
     def close(self) -> None:
-        """End what is left. Else it would end, and run its last lines, when it is collected, in the
-        middle of another world."""
+        """Ends the tasks that are left. Otherwise the garbage collector would end them, and so run
+        their last lines, in the middle of another world."""
         self._closed = True
         asyncio._set_running_loop(self)
         try:
@@ -205,7 +205,7 @@ class World(asyncio.AbstractEventLoop):
 
 
 class Process:
-    """A process on a host: runs, stands still while the host is frozen, or is dead."""
+    """A process on a host: it runs, is frozen, or is dead."""
 
     def __init__(self, world: World, host: str) -> None:
         self.world, self.host = world, host
@@ -213,7 +213,7 @@ class Process:
         self.frozen_since: float | None = None
         self.thawed_at = -1.0
         self.check: Callable[[], None] = lambda: None
-        """Called after whatever it does."""
+        """Called after each callback of the process."""
         self._waiting: list[Callable[[], object]] = []
         self._context = copy_context()
         self._context.run(RUNNING.set, self)
@@ -229,11 +229,11 @@ class Process:
         return self.world.create_task(work, name=name, context=self._context.copy())
 
     def run(self, call: Callable[..., object], *arguments: Any) -> None:
-        """At once, or when it is no longer frozen."""
+        """Makes the call at once, or when the process is no longer frozen."""
         Handle(self.world.now, call, arguments, self._context.copy())()
 
     def hold(self, handle: Callable[[], object]) -> None:
-        """Keep what comes while it is frozen; nothing once it is dead."""
+        """Keeps a callback for a frozen process; drops it if the process is dead."""
         if self.alive:
             self._waiting.append(handle)
 
@@ -241,7 +241,7 @@ class Process:
         self.frozen_since = self.world.now
 
     def thaw(self) -> None:
-        """Everything that came meanwhile is processed now, in the order in which it came."""
+        """Ends the freeze, and runs all callbacks that it kept, in order."""
         self.frozen_since = None
         self.thawed_at = self.world.now
         waiting, self._waiting = self._waiting, []
