@@ -29,7 +29,7 @@ def study() -> Study:
 
 
 def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
-    """Its losses after 0, 10, 20, 30 iterations."""
+    """Return a run with these losses after 0, 10, 20, 30 iterations."""
     rebuild: dict[str, Any] = {"iteration": 12, "stage": 2}
     if relearned:
         rebuild["relearned"] = {
@@ -55,7 +55,7 @@ def runs() -> dict[tuple[str, int], Line]:
     lines = [
         line("none", 0, 7.0, 6.0, 5.0, 4.0),
         line("none", 1, 7.0, 6.0, 5.0, 4.0),
-        line("guessed", 0, 7.0, 6.0, 5.5, 5.0),  # where the other was 10 iterations before
+        line("guessed", 0, 7.0, 6.0, 5.5, 5.0),  # 10 iterations behind "none"
         line("guessed", 1, 7.0, 6.0, 5.5, 4.5),
         line("relearned", 0, 7.0, 6.0, 5.5, 4.2, relearned=1200),
     ]

@@ -1,4 +1,4 @@
-"""The arithmetic of the matrix, and what is kept of it."""
+"""Tests of the study of saves: the arithmetic of its outcomes, its rows and its table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save(stage: int, step: int, **seconds: float) -> dict[str, Any]:
 
 
 def test_where_the_time_went():
-    """Killed at 15.2 s after step 6, with step 4 on disk: steps 5 and 6 are made again."""
+    """The run is killed at 15.2 s after step 6, with step 4 on disk; it repeats steps 5 and 6."""
     before = [commit(step, 10.0 + step - 1) for step in range(1, 7)]
     after = [commit(step, 18.0 + step - 5) for step in range(5, 9)]
     timed = [
@@ -46,7 +46,7 @@ def test_where_the_time_went():
         save(1, 4, write=1.0),
         save(2, 4, write=2.0),
         save(1, 6, critical=0.1, waited=0.0),
-        save(1, 6, critical=0.2, waited=0.0),  # when it was made again
+        save(1, 6, critical=0.2, waited=0.0),  # of the repeated step
     ]
     outcome = of_lines(before, after, timed, killed=15.2, goodput=0.8)
     assert outcome.wall == pytest.approx(21.0 - 12.0)

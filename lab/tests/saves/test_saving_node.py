@@ -1,4 +1,4 @@
-"""What saving_node.py does to the product's own writer."""
+"""Tests of saving_node.py, which changes how the product's writer saves."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_blocking_save_is_on_disk_before_training_goes_on(tmp_path, monkeypatc
 
 
 def test_an_overlapped_save_does_not_wait(tmp_path, monkeypatch):
-    """The first is still being written when the second is handed over."""
+    """The first save is still being written when the second is handed over."""
     going_on, write = Event(), Saves.write
 
     def at_write(saves: Saves, of: StageState) -> None:
