@@ -31,7 +31,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import Limits, RegistryServer
 from tests.stubs import RegistryStub
 
-DEADLINE = 120.0  # seconds; only a hanging test gets there
+DEADLINE = 120.0  # seconds; reached only by a hang
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)

@@ -20,7 +20,7 @@ from planaria.bootstrap.address_probe import (
 )
 from tests.harness.ports import free_port
 
-LONG = 60.0  # seconds; only a hanging test gets there
+LONG = 60.0  # seconds; reached only by a hang
 
 
 def names(monkeypatch: pytest.MonkeyPatch, addresses: Any) -> None:

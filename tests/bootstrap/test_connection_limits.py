@@ -17,7 +17,7 @@ from planaria.bootstrap.registry_pb2 import Report, View
 from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import identity, joining
 
-DEADLINE = 120.0  # seconds; only a hanging test gets there
+DEADLINE = 120.0  # seconds; reached only by a hang
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 PROGRAM = """

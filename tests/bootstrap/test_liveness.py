@@ -19,7 +19,7 @@ from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import Place, identity, joining, serving, until
 from tests.harness.ports import free_port
 
-LONG = 60.0  # seconds; only a hanging test gets there
+LONG = 60.0  # seconds; reached only by a hang
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.node.run_file import loads
 from tests.bootstrap.conftest import identity, joining
 
-TIMEOUT = 60.0  # seconds; only a hanging test gets there
+TIMEOUT = 60.0  # seconds; reached only by a hang
 
 
 async def end(process: asyncio.subprocess.Process, number: signal.Signals) -> int:

@@ -70,7 +70,7 @@ from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
 from tests.bootstrap.conftest import KEY, identity, joining, signed, until
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
-TIMEOUT = 120.0  # seconds; only a hanging test gets there
+TIMEOUT = 120.0  # seconds; reached only by a hang
 
 
 def names(view: View) -> set[str]:

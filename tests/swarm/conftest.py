@@ -22,7 +22,7 @@ from planaria.node.run_file import RunFile, dumps, override
 from tests.forked import Forked, begin_fork_server
 from tests.swarm.lines import Lines
 
-DEADLINE = 600.0  # seconds; only a hanging swarm gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

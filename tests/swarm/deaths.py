@@ -19,7 +19,7 @@ from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import RunFile, dumps, override
 from tests.swarm.lines import Lines
 
-DEADLINE = 600.0  # seconds; only a hanging swarm gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 
 
 class Swarm:

@@ -21,7 +21,7 @@ from tests.forked import Forked
 from tests.swarm.paced import run_paced
 from tests.swarm.small import small
 
-DEADLINE = 180.0  # seconds; only a hanging test gets there
+DEADLINE = 180.0  # seconds; reached only by a hang
 TOKEN = "the-token-of-this-run"
 
 

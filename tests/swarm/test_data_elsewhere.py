@@ -17,7 +17,7 @@ from tests.reference import train
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
-DEADLINE = 300.0  # seconds; only a hanging test gets there
+DEADLINE = 300.0  # seconds; reached only by a hang
 STEPS = 6
 
 

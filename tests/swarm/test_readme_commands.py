@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 600.0  # seconds; only a hanging command gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 FENCE = re.compile(r"^```(sh|python|toml)\n(.*?)^```", re.M | re.S)
 
 

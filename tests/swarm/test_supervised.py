@@ -26,7 +26,7 @@ from tests.metadata_service import metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
-DEADLINE = 300.0  # seconds; only a hanging test gets there
+DEADLINE = 300.0  # seconds; reached only by a hang
 
 
 class ByHand:

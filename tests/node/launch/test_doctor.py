@@ -30,7 +30,7 @@ from tests.bootstrap.conftest import serving
 from tests.harness.ports import free_port
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
-DEADLINE = 120.0  # seconds; only a hanging test gets there
+DEADLINE = 120.0  # seconds; reached only by a hang
 TAKE_ANY_TIME = ("PROBE", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "IN_ALL")
 
 

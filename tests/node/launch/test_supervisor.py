@@ -102,7 +102,7 @@ def supervised(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60  # only what hangs gets there
+    deadline = time.monotonic() + 60  # reached only by a hang
     while not (result := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
