@@ -1,4 +1,4 @@
-"""Addresses as people write them."""
+"""Tests of addresses as people write them."""
 
 import pytest
 from hypothesis import given
