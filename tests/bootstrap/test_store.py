@@ -106,7 +106,7 @@ def test_a_write_of_a_former_term_that_comes_late_is_not_done(etcd: FakeEtcd) ->
 
 
 def test_a_write_that_was_done_at_an_attempt_without_answer_counts(etcd: FakeEtcd) -> None:
-    """etcd.py asks the next of etcd's nodes if one doesn't answer, so a request may be done twice."""
+    """etcd.py asks etcd's next node if one doesn't answer, so that a request may be done twice."""
 
     class Twice(Link):
         def ask(self, path, body, seconds):

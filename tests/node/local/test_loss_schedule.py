@@ -1,4 +1,4 @@
-"""Who of a swarm is lost when, and who comes."""
+"""Tests of schedules of lost and new nodes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_whoever_takes_a_place_has_a_life_of_its_own() -> None:
 
 
 def rows(text: str) -> list[TraceRow]:
-    """`3+a` adds a after three seconds, `4-a` removes it after four."""
+    """Parse trace rows: `3+a` adds a after three seconds, `4-a` removes it after four."""
     matches = [re.fullmatch(r"(\d+)([+-])(\w+)", word) for word in text.split()]
     return [TraceRow(float(m[1]), m[2] == "+", m[3]) for m in matches if m]
 
@@ -122,7 +122,7 @@ def test_at_each_time_a_place_is_for_one_and_who_comes_goes_where_the_fewest_are
             assert (place in present) != taken
             (present.add if taken else present.remove)(place)
             free = set(places(1, replicas)) - present
-            if taken:  # none of the stage that has more than another that has room
+            if taken:  # the other stage has as few, or is full
                 counts = [sum(stage_of(p) == stage for p in present) for stage in (0, 1)]
                 other = 1 - stage_of(place)
                 room = any(stage_of(p) == other for p in free)
