@@ -47,7 +47,7 @@ def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
     assert list(evaluation.rows()) == ["tokens", "loss", "perplexity"]
     mute = Portion(
         conversations, "train", 2, samples=1, apart=False
-    )  # its tokens name a role
+    )  # its only words are those of a role
     assert (mute.rows(0, 1)[1] == UNSCORED).all()
     with pytest.raises(CorpusError, match=r"none of the tokens in 1 samples .* is scored"):
         mute.evaluation(0.0)

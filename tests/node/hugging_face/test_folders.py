@@ -35,7 +35,7 @@ FILE = 100_000
 
 
 def some_weights(config: ModelConfig) -> dict[int, torch.Tensor]:
-    """Return the stages' flat weights, unlike initial ones, which leave attention nearly uniform."""
+    """Return the stages' flat weights, not initial ones, which leave attention nearly uniform."""
     generator = torch.Generator().manual_seed(4)
     flat = {}
     for stage in range(config.stages + 1):
