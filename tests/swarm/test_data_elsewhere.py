@@ -1,4 +1,4 @@
-"""A node whose data lies on a web server trains as one that has it."""
+"""A node whose data is on a web server trains the same steps as a node with the data."""
 
 from __future__ import annotations
 
