@@ -920,7 +920,7 @@ def test_whom_somebody_reaches_by_way_of_a_third_is_reached() -> None:
     [
         Report(seats=[SeatReport(stage=1, phase="running")], stalled_seconds=9),
         Report(seats=[SeatReport(stage=1, phase="syncing")]),
-        None,  # it has a replica
+        None,  # the node has a replica
     ],
 )
 def test_who_is_not_needed_goes_though_others_reach_it(report: Report | None) -> None:
@@ -1179,7 +1179,7 @@ def test_who_says_itself_that_it_hangs_is_the_second_that_does(first: bool) -> N
     if first:
         swarm.renew("n2", report=stalled)
     effects = swarm.suspect("n0", "n2", HANG, "no microbatch for 5 s")
-    if not first:  # a little later
+    if not first:  # the report comes later
         swarm.answer()
         swarm.renew("n2", report=stalled)
         effects = swarm.wait(1)

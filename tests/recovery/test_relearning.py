@@ -186,7 +186,7 @@ def test_the_size_of_the_gradients_makes_no_difference() -> None:
     torch.testing.assert_close(moved[0], moved[1], atol=1e-3, rtol=1e-3)
 
 
-# One pair
+# One pair of tensors
 
 
 class Residual(nn.Module):

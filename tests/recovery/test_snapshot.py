@@ -81,7 +81,7 @@ def test_a_stage_without_values_has_no_layout(shapes: list[tuple[int, ...]]) -> 
         Layout(shapes)
 
 
-# The choice
+# The choice of blocks
 
 
 @settings(deadline=None, max_examples=40)
@@ -281,7 +281,7 @@ def test_no_bytes_do_harm(random: object, size: int, codec: Codec) -> None:
     assert all(part.isfinite().all() for parts in values for part in parts)
 
 
-# Both sides
+# Sender and holder
 
 
 @settings(deadline=None, max_examples=40)
@@ -357,7 +357,7 @@ def test_a_whole_state_is_exact() -> None:
     assert held.staleness() == (1, 1.0, 1)
 
 
-# Who holds what
+# Holders
 
 
 @settings(deadline=None, max_examples=40)

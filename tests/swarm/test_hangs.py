@@ -49,7 +49,7 @@ LONE = small(
     training__batch=6,
     training__validation_microbatches=0,
     recovery__relearn__passes=0,
-    swarm__progress=20,  # patience for a machine that stands still for some seconds
+    swarm__progress=20,  # the machine may stand still for some seconds
 )
 
 

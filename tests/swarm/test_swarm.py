@@ -1,5 +1,5 @@
-"""Tests of `planaria up` under faults: SIGKILL for the only node of a stage, the driver, the
-registry or all processes, SIGSTOP for a node, and a trace of nodes that come and go."""
+"""Tests of `planaria up` under faults. SIGKILL ends the only node of a stage, the driver, the
+registry or all processes; SIGSTOP freezes a node; nodes come and go as in a trace."""
 
 from __future__ import annotations
 

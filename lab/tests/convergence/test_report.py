@@ -76,7 +76,7 @@ def test_a_row_is_compared_seed_by_seed(study: Study, runs: dict[tuple[str, int]
     assert guessed["extra iterations to the loss of step 20"] == "+8 ± 4"
     assert guessed["iterations behind"] == "8 ± 4"
     assert relearned["seeds"] == "1"
-    assert relearned["share of the reference"] == "0.20"  # 0.2 of 1.0, the seed that both have
+    assert relearned["share of the reference"] == "0.20"  # 0.2 of 1.0, by the common seed
     assert relearned["relearning, iterations of computing"] == "4.5"  # (1200 + 12 * 50) / 400
     assert relearned["... in the background"] == "1.5"
     assert relearned["... of waiting"] == "12"

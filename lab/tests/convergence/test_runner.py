@@ -55,7 +55,7 @@ def test_a_dask_cluster_has_the_same_results(data: Path, tmp_path: Path) -> None
         assert kept.keys() == {key for key, _ in wanted}
         for key, job in wanted:
             alone = run_one(key, job, "cpu")
-            for volatile in ("seconds", "at", "rebuilds"):  # the last has JSON's lists
+            for volatile in ("seconds", "at", "rebuilds"):  # "rebuilds" has JSON's lists
                 del alone[volatile], kept[key][volatile]
             assert {**alone, "validation": [list(point) for point in alone["validation"]]} == kept[
                 key

@@ -230,7 +230,7 @@ def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation)
 
 def test_an_update_takes_five_rounds_of_three_products(corpus: Corpus) -> None:
     config = run_with().config_for(corpus.vocabulary)
-    square, wide = 4, 3  # matrices of attention, of the MLP
+    square, wide = 4, 3  # matrices of attention, and of the MLP
     dim, hidden = config.dim, config.hidden
     rounds = 5 * (square * 6 * dim**3 + wide * (4 * dim * dim * hidden + 2 * dim**3))
     weights = square * dim * dim + wide * dim * hidden + 2 * dim
@@ -572,7 +572,7 @@ def test_pipelines_that_meet_train_as_two_plain_loops(
         assert swarm.step() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         if step == lost_after:
             (line,) = swarm.lose([3])
-            assert (line["pipeline"], line["samples"]) == (1, 4)  # of one step
+            assert (line["pipeline"], line["samples"]) == (1, 4)  # samples of one step
             present = [0]
         if step % every:
             continue

@@ -179,7 +179,7 @@ def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
     assert bool(recovery.relearn.passes) == (policy != "plain")
 
 
-# --- where nodes are
+# --- sites of nodes
 
 
 def test_neighbouring_stages_are_at_different_sites():

@@ -310,7 +310,7 @@ def test_what_replicas_hold_back_takes_two_more_gradients() -> None:
         assert "held back" not in needed(run, config, 1, [1] * 5)
 
 
-# --- what the daemon's parts keep
+# --- the daemon's own figures
 
 
 async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str], int]:
@@ -361,11 +361,11 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
         for part, bound in parts.items():
             if part in ("boundary", "masking"):  # at some time nearly all of it
                 assert sizes[stage, part] >= 0.8 * bound.both, (stage, part)
-            elif part in ("snapshot", "redundant"):  # and what is on its way
+            elif part in ("snapshot", "redundant"):  # the bound has data in transit, too
                 assert sizes[stage, part] >= 0.3 * bound.both, (stage, part)
 
 
-# --- what follows
+# --- microbatches under way
 
 
 def test_microbatches_under_way_are_bounded_by_the_window_and_by_the_share() -> None:

@@ -154,7 +154,7 @@ def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(PROBE))
     machines, network = probed(path, NOTHING)
-    assert [machine.name for machine in machines] == ["n0", "n2", "n1", "n3"]  # by nearness
+    assert [machine.name for machine in machines] == ["n0", "n2", "n1", "n3"]  # neighbours are near
     assert machines[1].flops == pytest.approx(0.03e12)
     assert (machines[0].memory, machines[0].price, machines[0].shared) == (2e9, 0.25, True)
     assert network.between("n0", "n2")[2:4] == (1.0, 900.0)
@@ -305,7 +305,7 @@ def test_a_base_of_fewer_bits_takes_less(tmp_path: Path) -> None:
     assert sizes == sorted(sizes)
     whole = device("--lora", "8", dtype="float32")
     assert sizes[-1] < whole < device()
-    assert device("--lora", "8") < whole  # as bf16 weights are kept in bf16
+    assert device("--lora", "8") < whole  # bf16 weights are kept in bf16
 
 
 def test_two_friends_are_enough_for_adapters(tmp_path: Path) -> None:

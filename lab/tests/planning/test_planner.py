@@ -91,7 +91,7 @@ def questions(draw: st.DrawFn) -> Question:
     )
 
 
-# --- what must hold
+# --- properties of all plans
 
 
 def faster(asked: Question, factor: float) -> Question:
@@ -465,7 +465,7 @@ def test_a_machine_gets_no_more_layers_than_it_has_memory_for() -> None:
     assert 0 < layers[1] < layers[0]
 
 
-# --- how near it is
+# --- accuracy of estimates
 
 
 def some(asked: Question, apart: int) -> Iterator[Candidate]:

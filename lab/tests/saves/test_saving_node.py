@@ -86,7 +86,7 @@ def test_slow_storage_takes_the_time_that_its_rate_says(tmp_path, monkeypatch):
     monkeypatch.setattr(
         saving_node, "time", SimpleNamespace(sleep=slept.append, perf_counter=lambda: 0.0)
     )
-    arm(tmp_path, True, 0.001, monkeypatch.setattr)  # 1,000 bytes a second
+    arm(tmp_path, True, 0.001, monkeypatch.setattr)  # 1,000 bytes per second
     with writer(tmp_path / "saves", 1) as opened:
         opened.write(state(7))
         (path,) = (tmp_path / "saves").glob("*/step-*")

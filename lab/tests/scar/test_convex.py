@@ -131,8 +131,8 @@ def test_away_from_the_optimum_along_the_slowest_axis_the_bound_is_reached(
 
 
 def test_costs_may_exceed_the_bound_with_exact_c_where_the_start_was_easy() -> None:
-    # The start lies on the fast axis, so it needs fewer iterations than c says; the theorem bounds
-    # the difference between what c says with and without the perturbation.
+    # The start lies on the fast axis, so it needs fewer iterations than c predicts. The theorem
+    # bounds the difference between c's predictions with and without the perturbation.
     quadratic = Quadratic(np.array([1.0, 0.1]), np.array([1.0, 0.0]))
     deltas = {0: np.array([[0.0, 0.1]])}
     cost = iterations_until(quadratic.update, norm, quadratic.start[None], 1e-3, deltas) - 1

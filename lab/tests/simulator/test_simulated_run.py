@@ -254,7 +254,7 @@ def test_a_lost_stage_is_rebuilt_as_the_policy_has_it(policy: str, stage: int) -
     assert loss.nodes == 2
     joined = 9.0 + reaction.joining(simulated, stage)
     assert loss.detected + loss.waited == pytest.approx(joined)
-    assert loss.recovered > 2 * 2 * DELAY  # two gatherings at least
+    assert loss.recovered > 2 * 2 * DELAY  # at least two gatherings
     assert loss.rolled_back == (4 if policy == "checkpoint" else 0)  # from 24 to 20
     assert outcome.steps == 50
 

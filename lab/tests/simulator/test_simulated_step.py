@@ -96,7 +96,7 @@ def test_one_microbatch_takes_the_sum_of_what_it_meets() -> None:
     pipeline = outward + back + 6 * hop
     step = simulate_step(simulated)
     assert step.pipeline == pytest.approx(pipeline)
-    assert step.seconds == pytest.approx(pipeline + 0.001)  # norm: the others were ready before
+    assert step.seconds == pytest.approx(pipeline + 0.001)  # plus its norm: other stages are ready
 
 
 def odd(simulated: Swarm) -> Swarm:

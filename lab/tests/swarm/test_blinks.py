@@ -45,7 +45,7 @@ async def test_links_that_break_each_second_cost_no_attempt(data, tmp_path, repl
         since, view = swarm.committed(), swarm.registry.membership.view.number
         proxies = swarm.proxies.values()
         blinking = [asyncio.create_task(proxy.blink(1.0, 3600.0)) for proxy in proxies]
-        links = 3 * replicas**2  # of the three pairs of neighbours, each with two connections
+        links = 3 * replicas**2  # three pairs of neighbours, two connections each
         await swarm.until(
             lambda: (
                 swarm.committed() >= since + STEPS

@@ -76,7 +76,7 @@ async def test_every_loss_is_survived_by_its_policy(
     if "checkfree" in policy and lost != [0] and "snapshot" not in methods.values():
         relearned = [e["relearned"] for e in rebuilt if e["stage"] in lost and e["stage"]]
         pairs = steps * run.training.microbatches
-        if policy == "checkfree":  # else two stages may be a run in half of the microbatches only
+        if policy == "checkfree":  # else two lost stages adjoin in half of the microbatches
             assert [event["pairs"] for event in relearned] == [pairs] * len(relearned)
         assert all(
             event["passes"] == pass_count(2, lost) and not event["undone"] for event in relearned

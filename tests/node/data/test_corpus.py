@@ -297,7 +297,7 @@ def test_large_vocabularies_take_four_bytes(corpus: Corpus, tmp_path: Path) -> N
 
 def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path: Path) -> None:
     out = tmp_path / "data"
-    out.mkdir()  # empty: fine
+    out.mkdir()  # an empty folder is accepted
     first = make(out)
     other = Recipe([str(write_jsonl(tmp_path / "b.jsonl"))], vocabulary=310, validation=0.2)
     same = Recipe([str(tmp_path / "data.jsonl")], vocabulary=300, validation=0.2)
@@ -685,7 +685,7 @@ def test_small_files_are_small_and_regular(
         read_index(copy)
 
 
-# Data that others spoil while a node reads it
+# Data that is damaged while a node reads it
 
 
 def overwrite(file: Path, offset: int, data: bytes) -> None:

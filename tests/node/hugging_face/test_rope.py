@@ -39,12 +39,12 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the longest context
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: str) -> None:
-    """This holds in one process, in stages and for an export, also with config names from before
-    version 5, and beyond the config's positions as far as RoPE is scaled."""
+    """This holds in one process, in stages and for an export, also with names from before version
+    5. It holds beyond the config's positions as far as RoPE is scaled."""
     model, out, (rope, reach) = tmp_path / "model", tmp_path / "out", KINDS[kind]
     transformers_model(replace(GROUPED, rope_theta=10_000.0)).save_pretrained(model)
     config = json.loads((model / "config.json").read_text())
-    if kind != "llama3":  # the older names
+    if kind != "llama3":  # names before version 5
         del config["rope_parameters"]
         old = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
         config |= {"rope_theta": 10_000.0, "rope_scaling": old}

@@ -92,11 +92,11 @@ def test_a_node_of_a_trace_takes_a_place_where_the_fewest_are_if_there_is_one() 
     losses = TracedLosses(places(1, 2), rows(text), speedup=10.0)
     assert losses.first() == ["0.0", "1.0", "0.1", "1.1"]
     losses.begin(0.0)
-    assert losses.due_changes(0.29) == []  # e finds no place, and leaves none
+    assert losses.due_changes(0.29) == []  # e gets no place, and frees none
     assert losses.due_changes(0.3) == [("1.0", False), ("0.0", False)]
     assert losses.more_to_come()
     assert losses.due_changes(0.5) == [("0.0", True), ("1.0", True)]
-    assert losses.due_changes(9.9) == []  # h finds none; nobody knows x
+    assert losses.due_changes(9.9) == []  # h gets no place; x is unknown
 
 
 def test_a_trace_without_a_node_for_each_stage_is_refused() -> None:

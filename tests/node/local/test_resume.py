@@ -105,7 +105,7 @@ def taken_over(kept: KeptRun, new: KeptRun, **how: int) -> KeptRun:
     return replace_run(kept, new, slots_of(new), **how)
 
 
-# In the same numbers
+# With the same numbers of nodes
 
 
 def test_what_nodes_have_had_that_are_no_more_is_found(tmp_path: Path) -> None:
@@ -464,4 +464,4 @@ def test_checkpoints_go_to_a_folder_of_their_own(tmp_path: Path) -> None:
     assert len(find_saves(new.checkpoints)) == 5
     again = differently(new, model__stages=2)
     assert again.checkpoints == tmp_path / "shared-change2"
-    assert new.saves != kept.saves  # nodes with --save-dir begin there
+    assert new.saves != kept.saves  # for nodes with --save-dir

@@ -262,7 +262,7 @@ def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
     text = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
     assert run_id(loads(text)) == run_id(loads(dumps(loads(text)))) == "many-9f074fb5"
-    default = "lr = 1e-3\nwarmup = 20\n"  # of `tiny`, as resolved run files have it
+    default = "lr = 1e-3\nwarmup = 20\n"  # defaults of `tiny`, as in resolved run files
     assert run_id(loads(whole + default)) == "run-44136fa3"
 
 
