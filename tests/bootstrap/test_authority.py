@@ -108,8 +108,8 @@ def test_keys_are_not_shown():
 
 
 async def test_a_handshake_by_what_was_issued(tmp_path: Path):
-    """Python's TLS accepts a P-256 certificate of an Ed25519 authority; test_enrolment.py has gRPC's
-    TLS."""
+    """Python's TLS accepts a P-256 certificate of an Ed25519 authority; test_enrolment.py uses that
+    of gRPC."""
     now = time.time()
     authority = Authority.make(now)
     pair = authority.own_pair(now)
