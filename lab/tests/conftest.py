@@ -1,4 +1,4 @@
-"""What the tests of planaria have: fixtures, and settings that hold for all processes."""
+"""Fixtures of the tests of planaria; the import also applies their settings for all processes."""
 
 from tests.conftest import conversations, data, shared
 

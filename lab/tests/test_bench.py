@@ -1,4 +1,4 @@
-"""Measurements keep their figures."""
+"""Tests of benches: each writes its figures as rows, and models are timed as they are."""
 
 from __future__ import annotations
 

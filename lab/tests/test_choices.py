@@ -1,4 +1,4 @@
-"""Which rows of a running snapshot go next."""
+"""Tests of the choices of which rows a running snapshot sends next."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_every_block_has_come_after_so_many_rounds(
     for step in range(1, rounds + 1):
         sent.take((0, step), [weights(step)])
     assert not (sent.taken == NEVER).any()
-    for step in range(rounds + 1, 3 * rounds + 1 if choice == "round" else 0):  # again, and again
+    for step in range(rounds + 1, 3 * rounds + 1 if choice == "round" else 0):  # two more rounds
         sent.take((0, step), [weights(step)])
         assert step - int(sent.taken.min()) < rounds

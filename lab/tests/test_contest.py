@@ -1,4 +1,4 @@
-"""Seconds a step by the contest's meter, and what its page says."""
+"""Tests of the contest: seconds per step by its meter, and the figures of its page."""
 
 from __future__ import annotations
 

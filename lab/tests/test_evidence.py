@@ -1,4 +1,4 @@
-"""What is claimed has rows, and rows say where they come from."""
+"""Tests that claims of pages have rows, and that rows name their origin."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def top(tmp_path: Path) -> Path:
 
 
 def change(top: Path, **fields: object) -> None:
-    """Changes the last row of the study."""
+    """Change fields of the last row of the study."""
     path = top / STUDY / "runs.jsonl"
     *lines, last = path.read_text().splitlines()
     path.write_text("\n".join([*lines, json.dumps({**json.loads(last), **fields})]) + "\n")

@@ -1,4 +1,4 @@
-"""Which piece is measured next, and what a row says."""
+"""Tests of measurements on a GPU: which piece is next, and what a row contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planaria-lab installs, and what it adds to the command `planaria`."""
+"""Tests of what planaria-lab installs, and of what it adds to the command `planaria`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A registry in the test's event loop."""
+"""Fixtures and helpers for a registry in the test's event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import Limits, RegistryServer
 from tests.stubs import RegistryStub
 
-DEADLINE = 120.0  # seconds; only a hanging test gets there
+DEADLINE = 120.0  # seconds; reached only by a hang
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -39,7 +39,7 @@ RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_gr
 RUN_FILE = 'name = "r"\n'
 AUTHORITY = Authority.make(0)
 KEY = AUTHORITY.identity
-"""The run's, which its registries have when they are started again."""
+"""The run's key, which its registries keep over restarts."""
 
 
 async def soon(awaited: Awaitable[T]) -> T:
@@ -47,20 +47,20 @@ async def soon(awaited: Awaitable[T]) -> T:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Of what tells nobody when it changes."""
+    """Poll until the condition holds, for state whose changes set no event."""
     async with asyncio.timeout(DEADLINE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 def identity(name: str) -> Identity:
-    """The key of a node, the same for each of its names."""
+    """Return the key of a node, which follows from its name."""
     seed = hashlib.sha256(name.encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(seed))
 
 
 def joining(name: str, address: str = "", run: str = RULES.run, **more: Any) -> JoinRequest:
-    """Signed by the key of that name."""
+    """Return a join request, signed by the key of that name."""
     request = JoinRequest(protocol=PROTOCOL, run=run, node=name, address=address, **more)
     request.key = identity(name).public
     return signed(request, name)
@@ -72,7 +72,7 @@ def signed(message: M, name: str) -> M:
 
 
 class Node:
-    """A node's client, its membership kept by a task."""
+    """A node's client, whose membership a task keeps."""
 
     def __init__(self, name: str, client: RegistryClient, reply: JoinReply) -> None:
         self.name, self.client, self.reply = name, client, reply
@@ -92,7 +92,7 @@ class Node:
         self._changed.set()
 
     async def sees(self, condition: Callable[[View], bool]) -> View:
-        """The first view from now on that fulfils the condition."""
+        """Wait for the first view from now on that fulfils the condition, and return it."""
 
         async def look() -> View:
             while not condition(self.view):
@@ -103,7 +103,7 @@ class Node:
         return await soon(look())
 
     async def stop(self) -> None:
-        """As a crash: connections are closed without a word."""
+        """Stop as a crash does: close connections without leaving."""
         self.keeping.cancel()
         await asyncio.gather(self.keeping, return_exceptions=True)
         await self.client.close()
@@ -124,7 +124,7 @@ class Place:
         return f"127.0.0.1:{self.port}"
 
     def client(self) -> RegistryClient:
-        """Closed with the registry, as are `channel` and `stub`."""
+        """Return a client that is closed with the registry, as are `channel` and `stub`."""
         client = RegistryClient([self.address], self.credentials)
         self.opened.push_async_callback(client.close)
         return client
@@ -143,7 +143,7 @@ class Place:
         node = Node(name, client, await client.join(request, identity(name)))
         self.nodes.append(node)
         async with asyncio.timeout(DEADLINE):
-            while name not in self.registry._streams:  # noqa: ASYNC110  it tells nobody
+            while name not in self.registry._streams:  # noqa: ASYNC110  no event is set
                 await asyncio.sleep(0)
         return node
 

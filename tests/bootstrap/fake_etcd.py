@@ -1,4 +1,4 @@
-"""etcd as far as store.py asks it, in memory, on a clock and with faults that a test says."""
+"""The part of etcd that store.py uses, in memory, with the test's clock and faults."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from planaria.bootstrap.store import LEASE
 
 
 class Fate(Enum):
-    """Of what is asked."""
+    """The fate of a request to etcd."""
 
     ANSWERED = "answered"
     LOST = "lost"
-    UNANSWERED = "unanswered"  # it is done
-    LATE = "late"  # it is done when `catch_up` is called
+    UNANSWERED = "unanswered"  # done, but no answer arrives
+    LATE = "late"  # done when `catch_up` is called
 
 
 class FakeEtcd:
     def __init__(self) -> None:
         self.now = 0.0
         self.values: dict[str, bytes] = {}
-        self.history: list[tuple[str, bytes]] = []  # of all that was put
-        self._leases: dict[str, float] = {}  # when they end
-        self._bound: dict[str, str] = {}  # keys to leases
+        self.history: list[tuple[str, bytes]] = []  # all writes, in order
+        self._leases: dict[str, float] = {}  # ids -> when they end
+        self._bound: dict[str, str] = {}  # keys -> ids of leases
         self._granted = 0
         self._late: list[tuple[str, Mapping[str, Any]]] = []
 
@@ -110,7 +110,7 @@ def _lease(request: Mapping[str, Any]) -> str:
 
 
 class Link:
-    """One registry's to etcd."""
+    """One registry's link to etcd."""
 
     def __init__(self, etcd: FakeEtcd, fate: Callable[[], Fate]) -> None:
         self._etcd, self.fate = etcd, fate

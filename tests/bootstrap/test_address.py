@@ -1,4 +1,4 @@
-"""Addresses as people write them."""
+"""Tests of addresses as people write them."""
 
 import pytest
 from hypothesis import given
@@ -101,7 +101,7 @@ def test_who_can_reach_it(text: str, loopback: bool, everywhere: bool) -> None:
             "host.example:70",
             "xn--bcher-kva.org:4",
         ),
-        "unix:80",  # a host of that name, as `channel` dials it
+        "unix:80",  # `channel` dials a host of that name
     ],
 )
 def test_strangers_may_name_hosts_and_ports(text: str) -> None:

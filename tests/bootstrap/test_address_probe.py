@@ -1,4 +1,4 @@
-"""What addresses say: real ports, and names that the test makes up."""
+"""Tests of probes of addresses, with real ports and a name service of the test."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from planaria.bootstrap.address_probe import (
 )
 from tests.harness.ports import free_port
 
-LONG = 60.0  # seconds; only a hanging test gets there
+LONG = 60.0  # seconds; reached only by a hang
 
 
 def names(monkeypatch: pytest.MonkeyPatch, addresses: Any) -> None:
-    """A name service that finds these addresses for any name, or fails like this."""
+    """Patch the name service to return these addresses for any name, or to raise this error."""
 
     async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
         if isinstance(addresses, Exception):
@@ -95,7 +95,7 @@ async def test_a_name_service_that_fails_for_a_while_is_asked_again(
 ) -> None:
     names(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
     asked = asyncio.create_task(way_out(["registry:7400", "other:7400"], LONG))
-    await asyncio.sleep(0)  # asked in vain
+    await asyncio.sleep(0)  # the first lookup fails
     names(monkeypatch, ["127.0.0.1"])
     assert await asked == Endpoints("127.0.0.1", "127.0.0.1")
 

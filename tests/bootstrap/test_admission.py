@@ -1,4 +1,4 @@
-"""What the registry has on disk of whom it lets in."""
+"""Tests of the registry's files about admission: authority, invites and bans."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_line_that_was_cut_off_is_dropped_and_others_are_not(tmp_path: Path) -
 
 @pytest.mark.parametrize("damage", [b"\r", b"\x0b", b"\x85", b"\x00"])
 def test_a_byte_of_damage_drops_no_bans(tmp_path: Path, damage: bytes) -> None:
-    """A line ends where one is written, and nowhere else."""
+    """No damaged byte splits a line in two."""
     banned = Identity.generate()
     admission = Admission(tmp_path / "a", certifies=False)
     admission.invite(Role.READER)

@@ -1,4 +1,4 @@
-"""Certificates, as the TLS library that links use takes them."""
+"""Tests of certificates, and of whether the TLS library of the links accepts them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_keys_are_not_shown():
 
 
 async def test_a_handshake_by_what_was_issued(tmp_path: Path):
-    """Ed25519 above P-256, by Python's own TLS; test_enrolment.py has it by gRPC's."""
+    """Python's TLS accepts a P-256 certificate of an Ed25519 authority; test_enrolment.py uses that
+    of gRPC."""
     now = time.time()
     authority = Authority.make(now)
     pair = authority.own_pair(now)

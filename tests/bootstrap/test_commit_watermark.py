@@ -1,4 +1,4 @@
-"""How far a run has come, as its registry knows."""
+"""Tests of the commit watermark: the newest committed step that the registry believes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers' connections cost: registries in processes of their own, with few descriptors."""
+"""Tests of limits on strangers' connections, with registry processes that have few descriptors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planaria.bootstrap.registry_pb2 import Report, View
 from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import identity, joining
 
-DEADLINE = 120.0  # seconds; only a hanging test gets there
+DEADLINE = 120.0  # seconds; reached only by a hang
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 PROGRAM = """
@@ -77,13 +77,13 @@ async def connected(stack: ExitStack, port: int) -> socket.socket:
 
 
 async def member(clients: list[RegistryClient], port: int, name: str) -> asyncio.Queue[View]:
-    """Joins, and stays for as long as the test; returns the views that it receives."""
+    """Join as a member for as long as the test, and return a queue of the views received."""
     client, views = RegistryClient([f"127.0.0.1:{port}"]), asyncio.Queue[View]()
     clients.append(client)
     reply = await client.join(joining(name, f"{name}:1"), identity(name))
     views.put_nowait(reply.view)
     keeping = client.keep_membership(name, reply, views.put_nowait, lambda why: None)
-    client._tasks[asyncio.create_task(keeping)] = None  # ends when it is closed
+    client._tasks[asyncio.create_task(keeping)] = None  # ends with the client
     return views
 
 

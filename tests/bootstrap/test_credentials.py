@@ -1,4 +1,4 @@
-"""Mutual TLS. The files in tls/ were made for these tests and guard nothing; they end in 2124."""
+"""Tests of mutual TLS. The files in tls/ were made for them, guard nothing, and expire in 2124."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_both_sides_show_a_certificate_of_the_ca(
 async def test_a_name_is_dialled_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Members dial what other members say of themselves."""
+    """Members dial addresses that other members report of themselves."""
     monkeypatch.chdir(tmp_path)
     server = grpc.aio.server()
     server.add_insecure_port("unix:80")
@@ -114,8 +114,8 @@ async def test_who_finds_a_certificate_of_another_time_is_told_what_its_own_cloc
 def test_a_server_has_a_new_certificate_only_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """gRPC asks at each handshake; one that begins while another one brings a new certificate may
-    use what has just been freed."""
+    """gRPC asks at each handshake. A handshake that begins while another one sets a new certificate
+    may use memory that was just freed."""
     asked: list[Callable[[], object]] = []
     monkeypatch.setattr(
         grpc, "dynamic_ssl_server_credentials", lambda first, newest, asks: asked.append(newest)

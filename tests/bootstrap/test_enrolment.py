@@ -1,4 +1,4 @@
-"""From an invite to mutual TLS, over loopback; and what a certificate lets its holder do."""
+"""Tests of enrolment over loopback, from an invite to mutual TLS, and of what roles may do."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_an_invite_is_all_that_mutual_tls_takes(tmp_path: Path) -> None:
         with pytest.raises(NotAdmitted, match="used up"):
             await Enrolment(invitation, Identity.generate(), None).come()
         again = await Enrolment(invitation, identity, file).come()
-        assert again.pair == certified.pair  # no new one while it is fresh
+        assert again.pair == certified.pair  # not renewed while it is fresh
         for wrong in (PLAIN, Credentials.of(Certified(Authority.make(time.time()).own_pair(0)))):
             async with run.client(wrong) as client:
                 with pytest.raises(RegistryUnreachable):
@@ -168,7 +168,7 @@ async def test_certificates_are_renewed_without_the_secret(
         assert not old.pair.is_due(time.time())
         file.write_bytes(b"".join(first))
         assert (await Enrolment(invitation, identity, file).come()).pair.ends > first.ends
-        async with run.client(Credentials.of(old)) as client:  # the registry's is renewed, too
+        async with run.client(Credentials.of(old)) as client:  # the registry's is new, too
             assert (await client.describe()).run == "r"
 
 
@@ -214,7 +214,7 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
             credentials = await run.enrolled(role)
             async with run.client(credentials) as client:
                 assert (await client.describe()).run == "r"
-                with pytest.raises(JoinRefused, match="has no page"):  # and may look, if it had
+                with pytest.raises(JoinRefused, match="has no page"):  # any role may look
                     await client.show()
                 with pytest.raises(JoinRefused, match=rf"role operator.* has {role}"):
                     await client.measure()

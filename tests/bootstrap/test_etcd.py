@@ -1,4 +1,4 @@
-"""What is said to etcd, and what becomes of it when that is away."""
+"""Tests of requests to etcd, and of their errors while it is away."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.etcd_server import DEADLINE, TLS, EtcdServer, etcd_server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """That lets only those in who have a certificate."""
+    """An etcd server that requires client certificates."""
     with etcd_server(tmp_path_factory.mktemp("etcd"), tls=True) as server:
         yield server
 

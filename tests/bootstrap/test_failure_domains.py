@@ -1,4 +1,4 @@
-"""Which nodes are in one place."""
+"""Tests of failure domains: which nodes are in one block or at one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls and streams over gRPC."""
+"""Tests of calls over gRPC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.transport import AcceptedStream, Broken
 
 CALLS = 100
-"""Over a stream, one in fifty lost the refusal's status."""
+"""Enough calls to show a bug: over a stream, one in fifty lost the status of a refusal."""
 
 
 async def test_a_call_that_is_refused_before_it_is_read_says_why() -> None:

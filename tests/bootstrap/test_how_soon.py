@@ -1,4 +1,4 @@
-"""What is promised of how soon: on clocks that stand still until a test says otherwise."""
+"""Tests of promised times, on clocks that only the test advances."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.bootstrap.fake_etcd import FakeEtcd
 from tests.membership import join
 
 PROMISED = 5.0
-"""Seconds until who is banned is gone, and until another registry leads."""
+"""Seconds until a banned node is gone, and until another registry leads."""
 
 
 def test_who_is_banned_is_no_member_from_that_moment_on() -> None:
-    """No tick is waited for; what it has open at the registry ends a farewell later."""
+    """The view without it is issued before any tick. Its open streams end after `FAREWELL`."""
     machine = Membership(RULES, KEY)
     for node in ("a", "b"):
         join(machine, joining(node, f"{node}:1"), 7.0)

@@ -1,4 +1,4 @@
-"""Keys, and what is signed with them."""
+"""Tests of keys and signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invites as text, and who comes by which."""
+"""Tests of invites as text, and of who is admitted by an invite."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_texts_that_are_none():
 
 
 class Book:
-    """Invites whose records are kept, as on disk."""
+    """Invites and a list of their records, as on disk."""
 
     def __init__(self) -> None:
         self.invites, self.kept = Invites(), list[str]()
@@ -138,7 +138,7 @@ class Book:
         return who
 
     def again(self) -> Invites:
-        """As after a restart."""
+        """Return invites restored from the records, as after a restart."""
         invites = Invites()
         for line in self.kept:
             invites.apply(json.loads(line))
@@ -149,7 +149,7 @@ def test_an_invite_is_for_so_many_and_for_so_long():
     book = Book()
     secret = book.invite(uses=2, seconds=3600)
     assert book.come(secret, 1) == Who(Role.NODE, instance(1))
-    assert book.come(secret, 1) == Who(Role.NODE, instance(1))  # the same one, again
+    assert book.come(secret, 1) == Who(Role.NODE, instance(1))  # the same instance again
     assert book.come(secret, 2)
     with pytest.raises(NotAdmitted, match="used up"):
         book.come(secret, 3)
@@ -170,7 +170,7 @@ def test_an_invite_has_a_role_and_a_stage_and_may_be_revoked():
     book.apply(book.invites.revoke(last))
     with pytest.raises(NotAdmitted, match="revoked"):
         book.come(bound, 3)
-    assert book.come(b"", 2).stage == 3  # who is in stays in
+    assert book.come(b"", 2).stage == 3  # admitted nodes stay
     with pytest.raises(InviteError, match="there is no invite"):
         book.invites.revoke("none")
     for wrong in (

@@ -1,4 +1,4 @@
-"""The journal: what a registry finds after it was killed at any moment."""
+"""Tests of the journal: what a registry finds after it was killed at any moment."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Registries that follow, and one that leads no more."""
+"""Tests of registries that follow, and of one that leads no more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def store(etcd: FakeEtcd, at: str, fates: list[Fate] | None = None) -> Store:
 
 
 class Kept:
-    """A store from which the lease is taken when the test says so."""
+    """A store that loses its lease when the test sets `lost`."""
 
     damage = ""
 

@@ -1,4 +1,4 @@
-"""Whether a node is there: against real ports."""
+"""Tests of liveness checks against real ports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import Place, identity, joining, serving, until
 from tests.harness.ports import free_port
 
-LONG = 60.0  # seconds; only a hanging test gets there
+LONG = 60.0  # seconds; reached only by a hang
 
 
 @asynccontextmanager
 async def listening(node: str = "") -> AsyncIterator[str]:
-    """A gRPC server at the returned address, which serves the health of the node."""
+    """Run a gRPC server that serves the health of the node, and yield its address."""
     server = grpc.aio.server()
     if node:
         healthy = health.aio.HealthServicer()
@@ -59,7 +59,7 @@ async def test_one_that_takes_connections_and_says_nothing_may_be_another() -> N
 
 
 async def test_a_port_that_takes_connections_and_ends_them_has_nobody_behind_it() -> None:
-    """As what forwards the port of a container whose process is gone."""
+    """So behaves the forwarder of a container's port when the process in it is gone."""
 
     async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
@@ -74,7 +74,7 @@ async def test_a_host_that_does_not_exist_is_looked_for_as_long_as_was_asked() -
 
 
 async def join(place: Place, node: str, address: str, deadline: float = LONG) -> list[str]:
-    """Joins and keeps no membership: as one that is not heard. Returns the members."""
+    """Join without keeping the membership, like a node that isn't heard. Return the members."""
     client = RegistryClient([place.address])
     try:
         reply = await client.join(joining(node, address), identity(node), deadline)

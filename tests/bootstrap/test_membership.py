@@ -1,4 +1,4 @@
-"""The membership machine: what each event leads to. Time is a number."""
+"""Tests of the membership machine: the effects of each event. Time is a number."""
 
 import math
 from collections.abc import Sequence
@@ -53,14 +53,14 @@ KEY = identity("registry")
 
 
 def issued(**fields: Any) -> View:
-    """By the run's registry."""
+    """Return a view with these fields, signed with the run's key."""
     view = View(run="r", **fields)
     sign(view, KEY, View())
     return view
 
 
 class Swarm:
-    """A machine with a clock, checked after each event."""
+    """A membership machine with a clock, whose state is checked after each event."""
 
     def __init__(self, stages: int = 2, **rules: object) -> None:
         self.machine = Membership(MembershipRules(run="r", stages=stages, **rules), KEY)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Swarm:
         owner: bool = True,
         **fields: Any,
     ) -> JoinReply:
-        """`fields`: others of the request."""
+        """Join, and return the reply. `fields`: other fields of the request."""
         fields = {"protocol": PROTOCOL, "speed": 1.0, "room": 1, **fields}
         address = f"{node}:1" if address is None else address
         request = JoinRequest(node=node, stage=stage, address=address, **fields)
@@ -96,7 +96,7 @@ class Swarm:
         return reply
 
     def enter(self, node: str, stage: int | None = None, **fields: Any) -> None:
-        """It joins, and opens its stream."""
+        """Let the node join and open its stream."""
         self.join(node, stage, **fields)
         self.open(node)
 
@@ -106,7 +106,7 @@ class Swarm:
         assert code in ("", caught.value.code)
 
     def seat(self, **stages: int) -> None:
-        """These nodes join at these stages, one after the other."""
+        """Let these nodes join at these stages, one after the other."""
         for node, stage in stages.items():
             self.join(node, stage)
 
@@ -131,12 +131,12 @@ class Swarm:
         return self.after(self.machine.lease_renewed(renewal, self.now))
 
     def tell(self, *nodes: str, **seat: object) -> None:
-        """Each of these, or of all, reports this of its seat."""
+        """Let each of the nodes (none: all) renew with this report of its seat."""
         for node in nodes or self.nodes():
             self.renew(node, report=self.report(node, **seat))  # type: ignore[arg-type]
 
     def miss(self, node: str, *peers: str) -> list[Effect]:
-        """The node renews, and has no link to these, which it needs."""
+        """Let the node renew and complain that it lacks links to these peers."""
         complaints = [Complaint(peer=peer) for peer in peers]
         return self.renew(node, report=self.report(node, complaints))
 
@@ -151,12 +151,12 @@ class Swarm:
         return self.after(self.machine.suspect(suspicion, self.now))
 
     def accuse(self, accuser: str, accused: str, cause: Cause, why: str) -> None:
-        """Of one that answers the registry's probe."""
+        """Let one node accuse another one, which answers the registry's probe."""
         self.suspect(accuser, accused, cause, why)
         self.answer()
 
     def lose(self, node: str, answers: bool | None = None) -> list[Effect]:
-        """Its stream breaks; `answers`: what the registry's dial comes to, once it is told."""
+        """Break the node's stream. `answers`: the result of the registry's dial; None: none yet."""
         effects = self.after(self.machine.stream_lost(node, self.now))
         for dial in effects:
             assert isinstance(dial, Dial)
@@ -165,7 +165,7 @@ class Swarm:
         return effects
 
     def lost(self, node: str, answers: bool | None = None) -> int:
-        """As `lose`; returns the number of the dial."""
+        """Break the node's stream as `lose` does, and return the number of the dial."""
         (dial,) = self.lose(node, answers)
         assert isinstance(dial, Dial)
         return dial.question
@@ -175,7 +175,7 @@ class Swarm:
         return self.renew(probe.node, probe=probe.number)
 
     def ask(self, newcomer: str, answering: Sequence[str] = (), **join: object) -> JoinReply:
-        """Has it join while no member is heard, and tells what the registry's dials came to."""
+        """Let it join while no member is heard, and give the machine the results of its dials."""
         reply = self.join(newcomer, **join)  # type: ignore[arg-type]
         for dial in self.effects:
             assert isinstance(dial, Dial)
@@ -183,7 +183,7 @@ class Swarm:
         return reply
 
     def join_again(self, newcomer: str, asked: JoinReply, **join: object) -> JoinReply:
-        """Has it join twice when it has dialled in vain: the members go in between."""
+        """Let it join twice after it has dialled in vain: in between, the members are removed."""
         with pytest.raises(Refused, match="all members are gone; join again") as caught:
             self.join(newcomer, question=asked.question, **join)  # type: ignore[arg-type]
         assert caught.value.code == "UNAVAILABLE"
@@ -195,7 +195,7 @@ class Swarm:
         return next(iter(stages_of(member)), None)
 
     def report(self, node: str, complaints: Sequence[Complaint] = (), **seat: object) -> Report:
-        """Of a node with one seat."""
+        """Return the report of a node with one seat."""
         seat_report = SeatReport(stage=self.stage(node) or 0, **seat)  # type: ignore[arg-type]
         return Report(seats=[seat_report], complaints=complaints)
 
@@ -204,14 +204,14 @@ class Swarm:
 
 
 def restarted(before: Swarm, stages: int = 2, **rules: object) -> Swarm:
-    """Another registry, which goes on from the newest view of that one."""
+    """Return another registry, which goes on from the newest view of `before`."""
     swarm = Swarm(stages, **rules)
     swarm.machine.restore(before.view, 0.0)
     return swarm
 
 
 def full(stages: int = 2, **rules: object) -> Swarm:
-    """One node a stage, n0 to nL, streams open."""
+    """Return a swarm with one node per stage, n0 to nL, with open streams."""
     swarm = Swarm(stages, **rules)
     for stage in range(stages + 1):
         swarm.join(f"n{stage}", stage)
@@ -242,7 +242,7 @@ def test_explicit_stage_beyond_max_replicas_is_honoured_and_automatic_becomes_sp
 
 
 def test_a_newcomer_relieves_a_node_of_several_stages_also_beyond_max_replicas() -> None:
-    """Steps of one microbatch have work for one node of a stage."""
+    """`max_replicas` is 1 if a step has one microbatch, which is work for one node per stage."""
     swarm = Swarm(stages=2, max_replicas=1)
     swarm.join("a", 0, room=2)
     swarm.join("b", 1)
@@ -305,7 +305,7 @@ def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
 
 
 def awaiting(owner: bool = True, **rules: float) -> Swarm:
-    """Node a, which is lost, had the stages 0, 2, 3 and 4, and saves of step 10; b has room."""
+    """Return a swarm that lost node a, with stages 0, 2, 3, 4 and saves of step 10; b has room."""
     swarm = Swarm(stages=4, start_grace=1, lease=30, **rules)
     swarm.join("b", 1, room=5, owner=owner)
     swarm.join("a", saves=[3, 0, 4, 2], room=5)
@@ -353,8 +353,8 @@ def test_who_waits_for_stage_0_is_told_who_may_come_back_with_it() -> None:
 
 
 def beside(mbps: float, order: str = "go") -> Swarm:
-    """Node a has all stages and trains; b has joined beside it at stage 1, has its state, and has
-    seen so many Mbit/s on its link."""
+    """Return a swarm in which node a trains all stages. Node b has joined at stage 1, has its
+    state, and has measured so many Mbit/s on its link."""
     load = Load((1, 1, 1, 1), microbatches=8, activation=10**6, gradient=10**6)
     swarm = Swarm(stages=4, start_grace=1, load=load, lease=10)
     swarm.enter("a", room=5)
@@ -369,7 +369,7 @@ def beside(mbps: float, order: str = "go") -> Swarm:
 
 
 def rest(swarm: Swarm) -> None:
-    """For so long that seats move again."""
+    """Let enough time pass for seats to move again."""
     for _ in range(3):
         swarm.wait(8)
         for node in swarm.nodes():
@@ -419,7 +419,7 @@ def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
     swarm, moved = beside(mbps=1000), []
     for number in range(400):
         before = seats(swarm)
-        for node in "ab":  # who has more seats seems to be slow
+        for node in "ab":  # the one with more seats seems slow
             report_of(swarm, node, seconds=2.0 if len(before[node]) > 2 else 0.1)
         rest(swarm)
         if seats(swarm) != before:
@@ -558,7 +558,7 @@ def test_those_who_join_together_are_in_one_view() -> None:
         request("a", stage=0),
         request("b", stage=7),
         request("c"),
-        request("c"),  # it has asked again
+        request("c"),  # the same request again
         request("d", key="c"),
         request("e"),
         request("f"),
@@ -824,7 +824,7 @@ def test_broken_stream_of_one_that_is_gone_evicts_unless_it_comes_back() -> None
 def test_who_is_there_though_its_stream_broke_has_its_lease_to_come_back(
     answers: bool | None,
 ) -> None:
-    """None: its network is away, and so nobody has answered yet."""
+    """`answers`: None if its network is away, so that the dial has no result yet."""
     swarm = full(reconnect=0.4, lease=5)
     swarm.now += 1
     for node in swarm.nodes():
@@ -859,12 +859,12 @@ def test_who_only_dials_out_has_its_lease_to_come_back() -> None:
 
 
 def evictions(effects: list[Effect]) -> dict[str, str]:
-    """Reasons by node."""
+    """Map evicted nodes to the reasons."""
     return {effect.node: effect.reason for effect in effects if isinstance(effect, Evict)}
 
 
 def silent(swarm: Swarm, seconds: float, silent: str, **complaints: Sequence[str]) -> list[Effect]:
-    """One is not heard; the others renew twice a second, and miss whom `complaints` names."""
+    """Let all nodes but `silent` renew twice a second, with these complaints (node -> peers)."""
     effects: list[Effect] = []
     for _ in range(round(2 * seconds)):
         for node in swarm.nodes():
@@ -886,7 +886,7 @@ def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> Non
 
 
 def test_that_one_is_not_among_some_complaints_of_many_says_nothing() -> None:
-    """Who can't list all that it lacks may lack a link to the silent one, too."""
+    """A node that can't list all its complaints may also lack a link to the silent node."""
     swarm = full(lease=5)
     effects: list[Effect] = []
     while swarm.now < 60 and not effects:
@@ -920,7 +920,7 @@ def test_whom_somebody_reaches_by_way_of_a_third_is_reached() -> None:
     [
         Report(seats=[SeatReport(stage=1, phase="running")], stalled_seconds=9),
         Report(seats=[SeatReport(stage=1, phase="syncing")]),
-        None,  # it has a replica
+        None,  # the node has a replica
     ],
 )
 def test_who_is_not_needed_goes_though_others_reach_it(report: Report | None) -> None:
@@ -1077,7 +1077,7 @@ def test_where_nobody_else_could_drive_the_driver_is_believed() -> None:
 
 
 def two_at_the_end(stages: int = 2, **rules: object) -> Swarm:
-    """As `full`, with another one that could drive."""
+    """Return a full swarm with a second node of stage 0, m0, which could drive."""
     swarm = full(stages, lease=1000, **rules)
     swarm.enter("m0", 0)
     return swarm
@@ -1085,7 +1085,7 @@ def two_at_the_end(stages: int = 2, **rules: object) -> Swarm:
 
 @pytest.mark.parametrize("pause", [0, 5])
 def test_whom_the_driver_alone_accuses_stays_and_another_one_drives(pause: int) -> None:
-    """A pause of the registry is no time in which others could have confirmed it."""
+    """A pause of the registry doesn't count as time for others to confirm the accusation."""
     swarm = two_at_the_end()
     swarm.accuse("n0", "n2", NUMBERS, "1e300")
     swarm.now += pause
@@ -1145,7 +1145,7 @@ def test_who_drives_next_and_says_so_too_is_believed() -> None:
     ],
 )
 def test_who_evicts_whom_for_cause(accusations: str, evicted: str, by: str) -> None:
-    """Of n0 to n3 and m0, which could drive, too."""
+    """The members are n0 to n3, and m0, which could also drive."""
     swarm = two_at_the_end(stages=3)
     for words in accusations.split():
         if words == "later":
@@ -1179,7 +1179,7 @@ def test_who_says_itself_that_it_hangs_is_the_second_that_does(first: bool) -> N
     if first:
         swarm.renew("n2", report=stalled)
     effects = swarm.suspect("n0", "n2", HANG, "no microbatch for 5 s")
-    if not first:  # a little later
+    if not first:  # the report comes later
         swarm.answer()
         swarm.renew("n2", report=stalled)
         effects = swarm.wait(1)
@@ -1216,7 +1216,7 @@ def test_two_at_one_place_are_one_voice_against_who_is_elsewhere() -> None:
 
 
 def evicted_for(cause: Cause, why: str) -> Swarm:
-    """The node bad, whose key is i, was."""
+    """Return a swarm that has evicted the node `bad`, whose key is i, for this cause."""
     swarm = full(lease=100)
     swarm.enter("bad", 1, key="i")
     swarm.suspect("n0", "bad", cause, why)
@@ -1272,7 +1272,7 @@ def test_who_leaves_or_dies_is_in_no_quarantine() -> None:
 
 
 def cut_off(swarm: Swarm, seconds: int, *pairs: tuple[str, str], relayed: bool = False) -> None:
-    """For so long; both of each pair say so."""
+    """Let both nodes of each pair complain of each other, for so many seconds."""
     for _ in range(seconds):
         for node in swarm.nodes():
             peers = [b for a, b in pairs if a == node] + [a for a, b in pairs if b == node]
@@ -1318,7 +1318,7 @@ def test_nobody_carries_to_one_that_was_not_heard_since_it_was_complained_of() -
 
 
 def test_however_many_are_mute_those_stay_that_the_driver_reaches() -> None:
-    """The stage's last holder has gone, and who came last is the only one there that is honest."""
+    """The stage's last holder has left, and only the newest node of the stage is honest."""
     swarm = full(lease=5)
     mute = ["x0", "x1", "x2", "x3"]
     for node in [*mute, "new"]:
@@ -1380,7 +1380,7 @@ def test_another_run_is_told_so() -> None:
     ("reports", "age"),
     [
         ([("n0", 7, 0), ("n1", 5, 0)], (0, 7)),
-        ([("n1", 99, 3), ("n0", 7, 0)], (0, 7)),  # only the driver says it
+        ([("n1", 99, 3), ("n0", 7, 0)], (0, 7)),  # n1 isn't the driver
         ([("n0", 37, 0), ("n0", 30, 1), ("n0", 38, 0)], (1, 30)),  # a later lineage is newer
     ],
 )
@@ -1528,7 +1528,7 @@ def test_a_registry_without_its_journal_believes_no_view_that_it_has_not_signed(
 
 
 def test_members_of_a_registry_with_another_key_are_not_sent_away_by_one_that_has_its_own() -> None:
-    """That is, when it has lost it: what they have done isn't."""
+    """If the registry has lost its key, the members' progress isn't lost with it."""
     other = Swarm()
     other.machine.key = identity("another registry")
     other.join("a")
@@ -1575,7 +1575,7 @@ def test_a_registry_that_hears_nobody_takes_itself_for_cut_off() -> None:
 
 
 def lone(stream: bool = False) -> Swarm:
-    """One node, which isn't heard any more: its stream broke, or its lease is over."""
+    """Return a swarm of one node that isn't heard: its stream broke, or its lease is over."""
     swarm = Swarm(stages=1, lease=5, restart_grace=10)
     swarm.enter("old")
     if stream:
@@ -1824,12 +1824,12 @@ def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
 
 
 def stranger_is_refused(swarm: Swarm, why: str, code: str = "UNAVAILABLE") -> None:
-    """Who joins from n1's address with another key."""
+    """Assert that a node that joins from n1's address with another key is refused."""
     swarm.refuses("x", 1, "n1:1", key="another", why=why, code=code)
 
 
 def contest(swarm: Swarm, answers: bool | None) -> None:
-    """A stranger joins from n1's address; what the registry's dial comes to."""
+    """Let a stranger join from n1's address. `answers`: the result of the registry's dial to n1."""
     reply = swarm.join("x", 1, "n1:1", key="another")
     assert reply.question
     assert swarm.effects == [Dial(reply.question, "n1", "n1:1", 4.0)]
@@ -1910,7 +1910,7 @@ def test_a_newcomer_goes_where_nobody_of_its_place_is_unless_that_has_much_more(
 
 
 def test_nine_names_of_one_owner_are_not_the_whole_stage_while_somebody_else_comes() -> None:
-    """Honest nodes come when there is no room; after a loss one of them is in the stage."""
+    """Honest nodes that come while there is no room wait; after a loss one gets into the stage."""
     swarm = Swarm(stages=2, start_grace=0, max_replicas=9, lease=100)
     for stage in range(3):
         swarm.join(f"n{stage}", stage, host=f"n{stage}", block=THERE)
@@ -2018,4 +2018,4 @@ def test_members_hear_who_is_banned_and_who_is_not_any_more() -> None:
     while late.now < 2 * late.machine.rules.grace:
         late.renew("a")
         late.wait(1.0)
-    assert not late.view.banned  # it goes by what its operator says, not by old views
+    assert not late.view.banned  # bans come from the operator, not from old views

@@ -1,4 +1,4 @@
-"""Any order of events keeps the membership's promises."""
+"""Tests that the membership keeps its promises under any order of events."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,9 +48,9 @@ class Registry(RuleBasedStateMachine):
         self.quiet_until = 0.0
         self.last = 0
         self.ids = 0
-        self.asked: dict[str, int] = {}  # explicit stages
+        self.asked: dict[str, int] = {}  # the stages that nodes asked for
         self.renewed: dict[str, float] = {}
-        self.broken: set[str] = set()  # streams
+        self.broken: set[str] = set()  # nodes whose streams are broken
         self.known: list[str] = []
         self.shown = View(run="r")  # the newest view that nodes hold
 
@@ -86,7 +86,7 @@ class Registry(RuleBasedStateMachine):
         by_registry: list[int],
         by_newcomer: list[int],
     ) -> None:
-        """Whom registry and newcomer reach counts when no member is heard."""
+        """A node joins. If no member is heard, it counts whom registry and newcomer reach."""
         self.ids += 1
         node = f"n{self.ids}"
         request = JoinRequest(
@@ -118,7 +118,8 @@ class Registry(RuleBasedStateMachine):
         assert join(self.machine, request, self.now) == (reply, [])
 
     def join_again(self, request: JoinRequest, answering: set[str]) -> None:
-        """Raises Refused while the members stay; else they go, all silent and not there."""
+        """Join again; raise Refused if the members stay. Otherwise check that all were silent and
+        unreachable."""
         before = list(self.machine.view.members)
         try:
             join(self.machine, request, self.now)
@@ -135,7 +136,7 @@ class Registry(RuleBasedStateMachine):
         return name not in self.broken and self.now < self.renewed[name] + RULES.lease
 
     def dial(self, reply: JoinReply, effects: list[Effect], reached: list[int]) -> list[str]:
-        """Who answers; the registry's dials are told to it."""
+        """Return the members that answer, and give the machine the results of its dials."""
         answered = [m.node for i, m in enumerate(reply.unheard) if i in reached]
         for effect in effects:
             assert isinstance(effect, Dial)
@@ -169,7 +170,7 @@ class Registry(RuleBasedStateMachine):
 
     @rule(pick=PICK, answers=st.sampled_from([True, False, None]))
     def break_stream(self, pick: int, answers: bool | None) -> None:
-        """`answers`: what the registry's dial comes to; None: nothing yet."""
+        """Break a stream. `answers`: the result of the registry's dial; None: none yet."""
         node = self.node(pick)
         if node in self.machine.members.by_name and self.machine.members.by_name[node].streaming:
             self.broken.add(node)
@@ -188,7 +189,7 @@ class Registry(RuleBasedStateMachine):
         except Refused as refusal:
             assert refusal.reason
         node = self.machine.members.by_name.get(suspicion.accused)
-        if node is not None and node.lost is not None:  # it has no stream that could be probed
+        if node is not None and node.lost is not None:  # without a stream to probe
             self.broken.add(suspicion.accused)
 
     @rule(pick=PICK)
@@ -229,7 +230,7 @@ class Registry(RuleBasedStateMachine):
             renewal = Renewal(node=witness, run="r", view=self.shown)
             (issue,) = self.machine.stream_opened(renewal, self.now)
             assert issue == Issue(self.shown)
-        # Without members there is nobody to wait for.
+        # Without members there is no grace to wait for.
         self.quiet_until = self.now + RULES.grace if self.shown.members else self.now
         self.renewed = {m.node: self.now for m in self.shown.members}
         self.broken = set()

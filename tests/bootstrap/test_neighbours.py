@@ -28,7 +28,7 @@ SPEEDS: dict[str, Callable[[Random], float]] = {
 
 
 def swarm(nodes: int, stages: int, speed: str = "all alike", seed: int = 1) -> list[Member]:
-    """Of so many body stages, as many nodes at each."""
+    """Return the members of a swarm, spread evenly over stage 0 and so many body stages."""
     drawn = Random(seed)
     return [
         Member(
@@ -162,8 +162,8 @@ def test_the_last_ones_of_longer_rows_have_each_other() -> None:
 def test_any_two_replicas_are_partners_or_have_one_in_common(
     count: int, data: st.DataObject
 ) -> None:
-    """So of two commits that a driver tells of, replicas that don't compare with each other can't
-    have applied both: who compares with either has heard one of them."""
+    """So if a driver sends different commits to two replicas that don't compare with each other, it
+    is still detected: a third replica compares with both."""
     names = named(count)
     node, other = (data.draw(st.sampled_from(names)) for _ in range(2))
     of_node, of_other = set(partners(node, names)), set(partners(other, names))

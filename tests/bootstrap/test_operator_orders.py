@@ -1,4 +1,4 @@
-"""What a run's operator orders: pause, go, change, back, stop, end."""
+"""Tests of the orders of a run's operator: pause, go, change, back, stop, end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
         return self.machine.lease_renewed(renewal, self.now)
 
     def both(self, *steps: int, **more: bool) -> None:
-        """Both nodes report these saves."""
+        """Let both nodes report saves of these steps."""
         for stage, node in enumerate("ab"):
             self.report(node, saved(stage, *steps, **more))
 

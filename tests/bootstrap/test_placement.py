@@ -1,4 +1,4 @@
-"""Who takes a seat, and who gives one back."""
+"""Tests of which node takes a seat, and which gives one back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ALL = frozenset(range(STAGES + 1))
 
 
 def sitter(node: str, *stages: int, **known: object) -> Candidate:
-    """With the state of all its stages, and fit for any; has room for one seat."""
+    """Return a node with the state of all its stages, fit for any stage, with room for one seat."""
     kept = frozenset(stages)
     return replace(Candidate(node, kept, kept, ALL, room=1, speed=1.0), **known)
 
 
 def after(sitters: list[Candidate], changes: list[SeatAssigned | SeatReleased]) -> list[Candidate]:
-    """Where they sit then; who takes a seat has nothing of its stage yet."""
+    """Apply the changes. A node that takes a seat doesn't have the stage's state yet."""
     nodes = {s.node: s for s in sitters}
     for change in changes:
         each = nodes[change.node]
@@ -70,7 +70,7 @@ def test_of_the_standbys_one_goes_of_whose_place_fewest_serve() -> None:
 
 
 def test_a_stage_that_was_at_several_hosts_is_not_left_to_one() -> None:
-    """A standby of another place comes beside them, unless it waits, or has nothing to do there."""
+    """A standby of another failure domain takes a seat there, unless it waits or isn't useful."""
     near, far = FailureDomain("x", "a"), FailureDomain("y", "b")
     others = [sitter(f"o{stage}", stage, place=far) for stage in (0, 2, 3)]
     left = [sitter("a", 1, place=near), sitter("b", 1, place=near)]
@@ -223,8 +223,8 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
             able = [each for each in now if each.stays and stage in each.fits - each.stages]
             assert not any(len(each.stages) < each.room for each in able), f"{stage} is vacant"
     again = assign(now, STAGES, policy=POLICIES[policy])
-    freed = any(isinstance(change, SeatReleased) for change in again)  # so a node has room, or goes
-    relief = "which has other stages"  # of who has several seats alone, when seats were given back
+    freed = any(isinstance(change, SeatReleased) for change in again)  # a node has room, or leaves
+    relief = "which has other stages"  # the reason given for a node with several seats
     assert freed or all(relief in change.why for change in again)
 
 
@@ -232,7 +232,7 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
 @given(sitters=swarms(), policy=st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_it_settles(copies: bool, sitters: list[Candidate], policy: str) -> None:
-    """`copies`: everybody gets the state of what it has; otherwise nobody does."""
+    """`copies`: each node gets the state of its stages; otherwise none does."""
     for _ in range(12):
         sitters = after(sitters, assign(sitters, STAGES, policy=POLICIES[policy]))
         if copies:

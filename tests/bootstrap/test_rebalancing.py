@@ -1,4 +1,4 @@
-"""Moves of seats towards shorter steps, and who becomes a standby."""
+"""Tests of moves of seats towards shorter steps, and of which node becomes a standby."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(layers: tuple[int, ...] = (1, 1, 1, 1), microbatches: int = 8, size: in
 
 
 def node(name: str, *stages: int, layer: float = 1.0, room: int = 9, **known: Any) -> Candidate:
-    """With the state of all its stages."""
+    """Return a node with the state of all its stages."""
     held = frozenset(stages)
     return replace(
         Candidate(name, held, held, frozenset(range(9)), room, 1 / layer, layer=layer, ends=1.0),
@@ -34,7 +34,7 @@ def node(name: str, *stages: int, layer: float = 1.0, room: int = 9, **known: An
 
 
 def joiner(name: str, stage: int, **known: Any) -> Candidate:
-    """With a seat beside that of another node."""
+    """Return a node that has joined a stage beside another node."""
     return node(name, stage, since={stage: 0.5}, joined=frozenset([stage]), **known)
 
 
@@ -52,7 +52,7 @@ Changes = list[SeatAssigned | SeatReleased]
 
 
 def apply(nodes: list[Candidate], changes: Changes, now: float) -> list[Candidate]:
-    """Who gets a seat copies its state at once."""
+    """Apply the changes. A node that gets a seat copies its state at once."""
     after = {each.node: each for each in nodes}
     for change in changes:
         mover = after[change.node]
@@ -67,7 +67,7 @@ def apply(nodes: list[Candidate], changes: Changes, now: float) -> list[Candidat
 
 
 def settled(nodes: list[Candidate], work: Load, known: Links | None = None) -> list[Candidate]:
-    """After all moves, each of which is checked."""
+    """Return the nodes after all moves, each of which is checked."""
     for now in range(1, 100):
         changes = assign(nodes, len(work.layers), outlook=outlook_of(nodes, work, known))
         if not changes:
@@ -229,7 +229,7 @@ def test_a_seat_comes_back_when_the_link_has_become_slow() -> None:
 
 
 def swarm(chance: random.Random, equal: bool) -> tuple[list[Candidate], Load, Links]:
-    """Nodes that serve all stages, some of which may be standbys, and what is known of them."""
+    """Draw nodes that serve all stages or are standbys, the load, and known speeds of links."""
     stages = chance.randint(1, 7)
     names = [f"n{number}" for number in range(chance.randint(2, 5))]
     at = [0] + [chance.randrange(len(names)) for _ in range(stages)]
@@ -253,7 +253,7 @@ def swarm(chance: random.Random, equal: bool) -> tuple[list[Candidate], Load, Li
 
 @pytest.mark.parametrize("seed", range(150))
 def test_moves_end_and_make_no_step_longer(seed: int) -> None:
-    """Neither do those after a newcomer has got a seat beside a node with several."""
+    """This also holds after a newcomer has got a seat beside a node with several."""
     chance = random.Random(seed)
     nodes, work, known = swarm(chance, equal=False)
     seconds = outlook_of(nodes, work, known).step_seconds

@@ -1,4 +1,4 @@
-"""What a registry invites to when it begins."""
+"""Tests of the invites that a registry makes when it begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Address("127.0.0.1", 7400)
 
 
 async def begin(folder: Path | None, registry: Address = HERE) -> dict[Role, str]:
-    """The invites that it shows, of an enrolment that listens on any port."""
+    """Return the invites that a registry shows when it begins; enrolment listens on any port."""
     admission, shown = Admission(folder), dict[Role, str]()
     certified = Certified(admission.own_pair(), admission.own_pair)
     places = lambda port: (registry, Address("127.0.0.1", 7399))  # noqa: E731

@@ -1,4 +1,4 @@
-"""A registry as a process."""
+"""Tests of a registry as a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.node.run_file import loads
 from tests.bootstrap.conftest import identity, joining
 
-TIMEOUT = 60.0  # seconds; only a hanging test gets there
+TIMEOUT = 60.0  # seconds; reached only by a hang
 
 
 async def end(process: asyncio.subprocess.Process, number: signal.Signals) -> int:
@@ -26,7 +26,7 @@ async def end(process: asyncio.subprocess.Process, number: signal.Signals) -> in
 
 @asynccontextmanager
 async def python(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that runs a registry, once it listens."""
+    """Run a registry as a process, and yield it once it listens."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -52,7 +52,7 @@ async def python(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A free port that nobody else is given meanwhile, also while no registry listens there."""
+    """Reserve a free port for the test, also for times when no registry listens there."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -73,7 +73,7 @@ main()
 async def test_the_command_serves_without_torch_and_extras(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where no demo has prepared data
+    monkeypatch.chdir(tmp_path)  # has no prepared data
     run_file = tmp_path / "run.toml"
     run_file.write_text("[model]\npreset = 'medium'\nvocabulary = 512\n")
     options = ("--listen", f"127.0.0.1:{port}", "--run", str(run_file))

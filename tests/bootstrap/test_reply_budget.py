@@ -1,4 +1,4 @@
-"""Who is answered next, however many ask at once."""
+"""Tests of the order and number of answers under way, however many nodes ask at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registry and client over gRPC, in one event loop."""
+"""Tests of registry and client over gRPC, in one event loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
 from tests.bootstrap.conftest import KEY, identity, joining, signed, until
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
-TIMEOUT = 120.0  # seconds; only a hanging test gets there
+TIMEOUT = 120.0  # seconds; reached only by a hang
 
 
 def names(view: View) -> set[str]:
@@ -78,7 +78,7 @@ def names(view: View) -> set[str]:
 
 
 async def until_described(place: Any, condition: Callable[[Any], bool]) -> Any:
-    """Describes again and again until the condition holds."""
+    """Request descriptions until one fulfils the condition, and return it."""
     client = place.client()
     async with asyncio.timeout(TIMEOUT):
         while not condition(description := await client.describe()):
@@ -95,7 +95,7 @@ async def test_what_happens_to_a_node_is_told_with_its_renewals(place: Any) -> N
         node.client.tell(line)
     async with asyncio.timeout(TIMEOUT):
         while len(heard) < 61:
-            node.client._due.set()  # as news does
+            node.client._due.set()  # as events do
             await asyncio.sleep(0.01)
     assert heard == [("a", line) for line in (*lines, "the last")]
     assert not node.evicted.done()
@@ -147,7 +147,7 @@ async def test_who_is_no_member_any_more_suspects_nobody_and_says_nothing_of_it(
     await leaver.client.leave("b", "its owner stops it")
     leaver.client.suspect("a", "it closed the link")
     assert not leaver.client._tasks
-    await stub.Leave(signed(LeaveRequest(node="c"), "c"))  # c hasn't said goodbye itself
+    await stub.Leave(signed(LeaveRequest(node="c"), "c"))  # without c's own client
     evicted.client.suspect("a", "it closed the link")
     (suspecting,) = evicted.client._tasks
     await suspecting
@@ -248,7 +248,7 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
     rules = MembershipRules(run="r", stages=2, lease=1000)
     async with serve(rules, limits=Limits(answers=1)) as place:  # one at a time
         registry = place.registry
-        held = registry._answers.ask("x")  # as if it took its time
+        held = registry._answers.ask("x")  # an answer that takes long
         assert registry._answers.go(1) == [held]
         stub = place.stub()
         gone = stub.Join(joining("a", "a:1"))
@@ -355,7 +355,7 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
 
 
 async def test_nothing_that_was_refused_is_kept_until_garbage_is_collected(place: Any) -> None:
-    """Strangers could say more until then than there is memory."""
+    """Until then, strangers could send more than there is memory."""
     much, channel = "x" * (2 << 20), place.channel()
     messages = {
         ("KeepAlive", True): Renewal(node="x", report=Report(trouble=much)),
@@ -379,7 +379,7 @@ async def test_nothing_that_was_refused_is_kept_until_garbage_is_collected(place
                     await channel.unary_stream(path)(content).read()
             assert error.value.code() is StatusCode.INVALID_ARGUMENT, method
             async with asyncio.timeout(TIMEOUT):
-                while any(  # noqa: ASYNC110  what the server does has no event
+                while any(  # noqa: ASYNC110  the server sets no event
                     type(o) in kinds and o.ByteSize() > 10**6 for o in gc.get_objects()
                 ):
                     await asyncio.sleep(0.01)
@@ -506,7 +506,7 @@ async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
     async with serve(port=port, authority=Authority.make(0)) as place:
         async with asyncio.timeout(TIMEOUT):
             warning = "a shows view 1, which this registry's key has not signed"
-            while warning not in caplog.text:  # noqa: ASYNC110  it tells nobody
+            while warning not in caplog.text:  # noqa: ASYNC110  no event is set
                 await asyncio.sleep(0.01)
         stranger = place.client()
         await stranger.join(joining("b", "b:1"), identity("b"))
@@ -520,7 +520,7 @@ async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
 
 
 def newest_in(path: Path) -> int:
-    """Number of a journal's newest view."""
+    """Return the number of a journal's newest view."""
     with Journal(path, "r", KEY) as journal:
         assert journal.view is not None
         return int(journal.view.number)
@@ -602,7 +602,7 @@ async def test_join_token(serve: Serve) -> None:
 async def test_unreachable_registry_is_named_with_what_to_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After one attempt, which has the time that it needs."""
+    """One attempt is made, with the time that it needs."""
     monkeypatch.setattr(client_module, "FIRST_PAUSE", 60.0)
     client = RegistryClient(["127.0.0.1:1"])
     with pytest.raises(RegistryUnreachable, match=r"127\.0\.0\.1:1.*UNAVAILABLE.*Check that"):

@@ -1,4 +1,4 @@
-"""What a user names as a small file is read in bounded time and memory."""
+"""Tests that a file named by a user as a small one is read in bounded time and memory."""
 
 import os
 from pathlib import Path

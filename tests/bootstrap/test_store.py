@@ -1,4 +1,4 @@
-"""Registries that share views and decisions in etcd: who leads, and what is written."""
+"""Tests of registries that share views and decisions in etcd: who leads, and what is written."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_write_of_a_former_term_that_comes_late_is_not_done(etcd: FakeEtcd) ->
 
 
 def test_a_write_that_was_done_at_an_attempt_without_answer_counts(etcd: FakeEtcd) -> None:
-    """As etcd.py tells the next of etcd's nodes when one doesn't answer."""
+    """etcd.py asks etcd's next node if one doesn't answer, so that a request may be done twice."""
 
     class Twice(Link):
         def ask(self, path, body, seconds):
@@ -145,7 +145,7 @@ def test_registries_with_different_keys_refuse_each_other(etcd: FakeEtcd) -> Non
     first.resign()
     with pytest.raises(StoreError, match="view 1 in etcd is not signed by this registry's key"):
         stranger.campaign()
-    assert first.leader() == ""  # it has not kept the place
+    assert first.leader() == ""  # it doesn't lead
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_next_one_knows_who_is_invited_and_banned_and_no_secret_lies_in_etcd
 
 
 class Registries(RuleBasedStateMachine):
-    """Two of a run, on links to etcd that lose, delay and double what they say."""
+    """Two registries of a run, on links to etcd that lose and delay requests or lose answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Registries(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), fate=st.sampled_from(Fate), reason=st.sampled_from("xyz"))
     def issues(self, which: int, fate: Fate, reason: str) -> None:
-        """Also one that doesn't know that its time is over."""
+        """Issue a view, also by a registry that doesn't know that its lease is over."""
         self.fates, store = [fate], self.stores[which]
         view = after(store.view, f"{which}{reason}")
         try:

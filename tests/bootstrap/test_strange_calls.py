@@ -1,4 +1,4 @@
-"""Whatever is said to a registry is answered or refused, and who is honest stays."""
+"""Tests that a registry answers or refuses any request, and that honest members stay."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.stubs import RegistryStub
 
 HONEST = ("a", "b", "c")
 EACH = 20
-"""Things that are said until another liar comes: who was evicted comes back under another name."""
+"""Requests until the next liar: an evicted node comes back under another name."""
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, joins_per_second=1000)
 NUMBERS = (0, 1, 2, 3, PROTOCOL)
 DESCRIBED = 2 << 20  # bytes
 
 
 class Lying(Drawing):
-    """One liar at a time: the word of two evicts."""
+    """Random messages of one liar at a time, since two accusers could evict an honest member."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(Random(seed), numbers=NUMBERS)
@@ -55,7 +55,7 @@ class Lying(Drawing):
 
 
 def a_join(drawing: Drawing, liar: str) -> JoinRequest:
-    """By a liar's key, under any name; half of the time there is nothing else wrong with it."""
+    """Draw a join request with a liar's key and any name. Half of the time all else is right."""
     request = drawing.message(JoinRequest)
     if drawing.random.random() < 0.5:
         request = joining(liar, "127.0.0.1:1", stage=drawing.whole(0, 4))
@@ -81,7 +81,7 @@ def a_suspicion(drawing: Drawing, liar: str) -> Suspicion:
 
 
 class Machine:
-    """A membership machine whose honest members renew, and answer what they are asked."""
+    """A membership machine whose honest members renew, and answer probes and dials."""
 
     def __init__(self) -> None:
         self.machine, self.now = Membership(RULES), 0.0
@@ -148,16 +148,16 @@ async def _streamed(stub: Any, drawing: Drawing, liar: str) -> None:
         renewals.append(drawing.message(Renewal))
 
     call = stub.KeepAlive(timeout=0.2)
-    with suppress(asyncio.InvalidStateError, grpc.aio.BaseError):  # it is over: reading says how
+    with suppress(asyncio.InvalidStateError, grpc.aio.BaseError):  # ended: reading says why
         for renewal in renewals:
             await call.write(renewal)
-        await call.done_writing()  # of an iterator, gRPC would cancel the call where this fails
+        await call.done_writing()  # given an iterator, gRPC would cancel the call if this failed
     while await call.read() is not grpc.aio.EOF:
         pass
 
 
 async def _call(stub: Any, drawing: Lying) -> None:
-    """Any of its calls, with a request that makes sense at times."""
+    """Make a random call, with a request that sometimes is valid."""
     liar = drawing.next_liar()
     unary: list[tuple[Any, Any]] = [
         (stub.Join, a_join(drawing, liar)),

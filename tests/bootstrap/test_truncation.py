@@ -1,4 +1,4 @@
-"""However much nodes say, there is an answer, and all are in it."""
+"""Tests that answers of bounded size name all nodes, however much the nodes report."""
 
 from __future__ import annotations
 

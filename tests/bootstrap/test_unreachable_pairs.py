@@ -1,4 +1,4 @@
-"""Members that can't reach each other, in virtual time: no needless loss, and it settles."""
+"""Tests of members that can't reach each other, in virtual time: no needless loss, and an end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Pair = frozenset[str]
 
 
 class World:
-    """Nodes, and who of them can't reach whom, or the registry. A node complains of a neighbour, or
-    of one for which it is to carry, `SILENCE` seconds after it could reach it last; who is to carry
-    does, if it can."""
+    """Nodes, some of which can't reach each other or the registry. A node complains of a neighbour,
+    or of a node for which it is a relay, `SILENCE` seconds after it last reached it. With
+    `carrying`, relays forward if they can."""
 
     def __init__(self, stages: list[int], carrying: bool = True) -> None:
         rules = MembershipRules(run="r", stages=STAGES, lease=LEASE, start_grace=0, max_replicas=9)
         self.machine = Membership(rules)
         self.now, self.carrying = 0.0, carrying
         self.blocked: set[Pair] = set()
-        self.unheard: set[str] = set()  # who can't reach the registry
+        self.unheard: set[str] = set()  # nodes that can't reach the registry
         self.dead: set[str] = set()
         self.renewed: dict[str, float] = {}
         self.stalled: set[str] = set()
@@ -57,8 +57,8 @@ class World:
                 self.evicted.append(effect.node)
 
     def check_needed(self, node: str) -> None:
-        """I6: a living last holder that makes progress goes only when nobody at all can reach it;
-        one that isn't heard, when nobody has a link with it that is heard."""
+        """Check I6: a living last holder that makes progress is evicted only if nobody can reach
+        it; one that the registry doesn't hear, if no node that is heard has a link with it."""
         stages = {**self.stages_before, **self.stages}
         others = [n for n in stages if n != node and n not in self.evicted and self.hears(n)]
         last = all(stages[other] != stages[node] for other in others)
@@ -70,7 +70,7 @@ class World:
         assert bad or not last or not reached, f"{node} reaches {reached}"
 
     def hears(self, node: str) -> bool:
-        """Whether the registry does."""
+        """Return whether the registry hears the node."""
         return self.now < self.renewed[node] + LEASE
 
     def apart(self, node: str, peer: str) -> bool:
@@ -146,7 +146,7 @@ def test_whoever_is_cut_off_from_whom_nothing_is_lost_without_need_and_it_settle
     assert world.evicted == evicted, "who could stay for a minute can stay"
     number = world.machine.view.number
     world.wait(60)
-    again = len(world.blocked) * len(stages)  # who couldn't carry may try once more
+    again = len(world.blocked) * len(stages)  # failed relays may be tried once more
     assert world.machine.view.number - number <= 2 * again
 
 
@@ -205,7 +205,7 @@ def test_blinks_change_nothing(stages: list[int], cuts: set[int], seconds: float
 
 @pytest.mark.parametrize("hung", ["n1", "n2"])
 def test_of_two_last_holders_the_one_whose_compute_hangs_is_not_spared(hung: str) -> None:
-    """n3 could carry for them, and doesn't."""
+    """n3 could be their relay, but doesn't forward."""
     world = World([0, 1, 2, 3], carrying=False)
     world.blocked = {frozenset(("n1", "n2"))}
     world.wait(60)
@@ -227,7 +227,7 @@ def test_a_link_that_comes_and_goes_keeps_its_relay() -> None:
 
 
 def test_time_in_which_somebody_carried_does_not_count_as_time_without_a_link() -> None:
-    """Then everybody is without for a few seconds, as when a switch is started anew."""
+    """Afterwards all nodes are cut off for a few seconds, as when a switch restarts."""
     world = World([0, 1, 2, 3, 0, 1, 2, 3])
     world.blocked = {frozenset(("n1", "n2"))}
     world.wait(40)
@@ -261,7 +261,7 @@ def test_a_relay_that_goes_is_replaced_at_once() -> None:
 
 
 def test_one_who_only_says_that_it_carries_is_replaced() -> None:
-    """Neither end complains of it, and it brings nothing through."""
+    """Neither end complains of the relay, but it forwards nothing."""
     world = World([0, 0, 1, 2, 3], carrying=False)
     world.blocked = {frozenset(("n2", "n3"))}
     seen: list[str] = []

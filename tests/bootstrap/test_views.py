@@ -1,4 +1,4 @@
-"""Views that nobody but the registry makes, and how they differ."""
+"""Tests of views: nobody but the registry can make one, and differences between them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def issued(number: int, former: View | None = None, **fields: Any) -> View:
 
 
 def whole() -> View:
-    """With something in each field."""
+    """Return a view with a value in each field."""
     names = ("node", "address", "host", "device", "data", "block")
     member = Member(joined=1, speed=2.5, room=2, leaving=True, key=b"k", standby=True, owner=True)
     for name in names:
@@ -118,7 +118,7 @@ def whole() -> View:
 
 
 def places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
-    """Each field of it, and of what is in it."""
+    """Yield each field of the message and of all messages in it, with its owner."""
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.type == FieldDescriptor.TYPE_MESSAGE:
@@ -128,7 +128,7 @@ def places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
 
 
 def altered(message: Message, field: FieldDescriptor) -> None:
-    """As little as can be."""
+    """Change the field by as little as possible."""
     value = getattr(message, field.name)
     if field.is_repeated:
         value.append(value[0])
@@ -205,7 +205,7 @@ def serialized(view: View) -> bytes:
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[View, View]:
-    """A view, and a later one in which few members have come, gone or changed."""
+    """Draw a view, and a later one in which few members have come, gone or changed."""
     former = draw(VIEWS)
     later = copy(former)
     for _ in range(draw(st.integers(0, 3))):

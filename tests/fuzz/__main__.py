@@ -1,8 +1,9 @@
 """Coverage-guided fuzz of the targets, one process each, by atheris; `make fuzz` runs it.
 
-What a target raises, and what takes too long or too much memory, is named with its traceback, kept
-in OUT/TARGET/found, and ends in exit status 1; it is to be copied to `found` beside this, where
-each test run reads it. What leads to new code is kept in OUT/TARGET/corpus for the next time.
+An input fails if its target raises, takes too long or needs too much memory. It is printed with a
+traceback and kept in OUT/TARGET/found; the exit status is then 1. Copy it to the folder `found`
+beside this file, which each test run reads. Inputs that reach new code are kept for the next time,
+in OUT/TARGET/corpus.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pathlib import Path
 import atheris
 
 SECONDS_EACH = 10
-"""That an input may take."""
+"""The most seconds that an input may take."""
 MEMORY = 2048
-"""MiB that a target's process may have."""
+"""The most MiB that a target's process may use."""
 
 
 def fuzz(name: str, seconds: int, out: Path) -> None:
-    """Never returns: libFuzzer ends the process."""
+    """Fuzz one target. This never returns: libFuzzer ends the process."""
     with atheris.instrument_imports(include=["planaria"]):
         from tests.fuzz.seeds import seeds
         from tests.fuzz.targets import TARGETS
@@ -40,10 +41,10 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
     def target(data: bytes) -> None:
         try:
             TARGETS[name](data)
-        except Exception as error:  # noqa: BLE001 (it is what is looked for)
+        except Exception as error:  # noqa: BLE001 (any is a finding)
             last = traceback.extract_tb(error.__traceback__)[-1]
             failure = f"{type(error).__name__} at {last.filename}:{last.lineno}"
-            if failure not in known:  # others come, too
+            if failure not in known:  # each failure is kept once
                 known.add(failure)
                 path = findings / hashlib.sha1(failure.encode()).hexdigest()[:12]
                 path.write_bytes(data)

@@ -1,5 +1,5 @@
-"""What is right, or nearly so, from which the fuzzer begins: made by what writes it, so that it
-goes with the formats. Inputs that have found something lie beside this, in `found/TARGET`."""
+"""Valid or nearly valid inputs, from which the fuzzer begins. The writers of each format make them,
+so that they follow its changes. Inputs that have found bugs are beside this, in `found/TARGET`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FOUND = Path(__file__).parent / "found"
 
 
 def seeds(target: str) -> list[bytes]:
-    """The right ones, and those that have found something."""
+    """Return valid inputs of a target, and those that have found bugs."""
     right: list[bytes] = globals()[f"_{target}"]()
     return [*right, *(path.read_bytes() for path in sorted((FOUND / target).glob("*")))]
 

@@ -1,8 +1,8 @@
-"""What reads bytes from outside, each as a function of bytes.
+"""Fuzz targets: functions of bytes, one for each reader of bytes from outside.
 
-A target returns, or what it reads is refused by the error that it documents; whatever else it
-raises is a bug. Where a checksum would hide all that is behind it, the target puts the right one
-there: a liar can, too. What is read is bounded, as it is where it comes in.
+A target returns; readers refuse input by their documented errors, and anything else raised is a
+bug. Where a checksum would hide the code behind it, the target inserts the right one, as attackers
+could. Input is bounded as it is where the reader gets it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ MESSAGES: Final = [
     {"role": "assistant", "content": "A flatworm."},
 ]
 IN_MEMORY: Final = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), None)
-"""Where flushing a file costs nothing; None: nowhere."""
+"""A folder where flushing a file costs nothing; None: there is none."""
 IDENTITY: Final = Identity.generate()
 ADMISSION: Final = Admission(None)
 SECRET: Final = ADMISSION.invite(Role.NODE)[1]
@@ -115,7 +115,7 @@ LATER: Final = _view(8, "abdegh", HELD)
 
 @contextmanager
 def folder_with(**files: bytes) -> Iterator[Path]:
-    """Named by its file's names, with dots for double underscores."""
+    """Make a folder with these files; double underscores in their names become dots."""
     with tempfile.TemporaryDirectory(prefix="planaria-fuzz-", dir=IN_MEMORY) as made:
         folder = Path(made)
         for name, content in files.items():
@@ -124,7 +124,7 @@ def folder_with(**files: bytes) -> Iterator[Path]:
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Each begins with its length, in two bytes."""
+    """Split the data into pieces, each of which begins with its length in two bytes."""
     while data:
         length = int.from_bytes(data[:2], "little")
         yield data[2 : 2 + length]
@@ -139,7 +139,7 @@ def text_of(data: bytes) -> str:
 
 
 def chunks(data: bytes) -> None:
-    """Of a link whose peer sends what it likes, with checksums that are right."""
+    """Read chunks of a link whose peer sends anything, with right checksums."""
     session = Session(1, BOUNDS)
     session.send_frame(Frame("state", (1, 1), {}, [], bytes(500)))
     with suppress(WireError):
@@ -150,13 +150,13 @@ def chunks(data: bytes) -> None:
                 chunk.verify()
             if chunk.order:
                 list(session.inbox.take(chunk))
-            else:  # what an acknowledgement could say
+            else:  # the fields of an acknowledgement
                 session.outbox.acknowledge(chunk.frame, chunk.offset, 0.0)
             session.inbox.acknowledged()
 
 
 def frames(data: bytes) -> None:
-    """A head, and a payload behind it, which are taken for tensors if they say that they are."""
+    """Parse a frame, a head and a payload, and decode the tensors that the head describes."""
     head, payload = data[2 : 2 + int.from_bytes(data[:2], "little")], data[2:]
     payload = payload[len(head) :]
     with suppress(WireError):
@@ -171,8 +171,8 @@ MATRICES: Final = (40, 30), (30,), (30, 7, 3), (9, 200)
 
 
 def factors(data: bytes) -> None:
-    """Of what a gradient of low rank is: where the row begins, its length and the rank come first;
-    behind them are bytes of that length, with checksums that are right."""
+    """Decode factors of a low-rank gradient. The data has the row's begin and length, the rank, and
+    the factors' bytes, which get right checksums."""
     head, body = data[:5].ljust(5, b"\0"), data[5:]
     start, size = (int.from_bytes(head[of : of + 2], "little") % 5000 for of in (0, 2))
     rank = head[4] % 8 + 1
@@ -183,7 +183,7 @@ def factors(data: bytes) -> None:
 
 
 def _filled(forms: list[Form], body: bytes) -> tuple[list[Descriptor], bytearray]:
-    """Tensors of these forms, of which these are the bytes, and zeros behind them."""
+    """Return descriptors and payload of tensors of these forms; the body is padded with zeros."""
     descriptors, payload = [], bytearray()
     for form in forms:
         length = encoded_size(math.prod(form.shape), form.dtype, form.codec)
@@ -228,7 +228,7 @@ def manifests(data: bytes) -> None:
 
 
 def journals(data: bytes) -> None:
-    """As they lie there, and as the view of one."""
+    """Read the data as a journal's file, and as the view in one."""
     for content in (data, _file_of(data)):
         with folder_with(journal=content) as folder, suppress(JournalError):
             read_view(folder / "journal")
@@ -244,7 +244,7 @@ def ledgers(data: bytes) -> None:
 
 
 def saves(data: bytes) -> None:
-    """As they lie there, and with the fields of the header and the tensors from these."""
+    """Read the data as a save, and as header fields and tensors of saves with right checksums."""
     contents = [data]
     with suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         length = int.from_bytes(data[:8], "little")
@@ -265,13 +265,13 @@ def run_files(data: bytes) -> None:
 
 
 def plans(data: bytes) -> None:
-    """Of a run that `planaria up` goes on with."""
+    """Read the plan of a run that `planaria up` resumes."""
     with folder_with(**{PLAN.replace(".", "__"): data}) as folder, suppress(SwarmError):
         read_plan(folder)
 
 
 def corpora(data: bytes) -> None:
-    """Indexes, with a content hash that is right, too."""
+    """Read the index of a corpus, as it is and with the right content hash."""
     contents = [data]
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(data)
@@ -283,7 +283,7 @@ def corpora(data: bytes) -> None:
 
 
 def checkpoints(data: bytes) -> None:
-    """What lies beside a config.json that is right."""
+    """Read a checkpoint's file of weights, beside a valid config.json."""
     config = json.dumps(to_config(SMALL, "float32", None)).encode()
     files = {CONFIG: config, ONE_FILE: data}
     with (
@@ -310,7 +310,7 @@ def templates(data: bytes) -> None:
         template.render(Conversation("here", MESSAGES))
 
 
-# --- who somebody is
+# --- identities
 
 
 def keys(data: bytes) -> None:
@@ -321,7 +321,7 @@ def keys(data: bytes) -> None:
 
 
 def invites(data: bytes) -> None:
-    """As text, and as what an invite says, whose checksum is right."""
+    """Decode an invite's text, and an invite with these contents and the right checksum."""
     whole = data + crc32(data).to_bytes(4, "little")
     for text in (text_of(data), MARK + urlsafe_b64encode(whole).decode().rstrip("=")):
         with suppress(InviteError):
@@ -329,7 +329,7 @@ def invites(data: bytes) -> None:
 
 
 def enrolments(data: bytes) -> None:
-    """A request for a certificate, signed by who asks, by an invite that is right."""
+    """Answer a request for a certificate, rightly signed and with a valid invite."""
     signature = IDENTITY.sign("enrol", data)
     request = EnrolRequest(
         secret=SECRET, public_key=IDENTITY.public, request=data, signature=signature
@@ -340,7 +340,7 @@ def enrolments(data: bytes) -> None:
 
 
 def certificates(data: bytes) -> None:
-    """In PEM, and in DER."""
+    """Read a certificate in PEM, and in DER."""
     with suppress(ValueError):
         who_in(data)
     with suppress(ValueError):
@@ -351,14 +351,14 @@ def certificates(data: bytes) -> None:
 
 
 def admissions(data: bytes) -> None:
-    """What a registry has decided, on disk."""
+    """Read a registry's decisions from its file of invites."""
     with folder_with(invites__jsonl=data) as folder, suppress(AdmissionError):
         Admission(folder, certifies=False)
 
 
 def stores(data: bytes) -> None:
-    """What etcd has of a run, from others who write there: who leads, the number of the newest view
-    and the view, and decisions."""
+    """Read a run's values in etcd, which others may write: the leader, the newest view and its
+    number, and decisions."""
     values = [*pieces(data), b"", b"", b""]
     etcd = FakeEtcd()
     names = ["leader", "number", "view", *(f"decided/{n:010}" for n in range(len(values)))]
@@ -374,7 +374,7 @@ def stores(data: bytes) -> None:
 
 
 def new_views(data: bytes) -> None:
-    """What a node that has a view is told of the next one: only what the run's key has signed is
+    """Apply a new view to the one that a node has; only views signed with the run's key are
     genuine."""
     with suppress(DecodeError, ValueError):
         view = view_in(unpacked(NewView.FromString(data)), HELD)

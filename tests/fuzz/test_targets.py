@@ -1,4 +1,4 @@
-"""A short fuzz of everything that reads bytes from outside; `make fuzz` has the long one."""
+"""Short fuzz runs of all readers of bytes from outside; `make fuzz` runs long ones."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def test_algorithm_1() -> None:
 @pytest.mark.parametrize(
     ("stage", "method", "expected"),
     [
-        (2, "interpolate", [1.0, 3.0]),  # stage 1 is near: two thirds of it
+        (2, "interpolate", [1.0, 3.0]),  # two thirds of stage 1, which is nearer
         (3, "interpolate", [2.0, 2.0]),
-        (2, "checkfree", [0.3, 3.7]),  # wherever the stages are
+        (2, "checkfree", [0.3, 3.7]),  # whatever the distances
         (3, "checkfree", [0.3, 3.7]),
     ],
 )

@@ -172,7 +172,7 @@ TWO = (holds("snapshot", 2, 33), holds("snapshot", 3, 38))
     ("policy", "lost", "held", "source", "why"),
     [
         ("checkfree", [2], (), "checkfree n1 n3", ""),
-        ("checkfree+", [3], (), "checkfree n2 n4", ""),  # which is never swapped
+        ("checkfree+", [3], (), "checkfree n2 n4", ""),  # stage 3 is never swapped
         *(
             ("checkfree+", [stage], (), f"checkfree+ n{partner}", "")
             for stage, partner in ((1, 2), (2, 1), (4, 5), (5, 4))
@@ -270,7 +270,7 @@ def test_stage_0_without_any_copy_stops_the_run():
 
 
 def came(kind: str, stage: int, step: int = STEP, made: tuple[int, int] = (0, 0)) -> Held:
-    """To a node of the stage, before the last one that trained was lost."""
+    """Return what reached a node of the stage before the last node that trained it was lost."""
     return Held(kind, Source("heir", stage, step), made)  # type: ignore[arg-type]
 
 
@@ -315,7 +315,7 @@ def test_a_stage_that_no_other_tells_of_goes_on_from_what_had_come() -> None:
     ],
 )
 def test_what_had_come_is_taken_where_nothing_newer_is_kept(policy, kind, step, method):
-    """A save of the same step has moments, too."""
+    """A save of the same step is better, since it has moments, too."""
     held = (came("weights", 2, STEP - 2), holds(kind, 2, step))
     assert rebuild(2, without(2, held=held), policy).method == method
 
@@ -381,7 +381,7 @@ kept = st.builds(
 def test_nothing_is_guessed_while_a_recent_state_is_kept_whoever_has_it(
     policy: str, lost: set[int], held: list[Held], adapters: bool, origin: bool
 ) -> None:
-    """Whichever stages are lost together, stage 0 with the driver among them."""
+    """This holds for any stages lost together, also for stage 0 with the driver."""
     left = without(*lost, held=tuple(held), origin=["n"] if origin else ())
     left = replace(left, step=200, lineage=1, adapters=adapters)
     for stage in lost:

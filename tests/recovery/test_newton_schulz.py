@@ -17,7 +17,7 @@ def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def iterated(matrix: Tensor) -> Tensor:
-    """The iteration in float64, without rounding of factors."""
+    """Compute the iteration in float64, without rounding of factors."""
     a, b, c = QUINTIC
     x = matrix.double() / torch.linalg.matrix_norm(matrix.double())
     for _ in range(ROUNDS):
@@ -43,7 +43,7 @@ def test_the_singular_vectors_stay_and_the_values_are_evened(
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
 def test_rounding_leaves_it_close_to_the_iteration_in_float64(power: float) -> None:
-    """In bfloat16 it is 0.03 to 0.3 off."""
+    """In bfloat16 the result would be 0.03 to 0.3 off."""
     u, _, vt = torch.linalg.svd(drawn(96, 200), full_matrices=False)
     matrix = u * torch.arange(1, 97) ** -power @ vt
     wanted = iterated(matrix)
@@ -62,8 +62,8 @@ def test_the_size_of_a_matrix_does_not_matter(size: float) -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(17, 40), (200, 200), (64, 3000)])
 def test_no_addition_rounds(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
-    """No order of additions could round: the sum of all magnitudes that a row's and a column's norm
-    allow has a place in 24 bits, and each product is the exact one."""
+    """No order of additions can round: the largest sum that the norms of a row and a column allow
+    fits into 24 bits, and each product is exact."""
     products = []
     matmul = Tensor.__matmul__
 

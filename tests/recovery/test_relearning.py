@@ -36,7 +36,7 @@ Loss = tuple[list[tuple[int, ...]], frozenset[int]]
 
 @st.composite
 def losses(draw: st.DrawFn) -> Loss:
-    """The orders in use, lost stages (0 may be among them)."""
+    """Draw the orders in use and the lost stages, which may include stage 0."""
     stages = draw(st.integers(1, 9))
     swapped = stages >= 4 and draw(st.booleans())
     lost = draw(st.frozensets(st.integers(0, stages), min_size=1))
@@ -98,7 +98,7 @@ def test_swapped_orders_part_what_is_lost_differently() -> None:
     assert adjoining(swapped, {1}) == (0, 2, 3)
 
 
-# How
+# Parts, rates and passes
 
 
 @given(st.integers(1, 40), st.integers(1, 50))
@@ -124,7 +124,7 @@ def test_an_update_is_made_of_whole_samples_one_at_least() -> None:
 def test_the_rate_falls_in_a_line_by_whichever_ends_first() -> None:
     assert [decayed_rate(2.0, done / 4) for done in range(5)] == [2.0, 1.5, 1.0, 0.5, 0.0]
     assert decayed_rate(2.0, 0.25, time=0.75) == decayed_rate(2.0, 0.75, time=0.25) == 0.5
-    assert decayed_rate(2.0, 0.5, time=1.5) == 0.0  # the last piece may take longer than the time
+    assert decayed_rate(2.0, 0.5, time=1.5) == 0.0  # the last piece may end after the time
 
 
 @given(st.integers(0, 60), st.integers(0, 50))
@@ -135,7 +135,7 @@ def test_each_pass_takes_every_part_once_in_an_order_that_all_know(count: int, a
 
 def test_passes_differ_in_their_order() -> None:
     assert len({tuple(shuffled(20, a_pass)) for a_pass in range(10)}) == 10
-    assert shuffled(5, 0) == [1, 2, 3, 0, 4]  # as every joiner has it, whatever it runs on
+    assert shuffled(5, 0) == [1, 2, 3, 0, 4]  # the same on every machine
 
 
 # One update
@@ -152,13 +152,13 @@ def test_a_matrix_moves_alike_in_all_directions_and_a_vector_stays() -> None:
     assert ((moved > 0.67) & (moved < 1.22)).all()
     assert torch.equal(before.bias, stage.bias)
     stage.zero_grad(set_to_none=False)
-    update.step(0.5)  # what it has gathered moves it on
+    update.step(0.5)  # momentum moves it further
     again = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2)
     assert (again > 1.2 * moved).all()
 
 
 def test_directions_that_nothing_is_learned_about_stay_near_the_guess() -> None:
-    """With a pull. Their gradients are noise; without it that adds up."""
+    """The pull keeps them there. Their gradients are noise, which adds up without it."""
     spread = []
     for strength in (PULL, 0.0):
         stage = nn.Linear(8, 8)
@@ -186,11 +186,11 @@ def test_the_size_of_the_gradients_makes_no_difference() -> None:
     torch.testing.assert_close(moved[0], moved[1], atol=1e-3, rtol=1e-3)
 
 
-# One pair
+# One pair of tensors
 
 
 class Residual(nn.Module):
-    """x plus a little network of x."""
+    """A stage that computes x plus a small network of x."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def learners(stages: list[Residual], lr: float = 1e-2) -> list[Learner]:
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_an_update_is_that_of_the_composition(length: int) -> None:
-    """Against autograd through all stages."""
+    """The reference is autograd through all stages."""
     pairs = pairs_of([Residual(seed) for seed in range(length)])
     stages = [Residual(100 + seed) for seed in range(length)]
     reference = copy.deepcopy(stages)

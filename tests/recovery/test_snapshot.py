@@ -36,7 +36,7 @@ CODECS = st.sampled_from(["none", "int8"])
 
 
 def drawn(seed: int, scale: float = 1.0) -> list[Tensor]:
-    """Weights and both moments, of very different sizes from element to element."""
+    """Draw weights and both moments, whose elements differ widely in magnitude."""
     generator = torch.Generator().manual_seed(seed)
 
     def values() -> Tensor:
@@ -81,7 +81,7 @@ def test_a_stage_without_values_has_no_layout(shapes: list[tuple[int, ...]]) -> 
         Layout(shapes)
 
 
-# The choice
+# The choice of blocks
 
 
 @settings(deadline=None, max_examples=40)
@@ -123,7 +123,7 @@ WIDTHS = st.sampled_from([1, 3, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5])
 
 
 def rows_of(values: list[float], width: int) -> Tensor:
-    """Two rows, the values again and again."""
+    """Return two rows that repeat the values."""
     flat = torch.tensor(values, dtype=torch.float32)
     return flat.repeat(-(-2 * width // len(values)))[: 2 * width].view(2, width)
 
@@ -281,7 +281,7 @@ def test_no_bytes_do_harm(random: object, size: int, codec: Codec) -> None:
     assert all(part.isfinite().all() for parts in values for part in parts)
 
 
-# Both sides
+# Sender and holder
 
 
 @settings(deadline=None, max_examples=40)
@@ -357,7 +357,7 @@ def test_a_whole_state_is_exact() -> None:
     assert held.staleness() == (1, 1.0, 1)
 
 
-# Who holds what
+# Holders
 
 
 @settings(deadline=None, max_examples=40)
@@ -406,7 +406,7 @@ def test_routes_go_from_first_replica_to_first_replica() -> None:
 
 
 def by_letter(seat: str) -> str:
-    """The machine of a seat, as in a2."""
+    """Return the machine of a seat: a for the seat a2."""
     return seat[0]
 
 

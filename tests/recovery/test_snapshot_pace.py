@@ -23,11 +23,11 @@ def arrive(pace: Pace, steps: int, times: int = UPDATES) -> list[bool]:
 def test_a_link_that_becomes_slow_ends_the_snapshot_once_and_a_quick_trial_begins_it_again():
     pace = Pace(1 / 8, 1, RECENT)
     assert not any(arrive(pace, 1)) and pace.kept and pace.age == 4
-    assert arrive(pace, 40, 3) == [False, False, True]  # more than half of the last five
+    assert arrive(pace, 40, 3) == [False, False, True]  # over half of the last five are late
     assert not pace.kept and pace.period == RECENT
     assert not any(arrive(pace, 13, 20)) and not pace.kept
     assert arrive(pace, 9, 1) == [True] and pace.kept and pace.period == 1
-    assert pace.age == 36  # as the trial shows, not as it was
+    assert pace.age == 36  # the age that the trial shows
 
 
 def test_two_late_updates_among_quick_ones_change_nothing():

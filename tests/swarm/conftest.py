@@ -1,4 +1,4 @@
-"""Real swarms: processes, sockets, signals."""
+"""Fixtures for real swarms, with processes, sockets and signals."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from planaria.node.run_file import RunFile, dumps, override
 from tests.forked import Forked, begin_fork_server
 from tests.swarm.lines import Lines
 
-DEADLINE = 600.0  # seconds; only a hanging swarm gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop that a daemon has."""
+    """Return uvloop, the event loop of a daemon."""
     return {"uvloop": uvloop.new_event_loop}
 
 
@@ -38,11 +38,11 @@ class Up:
         self.process = Forked(output, "up", *arguments, **how)
 
     def finish(self) -> tuple[int, str]:
-        """Exit status and output."""
+        """Wait for the end, and return exit status and output."""
         return self.process.wait(DEADLINE), self.output.read_text()
 
     def end(self, number: signal.Signals) -> None:
-        """In the middle of training; no process may be left behind."""
+        """End it by a signal in the middle of training; check that no process is left behind."""
         pids = [event["pid"] for event in self.events("started")]
         self.process.send_signal(number)
         status, output = self.finish()
@@ -59,16 +59,16 @@ class Up:
         ]
 
     def committed(self) -> int:
-        """The newest step in any ledger so far."""
+        """Return the newest step in any ledger so far."""
         lines = self.lines.of("logs/ledger-*.jsonl")
         return max((line["step"] for line in lines if "step" in line), default=0)
 
     def pid(self, slot: str) -> int:
-        """Of the newest process in a slot: `registry`, or STAGE.REPLICA."""
+        """Return the pid of the newest process in a slot: `registry`, or STAGE.REPLICA."""
         return int([e for e in self.events("started") if e["slot"] == slot][-1]["pid"])
 
     def members(self) -> set[str]:
-        """Of the registry's newest view."""
+        """Return the members of the registry's newest view."""
 
         async def described() -> Description:
             client = RegistryClient([(self.out / ADDRESS).read_text().strip()])
@@ -102,11 +102,11 @@ def corpus(data: Path) -> Corpus:
 
 @pytest.fixture
 def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
-    """Starts `planaria up` with the given run; ends it, whatever happens."""
+    """Return a function that starts `planaria up`, which is ended after the test in any case."""
     started: list[Up] = []
 
     def start(run: RunFile | Path, *arguments: str, at: Path = data, **how: Any) -> Up:
-        """A run that is new, or goes on in a folder; `how` as for Forked."""
+        """Start a new run, or resume the run in a folder; `how` as for Forked."""
         out, file, output = (
             tmp_path / f"{kind}{len(started)}" for kind in ("out", "run", "output")
         )

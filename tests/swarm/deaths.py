@@ -1,5 +1,5 @@
-"""Swarms whose nodes kill themselves, with SIGKILL, at points of a step; or whose compute threads
-hang there."""
+"""Swarms whose nodes kill themselves with SIGKILL at given points of a step, or whose compute
+threads hang there."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import RunFile, dumps, override
 from tests.swarm.lines import Lines
 
-DEADLINE = 600.0  # seconds; only a hanging swarm gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 
 
 class Swarm:
-    """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what its
-    process is to die of, as POINT@STEP, or where its compute thread is to hang, as POINT~STEP.
-    `seats`: that a node can hold, by slot where it is more than one."""
+    """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: slot -> where its
+    process dies, as POINT@STEP, or where its compute thread hangs, as POINT~STEP. `seats`: slot ->
+    number of seats that its node can hold, if more than one."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Swarm:
         self.killed: list[str] = []
 
     def train(self) -> None:
-        """Starts everything; returns when all is finished that hasn't died."""
+        """Start all processes, and wait until all nodes have finished or died."""
         try:
             nodes = self.start()
             while len({e["node"] for e in self.read("finished")}) + len(self.killed) < len(nodes):
@@ -63,7 +63,7 @@ class Swarm:
             self.processes.kill_all()
 
     def start(self) -> list[str]:
-        """Returns the nodes' slots."""
+        """Start the registry and all nodes, and return the nodes' slots."""
         address = self.out / "address"
         arguments = ["--run", str(self.out / "run.toml"), "--listen", "127.0.0.1:0"]
         self.processes.start("registry", ["bootstrap", *arguments, "--address-file", str(address)])
@@ -91,7 +91,7 @@ class Swarm:
         )
 
     def reached_at(self, slot: str) -> list[str]:
-        """By the others."""
+        """Return the options with the addresses at which others reach the node."""
         return ["--listen", "127.0.0.1:0"]
 
     def pause(self) -> None:
@@ -103,7 +103,7 @@ class Swarm:
 
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
-    """By name: the method at whose call a node dies, and the step that the call is about."""
+    """Map names of points to the method at whose call a node dies, and to the call's step."""
     from planaria.node.averaging.averaging import Averaging
     from planaria.node.driver.attempting import Attempting
     from planaria.node.driver.phases import DriverPhase
@@ -129,10 +129,10 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         return agent.member.step if agent.attempt and agent.attempt.is_complete else 0
 
     return {
-        # between Ready and Commit: the driver that has decided and told nobody
+        # between Ready and Commit: the driver has decided, but told nobody
         "decide": (Attempting, "_decide", lambda phase, now: phase.state.begin.step),
-        # before a forward pass, between that and its backward pass, after it, while replicas
-        # average, as a source that doesn't drive
+        # before a forward pass, before a backward pass, after it, while replicas average, and at a
+        # source that doesn't drive
         "forward": (TorchWork, "forward", computed),
         "backward": (TorchWork, "backward", computed),
         "counted": (Attempt, "_count", counted),
@@ -142,8 +142,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
 
 
 def run_planaria_until(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; in front of them, POINT@STEP: die there, at that step or later;
-    POINT~STEP: hang there, which in the compute thread leaves the event loop alive."""
+    """Run `planaria ARGUMENTS...`. A first argument POINT@STEP: die there, at that step or later.
+    POINT~STEP: hang there; in the compute thread, the event loop then stays alive."""
     if match := re.fullmatch(r"(\w+)([@~])(\d+)", arguments[0]):
         point, how, step = match.groups()
         _arm(*_points()[point], int(step), _die if how == "@" else _hang)

@@ -1,5 +1,5 @@
-"""A swarm in one process and one event loop: real nodes, links and tensors; only the registry's
-gRPC is left out: the nodes talk to its machine directly."""
+"""A swarm in one process and one event loop, with real nodes, links and tensors. Only the
+registry's gRPC is left out: nodes call its membership machine directly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.swarm.lines import Lines
 
 
 class LocalRegistry:
-    """The membership machine, ticking on this loop."""
+    """A membership machine that ticks on this event loop."""
 
     def __init__(self, rules: MembershipRules) -> None:
         self.membership = Membership(rules)
@@ -74,7 +74,7 @@ class LocalClient:
     def __init__(self, registry: LocalRegistry) -> None:
         self.registry = registry
         self.alive = True
-        self.away = False  # neither hears the other
+        self.away = False  # node and registry don't hear each other
         self.reported = None
         self.on_view: Callable = lambda view: None
         self.on_evicted: Callable = lambda reason: None
@@ -131,7 +131,7 @@ class LocalClient:
         self.registry.carry_out(self.registry.membership.leave(node, why, self.registry.now()))
 
     def die(self) -> None:
-        """As a killed process looks from the registry."""
+        """Let the node look like a killed process to the registry."""
         self.alive = False
         self.registry.carry_out(
             self.registry.membership.stream_lost(self.node, self.registry.now())
@@ -139,7 +139,7 @@ class LocalClient:
 
 
 class OneSeat(Node[DaemonMachine]):
-    """A node, and what its only seat has; None: it has none yet."""
+    """A node with access to the parts of its only seat; None: it has no seat yet."""
 
     @property
     def seat(self) -> Agent | None:
@@ -159,8 +159,8 @@ class OneSeat(Node[DaemonMachine]):
 
 
 class LocalLines(Lines):
-    """All that the nodes of a `LocalSwarm` have told by now, though their files are written by
-    threads."""
+    """All lines that the nodes of a `LocalSwarm` have logged by now: it waits for the threads that
+    write their files."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         super().__init__(swarm.out)
@@ -174,7 +174,7 @@ class LocalLines(Lines):
 
 
 class LocalSwarm:
-    """Nodes by slot (stage, replica); `kill` ends one without a goodbye."""
+    """A registry and nodes by slot (stage, replica). `kill` ends a node without a leave."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class LocalSwarm:
         saves: Path | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """`checkpoint`: that the run begins from, which stage 0 has."""
+        """`checkpoint`: the one that the run begins from, which nodes of stage 0 get."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
         self.lines = LocalLines(self)
         self.config = run.config_for(corpus.vocabulary)
@@ -224,14 +224,14 @@ class LocalSwarm:
         advertise: str = "127.0.0.1:0",
         listen: str = "127.0.0.1:0",
     ) -> OneSeat:
-        """`stage`: None for a standby, when every stage has its replicas. Who advertises nothing
-        does not listen."""
+        """Start a node. `stage`: None for a standby, if every stage has its replicas. A node that
+        advertises no address doesn't listen."""
         saves = self.saves and self.saves / f"{stage}.{replica}"
         cpu, listens = torch.device("cpu"), listen if advertise else None
         place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves)
         shared = checkpoint_dir(self.run, self.out, None)
         place = replace(place, own=self.own, checkpoint_dir=shared)
-        if stage == 0 or self.run.policy.twins:  # which needs it everywhere
+        if stage == 0 or self.run.policy.twins:  # twins need it at all stages
             place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)
         corpus = None if stage else self.corpus
@@ -249,9 +249,9 @@ class LocalSwarm:
     async def until(
         self, condition: Callable[[], object], deadline: float = 300.0, pause: float = 0.005
     ) -> None:
-        """Without a `pause`, no state that lasts for one turn of the loop is overlooked.
+        """Wait until the condition holds. With `pause` 0, it is checked at each turn of the loop.
 
-        Raises what a node crashed with, or TimeoutError.
+        Raises the error with which a node crashed, or TimeoutError.
         """
         async with asyncio.timeout(deadline):
             while not condition():
@@ -261,7 +261,7 @@ class LocalSwarm:
                 await asyncio.sleep(pause)
 
     async def describe(self) -> registry.Description:
-        """As the registry does it for who only looks."""
+        """Describe the run as the registry does for observers."""
         view = self.registry.membership.view
         return registry.Description(run="run", run_file=dumps(self.run), view=view)
 

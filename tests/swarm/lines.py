@@ -1,4 +1,4 @@
-"""What a swarm under way writes, read as it comes."""
+"""A reader of the lines that a running swarm writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from planaria.node.report.event_log import LineReader
 
 
 class Lines:
-    """The JSON lines in a folder's files, in the order in which they were seen; each is read once,
-    however often one looks."""
+    """The JSON lines in a folder's files, in the order in which they were seen. Each line is read
+    only once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -19,7 +19,7 @@ class Lines:
         self._seen: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def of(self, pattern: str) -> list[dict[str, Any]]:
-        """Whole lines of the files that match."""
+        """Return the whole lines of files that match the pattern."""
         for path in sorted(self.folder.glob(pattern)):
             self._seen[pattern] += self._tails.setdefault(path, LineReader(path)).lines()
         return self._seen[pattern]

@@ -1,4 +1,4 @@
-"""A registry and nodes as processes, each with only what it would have on a machine of its own."""
+"""A registry and nodes as processes, each with only the files of a machine of its own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.forked import Forked
 from tests.swarm.paced import run_paced
 from tests.swarm.small import small
 
-DEADLINE = 180.0  # seconds; only a hanging test gets there
+DEADLINE = 180.0  # seconds; reached only by a hang
 TOKEN = "the-token-of-this-run"
 
 
 class Machines:
-    """A registry and nodes that share a folder here, of which no machine reads another's part."""
+    """A registry and nodes with parts of one folder; no node reads another one's part."""
 
     def __init__(
         self, folder: Path, data: Path, stages: int, secured: bool = True, **changes: Any
     ) -> None:
-        """`secured`: under TLS, by invites, and with a token."""
+        """`secured`: the run uses TLS, invites and a token."""
         self.folder, self.authority, self.secured = folder, folder / "authority", secured
         run = small(stages, data__path=str(data), steps=200_000, **{"swarm__lease": 3} | changes)
         run = resolve(run)
@@ -56,7 +56,7 @@ class Machines:
         )
 
     async def registry_with_journal(self, listen: str = "127.0.0.1:0") -> str:
-        """Starts the registry. Returns its address."""
+        """Start the registry with a journal, and return its address."""
         file = self.folder / "address"
         file.unlink(missing_ok=True)
         more = "--journal", str(self.folder / "journal"), "--address-file", str(file)
@@ -67,11 +67,11 @@ class Machines:
         return file.read_text().strip()
 
     def saved(self, name: str) -> list[str]:
-        """Options of a node with saves."""
+        """Return the options of a node with saves."""
         return ["--save-dir", str(self.folder / name / "saves")]
 
     def start_node(self, name: str, join: str, namespace: Path | None = None, *more: str) -> None:
-        """On a machine of its own, which has the text of an invite, or an address."""
+        """Start a node as on its own machine. `join`: the text of an invite, or an address."""
         (self.folder / f"{name}.invite").write_text(join)
         self.processes.start(
             name,
@@ -86,7 +86,7 @@ class Machines:
         )
 
     async def invite(self, role: str) -> Invitation:
-        """That the registry has written when it began."""
+        """Wait for the invite that the registry writes at its start, and return it."""
         path = self.authority / f"{role}.invite"
         async with asyncio.timeout(DEADLINE):
             while not path.exists():
@@ -95,7 +95,7 @@ class Machines:
         return decode(path.read_text())
 
     async def begin(self, *words: str, join: Invitation, home: str) -> asyncio.subprocess.Process:
-        """A command; --join is a file with an invite. What it has enrolled as is in `home`."""
+        """Start a command with --join and an invite in a file. `home` keeps its certificate."""
         (self.folder / f"{home}.invite").write_text(encode(join))
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "planaria", *words),
@@ -106,7 +106,7 @@ class Machines:
         )
 
     async def command(self, *words: str, join: Invitation) -> str:
-        """What it says."""
+        """Run a command, and return its output."""
         invite, output = self.folder / "home.invite", self.folder / "home.said"
         invite.write_text(encode(join))
         settings = {"XDG_STATE_HOME": str(self.folder / "home"), "COLUMNS": "200"}
@@ -116,7 +116,7 @@ class Machines:
         return output.read_text()
 
     async def committed(self, beyond: int) -> int:
-        """As the ledgers of stage 0 have it, once it is beyond that."""
+        """Return the newest step in ledgers of stage 0, once it is beyond the given one."""
         newest = 0
         async with asyncio.timeout(DEADLINE):
             while newest <= beyond:
@@ -128,7 +128,7 @@ class Machines:
         return newest
 
     async def logged(self, slot: str, text: str) -> None:
-        """Waits until the newest process in the slot has logged the text."""
+        """Wait until the newest process in the slot has logged the text."""
         async with asyncio.timeout(DEADLINE):
             while (  # noqa: ASYNC110
                 not (log := self.processes.log(slot)).exists() or text not in log.read_text()
@@ -136,7 +136,7 @@ class Machines:
                 await asyncio.sleep(0.02)
 
     async def ends(self, slot: str) -> int:
-        """The status with which its process ends by itself."""
+        """Wait until the slot's process ends by itself, and return its exit status."""
         async with asyncio.timeout(DEADLINE):
             while slot not in self._statuses:
                 self._statuses |= {ended.slot: ended.status for ended in self.processes.ended()}
@@ -149,7 +149,7 @@ class Machines:
 
 @contextmanager
 def machines(folder: Path, data: Path, stages: int, **options: Any) -> Iterator[Machines]:
-    """`options`: as `Machines` takes them."""
+    """Yield `Machines` with these options, and kill their processes at the end."""
     machines = Machines(folder, data, stages, **options)
     try:
         yield machines

@@ -1,5 +1,5 @@
-"""Nodes whose passes take a while, as those of a large model: where a swarm only has to train
-beside what a test does, it leaves the cores to that."""
+"""Nodes whose passes sleep, for swarms that only have to train during a test: they leave the cores
+to the test."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PASS = 0.05  # seconds
 
 
 def run_paced(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`, for `Processes`."""
+    """Run `planaria ARGUMENTS...` with paced passes, as `work` of `Processes`."""
     pace()
     run_planaria(arguments)
 
 
 def pace_up() -> None:
-    """From here on, in this process, `planaria up` starts such nodes."""
+    """Let `planaria up` in this process start paced nodes from here on."""
     from planaria.node.local import swarm
 
     swarm.Processes = lambda *given: Processes(*given[:3], work=run_paced)  # type: ignore[assignment, misc]
 
 
 def pace() -> None:
-    """From here on, in this process."""
+    """Pace all nodes in this process from here on."""
     from planaria.node.stage.work import TorchWork
 
     TorchWork.forward = _paced(TorchWork.forward)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The run that the swarms of these tests train, each with changes of its own."""
+"""The small run that the swarms of these tests train, each with its own changes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ gradients = "none"
 
 
 def small(stages: int | list[int] = 2, replicas: int = 1, **changes: Any) -> RunFile:
-    """A layer a stage, or as listed; `changes` as `planaria.node.run_file.override` takes them."""
+    """Return the run, with one layer per stage or as listed; `changes` are as for `override`."""
     changes = {"model__layers": stages if isinstance(stages, int) else sum(stages)} | changes
     return override(SMALL, model__stages=stages, swarm__replicas=replicas, **changes)

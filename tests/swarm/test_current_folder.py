@@ -1,4 +1,4 @@
-"""A folder with files that are called like modules: no command that is typed there runs them."""
+"""Tests that no command runs files of the current folder that are named like modules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import planaria
 sys.path.insert(0, "")
 planaria.up(planaria.load("run.toml"), out="out")
 """
-"""Its kernel has the current folder in its path, and has loaded what it needs itself."""
+"""A notebook's kernel has its own modules loaded, and the current folder in its path."""
 
 
 @pytest.fixture
 def folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one from here on. Its modules write down that they are loaded."""
+    """The current folder of the test, with modules that write a file when they are loaded."""
     folder = tmp_path / "downloaded"
     folder.mkdir()
     for name in ("json", "socket", "jinja2"):

@@ -1,4 +1,4 @@
-"""A node whose data lies on a web server trains as one that has it."""
+"""A node whose data is on a web server trains the same steps as a node with the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reference import train
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
-DEADLINE = 300.0  # seconds; only a hanging test gets there
+DEADLINE = 300.0  # seconds; reached only by a hang
 STEPS = 6
 
 

@@ -1,4 +1,4 @@
-"""Decoders that transformers computes: trained, healed and exported by a swarm."""
+"""Decoders computed by transformers are trained, rebuilt and exported by a swarm."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_a_family_is_trained_healed_and_exported(
 async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
     corpus: Corpus, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of six layers the third has no experts: it is the first one of stage 2."""
+    """The third of six layers, which is the first one of stage 2, has no experts."""
     sizes = {"num_hidden_layers": 6, "vocab_size": corpus.vocabulary}
     (tmp_path / "config.json").write_text(json.dumps(content("qwen3_moe", **sizes)))
     run = override(run_of(tmp_path, "config"), data__path=str(data), recovery__policy="checkfree")

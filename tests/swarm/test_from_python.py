@@ -1,5 +1,5 @@
-"""The example of docs/from-python.md, where an event loop is running, as in a notebook; and the run
-file has an architecture of its own."""
+"""The example of docs/from-python.md works while an event loop runs, as in a notebook, and with a
+run file that has its own architecture."""
 
 from __future__ import annotations
 

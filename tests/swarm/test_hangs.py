@@ -1,4 +1,4 @@
-"""Compute threads that hang beside event loops that live, as with a stuck device."""
+"""Tests of compute threads that hang while event loops run, as with a stuck device."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ LONE = small(
     training__batch=6,
     training__validation_microbatches=0,
     recovery__relearn__passes=0,
-    swarm__progress=20,  # patience for a machine that stands still for some seconds
+    swarm__progress=20,  # the machine may stand still for some seconds
 )
 
 
 @pytest.fixture
 def hang() -> Iterator[Callable[[OneSeat], None]]:
-    """From its next forward pass on, a node's compute thread hangs until the test is over."""
+    """Return a function that lets a node's compute thread hang from its next forward pass on."""
     over = threading.Event()
 
     def strike(node: OneSeat) -> None:
@@ -71,7 +71,7 @@ def hang() -> Iterator[Callable[[OneSeat], None]]:
 async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_back_as_it_was(
     corpus, tmp_path, hang
 ):
-    """It writes what it has beside its compute thread, before its process ends."""
+    """It saves its state outside its compute thread before its process ends."""
     async with LocalSwarm(LONE, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]

@@ -1,4 +1,4 @@
-"""Whole swarms in one process: quick, and a crash can be put anywhere."""
+"""Tests of whole swarms in one process, which are fast and can crash at any point."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from tests.swarm.small import small
 
 
 def undisturbed(run: RunFile, corpus: Data, steps: int) -> list[float]:
-    """The first losses that one process has, from which these keys take nothing."""
+    """Return the first losses of one process, with default [saves] and [swarm] and exact codecs."""
     exact = WireSection(activations="none", gradients="none")
     alone = run.model_copy(update={"saves": SavesSection(), "swarm": SwarmSection(), "wire": exact})
     known, training = _begun(alone, corpus)
@@ -98,8 +98,8 @@ MUON = {"training__optimizer": "muon", "training__weight_decay": 0.5}
     ],
 )
 async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, replicas, changes):
-    """With checkfree+ half of the microbatches visit the ends in swapped order; where a step has
-    only one, those of every second step."""
+    """With checkfree+, half of the microbatches visit the ends in swapped order; if a step has only
+    one microbatch, those of every second step."""
     run = small(stages=stages, replicas=replicas, **changes)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
@@ -112,8 +112,8 @@ async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, repl
 async def test_texts_and_conversations_are_trained_on_as_by_one_process(
     corpus, conversations, tmp_path
 ):
-    """Both sources of a window make their part of it, and a step is made again with the same. The
-    loss is the mean over what is scored, which is more of one microbatch than of another."""
+    """Each of two sources reads its part of a window, also when a step is repeated. The loss is the
+    mean over scored tokens, whose number differs between microbatches."""
     run = small(replicas=2)
     mixture = Mixture([corpus, Corpus.open(conversations)], [1, 3])
     async with LocalSwarm(run, mixture, tmp_path) as swarm:
@@ -142,7 +142,7 @@ async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim, changes)
 
 
 ENDLESS = 10_000
-"""Steps of a run that ends when enough was seen."""
+"""Steps of a run that the test ends."""
 
 
 async def test_a_last_holder_that_only_the_registry_does_not_hear_trains_on(corpus, tmp_path):
@@ -163,8 +163,8 @@ async def test_a_last_holder_that_only_the_registry_does_not_hear_trains_on(corp
 
 
 def assert_replicas_applied_the_same(swarm: LocalSwarm) -> None:
-    """In any step that was committed."""
-    digests: dict[tuple[int, int], set[str]] = {}  # by stage and step
+    """Assert that replicas had the same digest in each committed step."""
+    digests: dict[tuple[int, int], set[str]] = {}  # (stage, step) -> digests
     stage_of = {event["node"]: event["stage"] for event in swarm.lines.events("serving")}
     for event in swarm.lines.events("applied"):
         at = stage_of[event["node"]], event["step"]
@@ -173,8 +173,8 @@ def assert_replicas_applied_the_same(swarm: LocalSwarm) -> None:
 
 
 def assert_nothing_shows(swarm: LocalSwarm, directory: Path) -> None:
-    """Of what befell it, in any step that was committed: replicas applied the same, and the losses
-    are those of one process to which nothing has happened."""
+    """Assert that faults left no trace in any committed step: replicas are equal, and losses are
+    those of one undisturbed process."""
     assert_replicas_applied_the_same(swarm)
     seen = losses(directory)
     assert seen == pytest.approx(undisturbed(swarm.run, swarm.corpus, len(seen)), rel=1e-5)
@@ -182,7 +182,7 @@ def assert_nothing_shows(swarm: LocalSwarm, directory: Path) -> None:
 
 
 def all_running(swarm: LocalSwarm, since: int) -> bool:
-    """Whether all nodes have applied a few steps after that one."""
+    """Return whether all nodes have applied a few steps after that one."""
     members = [node.member for node, _ in swarm.nodes.values()]
     return all(
         member and member.phase.value == "running" and member.committed >= since + 3
@@ -191,7 +191,7 @@ def all_running(swarm: LocalSwarm, since: int) -> bool:
 
 
 async def test_a_replica_joins_while_the_others_train(corpus, tmp_path):
-    """It enters at a step boundary, no attempt is lost, and its weights are those of the others."""
+    """It enters at a step boundary, no attempt is lost, and its weights equal those of others."""
     async with LocalSwarm(small(replicas=2, steps=ENDLESS), corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
@@ -207,7 +207,7 @@ async def test_a_replica_joins_while_the_others_train(corpus, tmp_path):
 
 
 async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path):
-    """Through the loss of one, an attempt that goes on or is given up, and its successor."""
+    """A replica is lost, an attempt goes on or is given up, and a successor joins."""
     wire = {"activations": "none", "gradients": "none", "averaging": "lowrank"}
     wire |= {"rank": 2, "rank_after": 2}
     run = small(replicas=2, steps=ENDLESS, wire=wire, training__batch=6)
@@ -232,7 +232,7 @@ async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path):
 async def test_twins_equal_the_next_stage_after_each_commit(
     corpus, tmp_path, monkeypatch, stages, replicas
 ):
-    digests: dict[tuple[int, int], set[str]] = {}  # of stages and of their twins, by stage, step
+    digests: dict[tuple[int, int], set[str]] = {}  # (stage, step) -> digests of stage and twins
     apply = Twin.apply
 
     def noted(twin: Twin, commit: pb.Commit, lr: float) -> None:
@@ -255,7 +255,7 @@ async def test_twins_equal_the_next_stage_after_each_commit(
 
 
 async def test_what_codecs_leave_of_tensors_is_trained_with_as_by_one_process(corpus, tmp_path):
-    """As far as rounding goes the same way where last digits differ."""
+    """The losses are near, not equal: values that differ in last digits may round differently."""
     run = small(stages=3, wire__activations="int8", wire__gradients="int4")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
@@ -281,7 +281,7 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
         await leaver.retire(grace=3000.0)
         leaver.stop("stopped by its owner")
         await living
-        [(stage, seconds)] = given  # for what is being written; all that is left
+        [(stage, seconds)] = given  # all time left, for saves being written
         assert stage == 2
         assert seconds > CLOSE
         assert standby.stage == 2
@@ -299,13 +299,13 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
 
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkeypatch, stage):
-    """Where it is stage 0's only one, which then can't write its ledger, the run pauses."""
+    """If stage 0's only node can't write its ledger, the run pauses."""
     on_disk, goes_on = LineFile._write, threading.Event()
     stalled: set[Path] = set()
 
     def write(file: LineFile, descriptor: int, piece: bytes) -> int:
         if file.path in stalled:
-            goes_on.wait(300)  # seconds; only who waits for the disk in its loop gets there
+            goes_on.wait(300)  # seconds; reached only if an event loop waits for the disk
         return on_disk(file, descriptor, piece)
 
     monkeypatch.setattr(LineFile, "_write", write)
@@ -336,9 +336,9 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
 
 
 async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus, tmp_path):
-    """Also at a node that only dials out. What is exported is what each stage has saved."""
+    """A stage may be at a node that only dials out. The exported weights equal the saved ones."""
     run_file = small(stages=3, steps=ENDLESS, saves__every=1, saves__keep=1000)
-    run_file = override(run_file, saves__in_flight=100)  # a slow disk leaves out no save
+    run_file = override(run_file, saves__in_flight=100)  # no save is left out on a slow disk
     run = override(run_file, model__vocabulary=corpus.vocabulary)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
@@ -372,7 +372,7 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
 
 
 def saved_weights(folder: Path, run: RunFile, step: int) -> list[np.ndarray]:
-    """Of each stage."""
+    """Return the weights of each stage in the saves of a step."""
     saves = {
         save.state.id.stage: save
         for save in find_saves(folder / "saves")
@@ -384,7 +384,7 @@ def saved_weights(folder: Path, run: RunFile, step: int) -> list[np.ndarray]:
 
 
 async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpus, tmp_path):
-    """Whoever asks for it, or when it is due."""
+    """Observers may request text, and the driver makes samples when they are due."""
     sampling = {"tokens": 6, "temperature": 0.0}
     run = override(
         small(stages=2, steps=4, training__sample_every=4, training__sampling=sampling),
@@ -487,7 +487,7 @@ async def test_nodes_measure_their_links_while_they_train(corpus, tmp_path):
 
 
 async def test_nothing_is_left_of_a_node_that_joins_anew(corpus, tmp_path):
-    """Its stage takes as much memory as the next one's."""
+    """A node that stays would take as much memory as its successor."""
     run = small(stages=1, replicas=2)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
@@ -503,11 +503,11 @@ async def test_nothing_is_left_of_a_node_that_joins_anew(corpus, tmp_path):
             gc.collect()
             return not any(ref() for ref in left)
 
-        await swarm.until(gone)  # what has begun with it may end first
+        await swarm.until(gone)  # tasks that have begun may end first
 
 
 async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_path):
-    """A stage is lost later, and what comes out is of the family that went in."""
+    """A stage is lost later, and the exported model has the config of the checkpoint."""
     shape = replace(QWEN3, vocabulary=corpus.vocabulary + 3, tied=True, layers=3)
     folder = tmp_path / "model"
     exported(folder, shape)
@@ -536,7 +536,7 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
 
 
 async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tmp_path):
-    """GPT-2, whose stages nothing else knows, in stages of unequal size."""
+    """The architecture is GPT-2, from code of the run, in stages of unequal size."""
     run = small(
         stages=[2, 1, 2],
         recovery__policy="redundant",
@@ -560,7 +560,7 @@ async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tm
 async def test_a_standby_has_done_ahead_what_is_the_same_for_every_seat(
     corpus, tmp_path, monkeypatch, caplog
 ):
-    """And who comes once the run has begun draws no weights that it won't need."""
+    """A node that comes once the run has begun draws no initial weights, which it wouldn't need."""
     run, verified, drawn = small(stages=3, steps=ENDLESS), list[Corpus](), list[int]()
     verify = Corpus.verify_in_background
     async with LocalSwarm(run, corpus, tmp_path) as swarm:

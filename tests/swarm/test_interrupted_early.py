@@ -1,4 +1,4 @@
-"""Ctrl-C before a run has begun: no traceback, and the folder is free for another try."""
+"""Tests of Ctrl-C before a run has begun: no traceback, and the folder can be used again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_while_the_command_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_while_the_swarm_is_started(up, data: Path, tmp_path: Path) -> None:
-    """It comes to all processes of the terminal, also to the one that others are forked from."""
+    """All processes of the terminal get the signal, also the one that forks the others."""
     run, out = tmp_path / "run.toml", tmp_path / "out"
     run.write_text(dumps(small(data__path=str(data))))
     words = [sys.executable, "-m", "planaria", "up", str(run), "--out", str(out)]
@@ -40,6 +40,6 @@ def test_while_the_swarm_is_started(up, data: Path, tmp_path: Path) -> None:
         output = started.stdout.read().splitlines()
     assert started.returncode == 130 and not any("Traceback" in line for line in output), output
     assert "ended by SIGINT at step 0; planaria up --resume" in output[-1]
-    assert not (out / "logs").exists()  # by which a folder is known to be taken
+    assert not (out / "logs").exists()  # it marks a folder as taken
     again = up(out)
     assert again.finish()[0] == 0, again.output.read_text()

@@ -1,4 +1,4 @@
-"""A swarm whose machines have nothing of each other's but an invite: mutual TLS, real processes."""
+"""A swarm of real processes under mutual TLS, whose machines share nothing but an invite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
 
 
 class Wire:
-    """What goes to some addresses goes through here, and is recorded."""
+    """A TCP proxy in front of some addresses, which records all bytes."""
 
     def __init__(self) -> None:
         self.seen = bytearray()
@@ -82,7 +82,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         text = await machines.command("generate", "once", "--tokens", "2", join=reader)
         assert text.startswith("once"), "by a tokenizer that stage 0 gives"
 
-        for folder in ("a", "b/nothing"):  # with the node's certificate, and without one
+        for folder in ("a", "b/nothing"):  # with and without the node's certificate
             assert await is_healthy(members[folder[0]]["address"], machines.folder / folder)
         await a_reader_is_banned(machines, members["a"]["node"], operator)
         await a_reader_has_the_page_and_figures(machines, operator)
@@ -110,7 +110,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
 
 
 async def is_healthy(address: str, out: Path) -> bool:
-    """As its container's probe finds."""
+    """Return whether the health check of a node's container succeeds."""
     settings = {"PLANARIA_LISTEN": address, "PLANARIA_OUT": str(out)}
     script = Path(__file__).parents[2] / "docker/healthcheck.py"
     probe = await asyncio.create_subprocess_exec(sys.executable, script, env=os.environ | settings)
@@ -118,7 +118,7 @@ async def is_healthy(address: str, out: Path) -> bool:
 
 
 async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation) -> None:
-    """While a node tells it all that it writes into its log."""
+    """Ban a reader while a node sends it its log, and check that this ends."""
     reader = decode(await machines.command("invite", "--role", "reader", join=operator))
     follows = await machines.begin("logs", node, "--follow", join=reader, home="other")
     assert follows.stdout is not None
@@ -132,7 +132,8 @@ async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation
 
 
 async def a_reader_has_the_page_and_figures(machines: Machines, operator: Invitation) -> None:
-    """On a machine of its own, where no browser needs a certificate; until it is banned."""
+    """Check that a reader serves the page and metrics on its machine, where browsers need no
+    certificate, until it is banned."""
     reader = decode(await machines.command("invite", "--role", "reader", join=operator))
     watches = await machines.begin("page", join=reader, home="watcher")
     assert watches.stdout is not None

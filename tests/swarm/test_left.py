@@ -1,5 +1,5 @@
-"""The only nodes of stages die, by SIGKILL, one after the other; nobody comes, and whoever is left
-goes on."""
+"""The only nodes of stages are killed with SIGKILL, one after the other. No node replaces them, and
+the remaining ones go on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PROMISED = {
     "redundant": ["redundant"] * 4,
     "checkpoint": ["checkpoint"] * 4,
 }
-"""By policy, the method for each of these losses, as the table of docs/recovery.md has it. Where
-all come by snapshot or by a stage's swapped order, lab/tests/swarm/test_recovery.py loses them."""
+"""Policy -> the method for each of these losses, as in the table of docs/recovery.md. Policies that
+rebuild by snapshot or by swapped order are in lab/tests/swarm/test_recovery.py."""
 EXACT = ("redundant", "checkpoint")
-"""Policies after whose rebuilds training goes on as if nothing had happened."""
+"""Policies whose rebuilds don't change the losses."""
 
 
 @pytest.mark.parametrize("policy", PROMISED)
@@ -53,7 +53,7 @@ def test_down_to_one_node_each_stage_comes_back_as_its_policy_promises(
 
 
 def came_back(done: Swarm) -> list[tuple[int, str]]:
-    """By which method each seat that somebody took got its state, in this order."""
+    """Return stage and method of the first rebuild of each added seat, in order of time."""
     first: dict[str, tuple[int, str]] = {}
     for event in sorted(done.read("rebuilt"), key=lambda event: event["time"]):
         if was_added(event["node"]):

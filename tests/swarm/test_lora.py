@@ -1,4 +1,4 @@
-"""Swarms that train adapters of a model: what is lost of them, and of the weights beside them."""
+"""Tests of swarms that train adapters of a model, and lose adapters and frozen weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(corpus: Corpus, tmp_path: Path) -> Path:
 
 
 def adapting(model: Path, **changes: Any) -> RunFile:
-    """The model in three stages."""
+    """Return a run that trains adapters of the model in three stages."""
     others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
     run = from_fields({**others, "model": {"from": str(model), "stages": 3}})
     changes = {"training__lora": {"rank": 4}, "training__lr": 1e-2} | changes
@@ -51,7 +51,7 @@ def methods(swarm: LocalSwarm) -> set[tuple[int, str]]:
 
 
 def joined(swarm: LocalSwarm) -> list[dict[str, Any]]:
-    """What is told of newcomers to stage 0."""
+    """Return the rebuilt events of newcomers to stage 0."""
     rebuilt = swarm.lines.events("rebuilt")
     return [event for event in rebuilt if event["step"] > 0 and event["stage"] == 0]
 
@@ -59,8 +59,8 @@ def joined(swarm: LocalSwarm) -> list[dict[str, Any]]:
 async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
     corpus, model, tmp_path
 ):
-    """Only stage 0 has the folder. What is trained and sent hasn't the model's size; what comes out
-    is what the stages compute."""
+    """Only stage 0 has the folder. Gradients and transfers are smaller than the model, and the
+    merged export computes what the stages compute."""
     lora = {"rank": 4, "base": "nf4"}
     run = adapting(model, training__lora=lora, recovery__policy="checkfree")
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
@@ -129,7 +129,7 @@ async def test_each_policy_has_its_way_with_adapters(
 
 
 async def test_a_replica_copies_adapters_and_weights_of_its_stage(corpus, model, tmp_path):
-    """The only node with the folder is gone when it comes."""
+    """When the replica comes, the nodes with the model's folder are gone."""
     run = override(adapting(model), swarm__replicas=2)
     async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)

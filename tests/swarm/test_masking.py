@@ -1,4 +1,4 @@
-"""Nodes die in the middle of a step, by SIGKILL, and the step goes on."""
+"""Nodes are killed with SIGKILL in the middle of a step, and the step goes on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.swarm.small import small
 
 
 def check_nothing_shows(done: Swarm, data: Path) -> None:
-    """Every microbatch counted once, no attempt was tried again, and the losses are those of one
-    process to which nothing has happened."""
+    """Check that every microbatch counted once, that no attempt was repeated, and that the losses
+    are those of one undisturbed process."""
     logs = done.out / "logs"
     result = audit(logs)
     assert result.exact
@@ -30,8 +30,8 @@ def check_nothing_shows(done: Swarm, data: Path) -> None:
 
 
 def test_a_death_at_any_moment_of_a_step_leaves_no_trace(data: Path, tmp_path: Path) -> None:
-    """Before a forward pass, between it and the backward pass, after that, while averaging, and
-    sources."""
+    """Nodes die before a forward pass, between it and the backward pass, after that, while
+    averaging, and as sources."""
     deaths = {"1.0": "forward@3", "2.0": "backward@6", "1.1": "counted@9", "2.1": "average@12"}
     deaths |= {"0.1": "source@15", "0.2": "source@15"}
     run = small(replicas=3, steps=18, training__batch=12, recovery__masking="reassign")

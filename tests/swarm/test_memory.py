@@ -1,4 +1,4 @@
-"""Nodes whose devices have no room for what is sent to them."""
+"""Tests of nodes whose devices lack memory for microbatches that are sent to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = small(steps=12, training__batch=12, training__validation_microbatches=0)
 
 
 def shrink(node: OneSeat, room: int) -> TorchWork:
-    """From now on its device has no room for more microbatches than that."""
+    """Limit the memory of the node's device to so many microbatches from now on."""
     assert node.seat is not None
     work = node.seat.arithmetic.work
     assert isinstance(work, TorchWork)
@@ -26,7 +26,7 @@ def shrink(node: OneSeat, room: int) -> TorchWork:
 
     def blocks_if_there_is_room(x: torch.Tensor) -> torch.Tensor:
         if len(work._attempt.saved) >= room:
-            torch.empty(1 << 48)  # more than there are addresses
+            torch.empty(1 << 48)  # more than the address space
         return blocks(x)
 
     work._blocks = blocks_if_there_is_room

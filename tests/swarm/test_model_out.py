@@ -1,5 +1,5 @@
-"""A swarm trains, loses a stage, and its model is taken home; it is ended in the middle, and
-has its model in its saves."""
+"""A swarm trains, loses a stage, and its living model is exported; then it is ended, and its model
+is exported from its saves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def transformers_loss(folder: Path, rows: torch.Tensor) -> float:
 
 
 def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data, tmp_path) -> None:
-    """Tokenizer and chat template come from a node of stage 0."""
+    """A node of stage 0 sends tokenizer and chat template."""
     run = small(steps=100_000, saves__every=4, model__attn_mask_type="block_causal")
     chats = shutil.copytree(data, tmp_path / "chats")
     (chats / "chat_template.jinja").write_text("{{ messages[-1].content }}, she said")

@@ -1,7 +1,7 @@
 """A run that planaria 0.1.0 began goes on with this version.
 
-`earlier/data` is what `planaria data prepare` made of 400 short sentences. `earlier/run` is what is
-needed of what `planaria up` left: six steps, then two more with another batch.
+`planaria data prepare` made `earlier/data` from 400 short sentences. `earlier/run` has the needed
+files of a run of `planaria up`: six steps, then two more with another batch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def test_a_run_of_version_0_1_0_goes_on(up, tmp_path):
     lines = [line for line in swarm.lines.of("ledger.jsonl") if "step" in line]
     assert [line["step"] for line in lines] == list(range(1, 11))
     for line in lines:
-        if line["step"] in (7, 9):  # before them the batch, and the number of steps, were changed
+        if line["step"] in (7, 9):  # first steps after changes of the batch, of `steps`
             golden.change(run if line["step"] == 7 else load(kept / "run/run.toml"))
         assert line["loss"] == pytest.approx(golden.step(), rel=1e-5), line["step"]

@@ -1,4 +1,4 @@
-"""A run on several machines is paused, changed, taken back and stopped by its operator."""
+"""Tests of a run on several machines whose operator pauses, changes, takes back and stops it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         changing = await here.begin(
             *("change", "training.batch=8", "training.microbatch=4"), join=operator, home="other"
         )
-        here.processes.kill("b")  # a stage is lost at that very commit
+        here.processes.kill("b")  # a stage is lost during the change
         here.start_node("again", node, None, *here.saved("b"))
         output, _ = await changing.communicate()
         assert re.search(r"^the run goes on from step \d+$", output.decode(), re.MULTILINE)
@@ -112,7 +112,7 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         here.processes.kill("registry")
         await here.registry_with_journal(address)
         reply = await here.command("status", "--json", join=operator)
-        status = json.loads(reply[reply.index("{") :])  # a warning may stand before it
+        status = json.loads(reply[reply.index("{") :])  # a warning may precede it
         assert "batch = 8" in status["run_file"]
         assert [change["number"] for change in status["view"]["changes"]] == [1, 2]
         newest = await here.committed(beyond=newest)

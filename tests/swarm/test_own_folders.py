@@ -1,4 +1,4 @@
-"""A registry names folders of a node's machine, where nothing is read and nothing written."""
+"""A registry names folders of a node's machine, which the node neither reads nor writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 0 is the run owner's: other nodes never serve it, and wait for an owner's node."""
+"""Only the run owner's nodes serve stage 0; other nodes wait for one of these."""
 
 from __future__ import annotations
 

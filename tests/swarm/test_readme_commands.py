@@ -1,5 +1,5 @@
-"""README's commands, in its order, as somebody new would give them in an empty folder: blocks
-marked `sh` and `python` are run, and one marked `toml` is the file that its first line names."""
+"""README's commands run in order, in an almost empty folder. Blocks marked `sh` and `python` are
+run; a block marked `toml` is written to the file that its first line names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 600.0  # seconds; only a hanging command gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 FENCE = re.compile(r"^```(sh|python|toml)\n(.*?)^```", re.M | re.S)
 
 
 @pytest.fixture
 def newcomer(tmp_path: Path) -> Path:
-    """A folder with some texts in it."""
+    """The folder of a new user, with some texts."""
     texts = tmp_path / "my-texts"
     texts.mkdir()
     shutil.copy(ROOT / "corpus/austen/persuasion.txt", texts)
@@ -28,7 +28,7 @@ def newcomer(tmp_path: Path) -> Path:
 
 
 def output_of(kind: str, text: str, folder: Path) -> str:
-    """What it prints; nothing may go wrong."""
+    """Run or write a block, and return its output; it must succeed."""
     if kind == "toml":
         (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
         return ""

@@ -1,4 +1,4 @@
-"""Three registries of one run that share etcd: whichever is lost, training goes on."""
+"""Three registries of one run share etcd: whichever is lost, training goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("r1", "r2", "r3")
 
 
 class Registries(Machines):
-    """Each with a folder of its own, in which the operator has put the run's key."""
+    """Registries with a folder each, in which the operator has put the run's key."""
 
     def __init__(self, folder: Path, data: Path, etcd: EtcdServer, ways: list[Way]) -> None:
         super().__init__(folder, data, stages=1)
@@ -53,7 +53,7 @@ class Registries(Machines):
         )
 
     async def leader(self, other_than: str = "") -> str:
-        """Who leads, once it is another one than that."""
+        """Wait for a leader other than the given registry, and return its name."""
         store = Store(self.etcd.etcd, self.run, self.key, "")
         async with asyncio.timeout(DEADLINE):
             while True:
@@ -64,7 +64,7 @@ class Registries(Machines):
                 await asyncio.sleep(0.02)
 
     async def view(self, condition: Callable[[View], bool]) -> View:
-        """The newest in etcd, once it fulfils this."""
+        """Return the newest view in etcd, once it fulfils the condition."""
         async with asyncio.timeout(DEADLINE):
             while True:
                 kept = await asyncio.to_thread(self.etcd.history, f"planaria/{self.run}/view")
@@ -80,14 +80,14 @@ class Registries(Machines):
         return self.processes.log(name).read_text()
 
     async def says(self, name: str, words: str, since: str = "") -> None:
-        """In its log, beyond what it had said. `words`: a regular expression."""
+        """Wait until its log has the regular expression `words` after the text `since`."""
         async with asyncio.timeout(DEADLINE):
             while not re.search(words, self.logged(name).removeprefix(since)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
 def _ports(count: int) -> list[int]:
-    """Free ones, in a row: enrolment is at the port below a registry's."""
+    """Return free consecutive ports, since enrolment uses the port below a registry's."""
     for first in range(20_000, 30_000, count):
         try:
             for port in range(first, first + count):
@@ -134,7 +134,7 @@ async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: 
         await here.says(second, "the registry ends")
         await here.trains_on()
         here.ways[second].open.set()
-        # It leads again if who leads now was held up for as long as a lease.
+        # It leads again if the present leader was held up for as long as a lease.
         await here.says(second, "this registry (follows|leads from now on)", before[second])
 
         left = [name for name in NAMES if name != first.name]
@@ -143,14 +143,14 @@ async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: 
             for name in left:
                 await here.says(name, "No views are issued meanwhile", before[name])
             await here.trains_on()
-        here.start_node("c", encode(invited))  # by what the first of them had decided
+        here.start_node("c", encode(invited))  # invited by the first leader
         last = await here.view(lambda view: len(view.members) == 3)
         assert not here.processes.ended(), here.logs()
         check_views(here, last)
 
 
 def check_views(here: Registries, last: View) -> None:
-    """In order, and nobody ever was evicted."""
+    """Check that views in etcd are in order, and that no member was ever evicted."""
     numbers = [int(value) for value in here.etcd.history(f"planaria/{here.run}/number")]
     kept = [View.FromString(value) for value in here.etcd.history(f"planaria/{here.run}/view")]
     assert [view.number for view in kept] == numbers

@@ -1,4 +1,4 @@
-"""A run that was ended as a whole goes on, with other settings too."""
+"""Tests of runs that were ended as a whole and are resumed, also with other settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.swarm.test_supervised import DEADLINE, ByHand
 
 RUN = small(2, steps=32, model__layers=4, saves__every=4, saves__milestones=8)
 EQUAL = 1e-5
-"""Of a loss: sums of gradients' squares over stages, and of gradients over nodes, are rounded
-apart."""
+"""Relative difference of equal losses: squared norms are summed over stages, and gradients over
+nodes, which rounds differently."""
 
 
 def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
-    """By step, of each time that it was committed."""
+    """Return step -> the losses of each time that it was committed."""
     by_step: dict[int, list[float]] = {}
     for line in lines.of(pattern):
         if "step" in line:
@@ -36,10 +36,10 @@ def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
 
 
 def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path):
-    """From 2 stages to 4, then from a step before that to 1 of two nodes each, with another batch
-    and rate, for longer, in a copy; saves of a node lie elsewhere, and so do folders and data."""
+    """The run goes from 2 stages to 4; then a copy goes from an earlier step to 1 stage and two
+    replicas, another batch and rate, and more steps. A node's saves, folders and data are moved."""
     saves, first = tmp_path / "saves", tmp_path / "first"
-    at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
+    at_once = ["--seats", "1"]  # nodes told to end don't wait for an heir
     swarm = up(RUN, "--save-dir", str(saves), *at_once, at=shutil.copytree(data, first))
     swarm.wait_until("step 8", lambda: swarm.committed() >= 8)
     swarm.end(signal.SIGTERM)
@@ -100,7 +100,7 @@ def by_hand(data: Path, tmp_path: Path):
 def test_on_machines_of_ones_own_saves_are_written_anew_for_another_run_file(
     by_hand, data, tmp_path
 ):
-    """What was trained in vain is trained again, to the same losses."""
+    """Steps after the newest complete save are trained again, to the same losses."""
     disks = [tmp_path / f"disk-{stage}" for stage in range(3)]
     for stage, disk in enumerate(disks):
         by_hand.start_node(f"node-{stage}", stage, "--restart", "no", "--save-dir", str(disk))

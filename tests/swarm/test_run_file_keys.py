@@ -1,5 +1,5 @@
-"""No key of the run file is dead: a changed value changes what registry, driver or model go by, or
-a live swarm reads the key where it is said here."""
+"""Tests that each key of the run file has an effect. Another value changes the rules of registry,
+driver or model, or a live swarm reads the key in the module that is listed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASE = small(stages=4, model__vocabulary=512, saves__keep=6)
 
 
 def keys(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each key that is no table, and its value."""
+    """Yield each key that isn't a table, and its value."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -90,7 +90,7 @@ CHANGED = {
     "notify.command": "cat",
     "changes": [{"step": 5, "was": ["training.batch=8"]}],
 }
-"""Where the double, or the opposite, won't do."""
+"""Other values of keys, where the double or the opposite isn't valid."""
 
 USED = {
     "node/agent.py": ["training.in_flight"],
@@ -133,7 +133,7 @@ USED = {
 
 MUON = {"training__optimizer": "muon"}
 OF_THE_REGISTRY = {"notify.command"}
-"""What no node gets (tests/node/page/test_notifying.py)."""
+"""Keys that no node gets (tests/node/page/test_notifying.py)."""
 
 
 def changed(key: str, value: Any) -> RunFile:
@@ -146,7 +146,7 @@ def changed(key: str, value: Any) -> RunFile:
 
 
 def gone_by(run: RunFile) -> list[object]:
-    """What registry, driver and model make of it."""
+    """Return the rules and figures that registry, driver and model derive from the run file."""
     config = model_config(run.model, 512)
     by_driver = transaction_rules(run, config)
     scales = [by_driver.lr_scale(step, 1) for step in (2, 100, 150)]
@@ -162,7 +162,7 @@ def test_every_key_has_an_effect_or_is_listed() -> None:
 
 @contextmanager
 def noting(read: defaultdict[str, set[str]]) -> Iterator[None]:
-    """Notes for each section's class and key which modules of the project read it."""
+    """Record in `read`, for each section's class and key, which modules of planaria read it."""
     usual: Callable[[Section, str], Any] = Section.__getattribute__
 
     def noted(self: Section, name: str) -> Any:

@@ -1,5 +1,5 @@
-"""`planaria node` as one starts it by hand: it starts another node when one has crashed, and leaves
-when the cloud takes its machine back."""
+"""Tests of `planaria node` as started by hand: it restarts a node that crashed, and leaves when the
+cloud takes its machine back."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.metadata_service import metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
-DEADLINE = 300.0  # seconds; only a hanging test gets there
+DEADLINE = 300.0  # seconds; reached only by a hang
 
 
 class ByHand:
-    """A registry and nodes of a run, each as a command."""
+    """A registry and nodes of a run, each started by a command."""
 
     def __init__(self, folder: Path, run: RunFile) -> None:
         self.folder, self.lines = folder, Lines(folder)
@@ -39,7 +39,7 @@ class ByHand:
         self.start_registry("registry", run)
 
     def start_registry(self, name: str, run: RunFile, *options: str) -> None:
-        """In place of one that is gone."""
+        """Start a registry, which replaces an earlier one."""
         file, address = self.folder / f"{name}.toml", self.folder / "address"
         file.write_text(dumps(resolve(run)))
         address.unlink(missing_ok=True)
@@ -51,7 +51,7 @@ class ByHand:
 
     def start(self, name: str, *arguments: str) -> Forked:
         log = self.folder / f"{name}.log"
-        own = self.environment  # which only its own fork server hands on
+        own = self.environment  # passed on only by its own fork server
         process = Forked(log, *arguments, cwd=self.folder, environment=own, takes_all=bool(own))
         self.started.append(process)
         return process
@@ -62,14 +62,14 @@ class ByHand:
 
     @property
     def address(self) -> str:
-        """Of the registry."""
+        """Return the registry's address."""
         return (self.folder / "address").read_text().strip()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return self.lines.events(kind)
 
     def at_stage(self, stage: int) -> list[int]:
-        """Process ids of the nodes that have served the stage, in order."""
+        """Return the process ids of nodes that have served the stage, in order."""
         seats = [event["node"] for event in self.events("serving") if event["stage"] == stage]
         pids = {event["node"]: int(event["pid"]) for event in self.events("joined")}
         return [pids[node_of(seat)] for seat in seats]
@@ -95,7 +95,7 @@ def by_hand(data: Path, tmp_path: Path) -> Iterator[ByHand]:
 
 
 def test_a_node_that_is_killed_comes_back_and_ends_when_its_supervisor_is_told_to(by_hand) -> None:
-    by_itself = ["--seats", "1"]  # nobody fills in until it is back
+    by_itself = ["--seats", "1"]  # no node takes a second seat meanwhile
     supervisors = [by_hand.start_node(f"node-{n}", n, *by_itself) for n in range(3)]
     by_hand.until(lambda: by_hand.events("committed"))
     (pid,) = by_hand.at_stage(1)
@@ -135,7 +135,7 @@ def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited
 
 
 def test_a_node_whose_machine_is_taken_back_leaves_in_the_time_that_is_left(by_hand) -> None:
-    """It finds out by itself in which cloud it is; and nobody starts it again."""
+    """The node finds out in which cloud it is, and isn't started again."""
     with metadata_service("aws") as service:
         by_hand.environment[ADDRESS_VARIABLE] = service.address
         node = by_hand.start_node("node-1", 1)

@@ -1,5 +1,5 @@
-"""Each of these is killed with SIGKILL in the middle of a step: a replica, the driver, the only
-node of a body stage, the registry; and one node is frozen with SIGSTOP."""
+"""Tests of `planaria up` under faults. SIGKILL ends the only node of a stage, the driver, the
+registry or all processes; SIGSTOP freezes a node; nodes come and go as in a trace."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_loss_that_the_policy_cannot_heal_stops_a_strict_run_with_a_reason(up)
     assert status == 1
     assert "stage 1 is lost" in output
     assert "--strict" in output
-    assert 5 <= swarm.summary()["steps"] < 100  # the kill comes a little late on a busy machine
+    assert 5 <= swarm.summary()["steps"] < 100  # the kill is late on a busy machine
 
 
 def methods(summary: dict) -> list[tuple[int, str]]:
@@ -98,7 +98,7 @@ def methods(summary: dict) -> list[tuple[int, str]]:
 
 
 def test_checkfree_plus_survives_every_single_loss(up):
-    """Both ends, all of stage 0 with the driver, and a stage that is never swapped."""
+    """The losses are both ends, stage 0 with the driver, and a stage that is never swapped."""
     swarm = up(
         small(stages=5, steps=24, recovery__snapshot__first=0),
         *("--policy", "checkfree+", "--seats", "1"),
@@ -119,7 +119,7 @@ def test_checkfree_plus_survives_every_single_loss(up):
 
 
 def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
-    """SIGKILL for `planaria up`, which takes everything with it."""
+    """SIGKILL for `planaria up` ends all of its processes."""
     saves = tmp_path / "saves"
     run = small(steps=30, saves__every=4)
     swarm = up(run, "--save-dir", str(saves), takes_all=True)

@@ -1,4 +1,4 @@
-"""A run whose last step can't be saved: its nodes are kept, and its end without it is an error."""
+"""Tests of a run whose last step can't be saved: its nodes stay, and ending unsaved is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.swarm.small import small
 
 @pytest.fixture
 def saves(tmp_path: Path) -> Path:
-    """Where saving stage 1 fails: a folder has the name of one of its files."""
+    """A folder for saves where saving stage 1 fails: a folder has the name of one of its files."""
     (tmp_path / "saves/1.0/stage-1/latest").mkdir(parents=True)
     return tmp_path / "saves"
 

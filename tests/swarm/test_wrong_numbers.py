@@ -1,5 +1,5 @@
-"""Nodes that are sick, not dead: what they send is wrong. Nobody else's node ends, that one is
-named, and the swarm trains on."""
+"""Tests of live nodes that send wrong values: such a node is named, no other node ends, and the
+swarm trains on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = small(replicas=2, steps=1000, training__batch=4)
 
 
 def falls_sick(node: OneSeat, alter: Callable[[Frame], Frame]) -> None:
-    """From now on what it sends to others goes through `alter`."""
+    """Pass all frames that the node sends to others through `alter` from now on."""
     seat = node.seat
     send = seat.outbox.send
 
@@ -35,7 +35,7 @@ def falls_sick(node: OneSeat, alter: Callable[[Frame], Frame]) -> None:
 async def is_taken_out(
     swarm: LocalSwarm, slot: tuple[int, int], alter: Callable[[Frame], Frame]
 ) -> OneSeat:
-    """The node of that slot falls sick, and goes; nobody else does, and steps follow."""
+    """Let the slot's node fall sick; check that it alone leaves and that steps follow."""
     await swarm.until(lambda: swarm.committed() >= 2)
     sick = swarm.nodes[slot][0]
     falls_sick(sick, alter)
@@ -82,7 +82,7 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
 
 
 def flips_a_bit(node: OneSeat) -> None:
-    """Once, before the digest is taken anew; not between that and the next update."""
+    """Flip a bit once, before the next digest is taken, not between digest and update."""
     arithmetic = node.seat.arithmetic
     reduced = arithmetic.reduced
 
@@ -129,7 +129,7 @@ async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
 
 
 def scaled(frame: Frame) -> Frame:
-    """As of a node whose output is a tenth larger."""
+    """Return the frame of a node whose output is a tenth larger."""
     if frame.kind != "activation":
         return frame
     (x,) = decode(frame.descriptors, frame.payload, torch.device("cpu"))
@@ -150,7 +150,7 @@ async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names
 
 
 def contributes(node: OneSeat, factor: float) -> None:
-    """It sends others, and adds itself, so many times its gradient."""
+    """Let the node send and add `factor` times its gradient."""
     complete = Attempt.complete
 
     async def wrong(self: Attempt, exchanges: Exchanges) -> None:
@@ -163,7 +163,7 @@ def contributes(node: OneSeat, factor: float) -> None:
 
 
 def adds_up(node: OneSeat, factor: float) -> None:
-    """It multiplies the sums that it makes, and claims a contribution that makes them fit."""
+    """Let the node multiply its sums by `factor`, and claim a contribution that fits them."""
     tell = Reduction._send_sum
 
     def wrong(self: Reduction, number: int, total: torch.Tensor) -> OutgoingFrames:
@@ -182,7 +182,7 @@ async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_s
 ):
     monkeypatch.setattr(Attempt, "complete", Attempt.complete)
     monkeypatch.setattr(Reduction, "_send_sum", Reduction._send_sum)
-    slow = {"batch": 96, "microbatch": 16, "lr": 1e-5}  # so that correct gradients agree
+    slow = {"batch": 96, "microbatch": 16, "lr": 1e-5}  # so that right gradients agree
     training = {f"training__{key}": value for key, value in slow.items()}
     threes = small(1, replicas=3, steps=10_000, trust__gradients="exclude", **training)
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:

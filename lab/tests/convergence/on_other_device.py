@@ -1,6 +1,6 @@
-"""A swarm in one process on the device that DEVICE names, against the CPU.
+"""Tests of a swarm in one process on the device that DEVICE names, against the CPU.
 
-test_any_device.py runs these in a process of their own.
+test_any_device.py runs them in a separate process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def trained(
     ablation: dict[str, Any],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Losses and weights of a run that loses stage 2. It ends then, and goes on from its file, if
-    torch writes files of such a device's tensors."""
+    """Return losses and weights of a run that loses stage 2. If torch writes files of the device's
+    tensors, the run then ends and goes on from its file."""
     swarm = swarm_on(device, corpus, settings, ablation)
     losses = [swarm.step() for _ in range(2)]
     (line,) = swarm.lose([2])

@@ -1,4 +1,4 @@
-"""The lab on a device that is neither CPU nor CUDA, and on a GPU."""
+"""Tests of the lab on a device that is neither CPU nor CUDA, and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed goes on where it was."""
+"""Tests of runs that are killed and go on where they were."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PATIENCE = 600.0
 
 
 def study(data: Path) -> Study:
-    """Losses before and behind the end of the process; kept tensors, copies and files of all
-    policies are needed for those behind."""
+    """Return a study that loses stages before and after the process is killed. The losses after it
+    need kept tensors, copies and files of all policies."""
     return Study.model_validate(
         {
             "title": "Killed",
@@ -53,7 +53,7 @@ def study(data: Path) -> Study:
 
 
 class Killed:
-    """Counts iterations, and ends the process without a word."""
+    """Counts iterations, and kills its process at iteration `KILLED_AFTER`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -65,7 +65,7 @@ class Killed:
 
 
 def killed_in(path: Path, key: str, job: Job) -> int | None:
-    """Status of a process that trains, and writes into the file after each iteration."""
+    """Return the exit status of a process that trains, and writes the file after each iteration."""
     begin_fork_server()
     process = get_context("forkserver").Process(
         target=run_one, args=(key, job, "cpu", PartialRun(path, every=0), Killed())

@@ -29,7 +29,7 @@ def study() -> Study:
 
 
 def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
-    """Its losses after 0, 10, 20, 30 iterations."""
+    """Return a run with these losses after 0, 10, 20, 30 iterations."""
     rebuild: dict[str, Any] = {"iteration": 12, "stage": 2}
     if relearned:
         rebuild["relearned"] = {
@@ -55,7 +55,7 @@ def runs() -> dict[tuple[str, int], Line]:
     lines = [
         line("none", 0, 7.0, 6.0, 5.0, 4.0),
         line("none", 1, 7.0, 6.0, 5.0, 4.0),
-        line("guessed", 0, 7.0, 6.0, 5.5, 5.0),  # where the other was 10 iterations before
+        line("guessed", 0, 7.0, 6.0, 5.5, 5.0),  # 10 iterations behind "none"
         line("guessed", 1, 7.0, 6.0, 5.5, 4.5),
         line("relearned", 0, 7.0, 6.0, 5.5, 4.2, relearned=1200),
     ]
@@ -76,7 +76,7 @@ def test_a_row_is_compared_seed_by_seed(study: Study, runs: dict[tuple[str, int]
     assert guessed["extra iterations to the loss of step 20"] == "+8 ± 4"
     assert guessed["iterations behind"] == "8 ± 4"
     assert relearned["seeds"] == "1"
-    assert relearned["share of the reference"] == "0.20"  # 0.2 of 1.0, the seed that both have
+    assert relearned["share of the reference"] == "0.20"  # 0.2 of 1.0, by the common seed
     assert relearned["relearning, iterations of computing"] == "4.5"  # (1200 + 12 * 50) / 400
     assert relearned["... in the background"] == "1.5"
     assert relearned["... of waiting"] == "12"

@@ -1,4 +1,4 @@
-"""Who does a study's runs."""
+"""Tests of where a study's runs are computed, and of single runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_dask_cluster_has_the_same_results(data: Path, tmp_path: Path) -> None
         assert kept.keys() == {key for key, _ in wanted}
         for key, job in wanted:
             alone = run_one(key, job, "cpu")
-            for volatile in ("seconds", "at", "rebuilds"):  # the last has JSON's lists
+            for volatile in ("seconds", "at", "rebuilds"):  # "rebuilds" has JSON's lists
                 del alone[volatile], kept[key][volatile]
             assert {**alone, "validation": [list(point) for point in alone["validation"]]} == kept[
                 key
@@ -115,7 +115,7 @@ def test_data_of_a_study_without_a_text_is_not_made(tmp_path: Path) -> None:
 
 
 def relearned(data: Path, **training: object) -> tuple[str, Job]:
-    """A run with its only loss after iteration 6, before which three steps are kept."""
+    """Return a run with one loss, after iteration 6, which keeps the three steps before it."""
     study = Study.model_validate(
         {
             "title": "One loss",

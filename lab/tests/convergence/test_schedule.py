@@ -67,19 +67,19 @@ def test_a_trace_loses_a_stage_with_its_last_node() -> None:
         TraceRow(0.0, True, "b"),  # stage 1
         TraceRow(0.0, False, "b"),  # not all stages have a node yet
         TraceRow(1.0, True, "c"),  # stage 1
-        TraceRow(2.0, True, "d"),  # stage 2: it begins
+        TraceRow(2.0, True, "d"),  # stage 2: training begins
         TraceRow(12.0, True, "e"),  # stage 0 again
-        TraceRow(22.0, False, "a"),  # e is left
-        TraceRow(32.0, False, "c"),  # stage 1 is lost; it waits for f
+        TraceRow(22.0, False, "a"),  # stage 0 still has e
+        TraceRow(32.0, False, "c"),  # stage 1 is lost, and waits for f
         TraceRow(92.0, True, "f"),
-        TraceRow(102.0, False, "f"),  # 10 s later it is lost again
+        TraceRow(102.0, False, "f"),  # 10 s later, stage 1 is lost again
     ]
     assert from_trace(rows, 2.0, 1000, 2) == {15: (1,), 20: (1,)}
     assert from_trace(rows, 2.0, 16, 2) == {15: (1,)}
 
 
 def test_a_stage_that_can_spare_a_node_lets_no_time_pass() -> None:
-    rows = [TraceRow(0.0, True, name) for name in "abcdef"]  # two nodes a stage
+    rows = [TraceRow(0.0, True, name) for name in "abcdef"]  # two nodes per stage
     rows += [TraceRow(10.0, False, "b"), TraceRow(20.0, False, "e"), TraceRow(30.0, False, "c")]
     assert from_trace(rows, 1.0, 1000, 2) == {20: (1,)}
 

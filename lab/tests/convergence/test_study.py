@@ -112,7 +112,7 @@ CONTENT = {
     ("corpus/austen", 512): "93adfa567266516072c333b152ace724",
     ("data/texts", 2048): "b528803bca3fe8669f23f71a35833040",
 }
-"""Of the data that shipped studies train on."""
+"""(Text, vocabulary) -> content hash of the data that shipped studies train on."""
 STUDIES = sorted((Path(__file__).parents[2] / "results").glob("*/study.toml"))
 
 
@@ -120,7 +120,7 @@ STUDIES = sorted((Path(__file__).parents[2] / "results").glob("*/study.toml"))
 def test_each_row_is_still_of_its_study(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where no data is, so that it needs no preparing
+    monkeypatch.chdir(tmp_path)  # an empty folder: no data is prepared
     asked = load(path)
     vocabulary = {"model__vocabulary": asked.vocabulary}
     results = read_results(path.with_name(RESULTS))
@@ -132,8 +132,8 @@ def test_each_row_is_still_of_its_study(
 
 
 def test_results_were_made_with_these_defaults() -> None:
-    """Another digest: let FORMAT grow if a default has changed, not for a new setting that changes
-    nothing; then put it here."""
+    """If the digest differs because a default has changed, increase FORMAT. For a new setting that
+    changes nothing, don't. Then put the new digest here."""
     defaults = [
         section.model_dump(mode="json", exclude={"data", "name", "swarm", "saves", "trust"})
         for section in (from_fields(PUBLISHED), Losses(), Ablation())

@@ -1,4 +1,4 @@
-"""Text from packages, without downloading any."""
+"""Tests of texts from packages, without downloading any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planaria_lab.convergence import texts
 
 
 def downloaded(package: str, folder: Path) -> Path:
-    """A package of that name with two works and two articles."""
+    """Write a package of that name with two works or two articles, and return its path."""
     folder.mkdir(exist_ok=True)
     file = folder / package
     if package == texts.PLAYS:

@@ -1,4 +1,4 @@
-"""Iterations by seconds: CheckFree's Table 2 with measured figures."""
+"""Tests of CheckFree's Table 2 with measured figures: iterations times seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 100
 
 
 def run(variant: str, late: int, losses: int) -> dict[str, object]:
-    """A curve that falls by 0.01 an iteration, `late` iterations late in the end."""
+    """Return a run whose loss falls by 0.01 per iteration, beginning `late` iterations late."""
     loss = [[i, i, 5 - 0.01 * max(0, i - late)] for i in range(0, STEPS + 1, 10)]
     rebuilds = [{"iteration": i, "stage": 1} for i in range(losses)]
     return {
@@ -61,7 +61,7 @@ def test_minutes_are_iterations_by_seconds_and_stalls(runs: Path) -> None:
     assert low == pytest.approx(1000 * 100 / 80 * (2.0 + 0.05 * 3.0) / 60)
     assert low < middle < high
     assert rows["redundant"].minutes[0] == pytest.approx(1000 * (2.0 + 0.05 * 3.0) / 60)
-    without = times(by_run, live(stall=1.0))["redundant"].minutes  # no less than a step
+    without = times(by_run, live(stall=1.0))["redundant"].minutes  # a stall below a step is free
     assert without == pytest.approx([1000 * 2.0 / 60] * 3)
 
 

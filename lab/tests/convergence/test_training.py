@@ -1,4 +1,4 @@
-"""Golden losses and what each policy promises.
+"""Tests of training a swarm in one process: golden losses, and the promises of each policy.
 
 `python lab/tests/convergence/test_training.py DATA` writes the golden losses anew, from the shipped
 prose prepared with --vocabulary 512."""
@@ -82,7 +82,7 @@ def run_with(**changes: object) -> RunFile:
 
 
 def trained(swarm: TrainingSwarm, losses: dict[int, list[int]]) -> list[float]:
-    """The loss of each iteration until all steps are committed."""
+    """Return the loss of each iteration until all steps are committed."""
     losses_of: list[float] = []
     while swarm.committed < swarm.run.steps:
         losses_of.append(swarm.step())
@@ -103,8 +103,8 @@ def undisturbed(corpus: Corpus) -> list[float]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
-    """Bit for bit on the processor that wrote them down. Others round sums otherwise, by 3e-7 at
-    most in what is trained, and by some 2e-4 once an end stage has relearned from bfloat16."""
+    """The golden losses are exact on the processor that wrote them. Others round sums differently:
+    by 3e-7 at most in training, and by some 2e-4 once an end stage has relearned from bfloat16."""
     losses = trained_by(policy, corpus)
     golden = json.loads(GOLDEN.read_text())[policy]
     assert losses[:20] == pytest.approx(golden[:20], rel=1e-5)
@@ -125,7 +125,7 @@ def test_replicas_that_send_all_of_their_gradients_train_as_one_does(
 
 @pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("lowrank", 12)])
 def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) -> None:
-    """And what a stage's replicas hold back goes with them."""
+    """The error feedback of a stage's replicas is lost with the stage."""
     run = override(run_with(), wire__averaging=codec, wire__rank_after=0)
     swarm = TrainingSwarm(run, corpus, Ablation(replicas=2))
     whole = TrainingSwarm(run_with(), corpus, Ablation(replicas=2))
@@ -230,7 +230,7 @@ def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation)
 
 def test_an_update_takes_five_rounds_of_three_products(corpus: Corpus) -> None:
     config = run_with().config_for(corpus.vocabulary)
-    square, wide = 4, 3  # matrices of attention, of the MLP
+    square, wide = 4, 3  # matrices of attention, and of the MLP
     dim, hidden = config.dim, config.hidden
     rounds = 5 * (square * 6 * dim**3 + wide * (4 * dim * dim * hidden + 2 * dim**3))
     weights = square * dim * dim + wide * dim * hidden + 2 * dim
@@ -251,8 +251,8 @@ def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus
 
 
 def test_what_is_good_enough_is_trained_on_and_learns_the_rest_meanwhile(corpus: Corpus) -> None:
-    """What it learns in a step comes from the weights at its beginning, and is added behind Adam's
-    update."""
+    """Updates learned during a step start from the weights at its beginning, and are added after
+    Adam's update."""
     run = run_with(relearn__passes=10, relearn__enough=0.3, relearn__each_step=50)
     swarm = TrainingSwarm(run, corpus)
     for _ in range(6):
@@ -298,7 +298,7 @@ def test_who_learns_in_the_background_and_is_lost_begins_anew(corpus: Corpus) ->
 
 
 def test_the_lab_takes_half_of_a_nodes_time_for_a_gap(corpus: Corpus) -> None:
-    """An update computes its passes, and what orthogonalizing takes."""
+    """The cost of an update is that of its passes and of orthogonalization."""
     for wanted, tokens in ((1, 32), (64, 64), (95, 64), (1000, 64)):
         swarm = TrainingSwarm(run_with(relearn__tokens=wanted), corpus)
         each = tokens + update_tokens(swarm.config, Ablation())
@@ -361,7 +361,7 @@ def test_two_in_a_row_relearn_as_one(corpus: Corpus, stages: list[int]) -> None:
 
 
 def test_who_came_later_has_kept_fewer_steps(corpus: Corpus) -> None:
-    """The nodes before and behind: what only one of them has is no pair."""
+    """A pair needs the tensors of both neighbours; a step that only one of them kept has none."""
     swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
     tokens = []
     for stage, steps in ((2, 6), (3, 2), (2, 1), (5, 1)):
@@ -387,7 +387,7 @@ def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus)
 
 
 def adapting(corpus: Corpus, model: Path, **changes: Any) -> RunFile:
-    """A run that trains adapters of a small model, which it writes to this folder."""
+    """Write a small model to the folder `model`, and return a run that trains its adapters."""
     shape = replace(GROUPED, vocabulary=corpus.vocabulary, stages=3, context=32)
     exported(model, shape)
     origin = {"model": {"from": str(model), "stages": 3, "context": 32}}
@@ -405,8 +405,8 @@ def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None
 
 
 class Reference:
-    """CheckFree by transformers' model, torch's Adam and its clipping, a window at a time; its
-    stages begin as those of a swarm. Formulas are Algorithm 1's and those of the published code."""
+    """CheckFree with transformers' model and torch's Adam and clipping, one window at a time. It
+    begins with a swarm's weights. Formulas are those of Algorithm 1 and of the published code."""
 
     def __init__(self, swarm: TrainingSwarm) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -437,11 +437,11 @@ class Reference:
         self.lr = lr
         self.optimizers = [self.adam(stage, 1.0) for stage in range(len(self.parameters))]
         self.drawn = training_windows(self.corpus, self.run.seed, config.context, self.run.batches)
-        self.norms: list[float] = []  # of the stages' last gradients
+        self.norms: list[float] = []  # of the stages' newest gradients
         self.clipped: list[float] = []
 
     def named(self, stage: int) -> dict[str, nn.Parameter]:
-        """The parameters of a stage by the names that they have in ours."""
+        """Map planaria's names of a stage's parameters to this model's parameters."""
         names = ["embed_tokens.weight", "norm.weight", "lm_head.weight"]
         if stage:
             names = [f"layers.0.{name}" for name, _ in self.layers[stage - 1].named_parameters()]
@@ -457,7 +457,7 @@ class Reference:
         scope: str = "global",
         share: slice = slice(None),
     ) -> float:
-        """`share`: of the window's microbatches, the gradient's mean is over them."""
+        """Train one step and return its loss. `share`: the microbatches of the window to train."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         context = self.model.config.max_position_embeddings
@@ -487,7 +487,7 @@ class Reference:
         return total
 
     def recover(self, stage: int, shares: Mapping[int, float]) -> None:
-        """The stage as the weighted mean of others, with a new Adam at 1.1 times the rate."""
+        """Set the stage to the weighted mean of others, with a new Adam at 1.1 times the rate."""
         whole = sum(shares.values())
         with torch.no_grad():
             for place, parameter in enumerate(self.parameters[stage]):
@@ -523,7 +523,7 @@ def test_iterations_and_a_recovery_are_those_of_a_plain_loop(corpus: Corpus, for
         assert swarm.step() == pytest.approx(
             reference.step(step, pairs, swarm.ablation.clip_scope), rel=1e-5
         )
-        assert max(reference.norms) > run.training.clip  # something is clipped
+        assert max(reference.norms) > run.training.clip  # so gradients are clipped
         if step == 2:
             swarm.lose([lost])
             reference.recover(lost, shares(reference))
@@ -557,8 +557,8 @@ def put_flat(parameters: Sequence[nn.Parameter], values: torch.Tensor) -> None:
 def test_pipelines_that_meet_train_as_two_plain_loops(
     corpus: Corpus, every: int, lr: float, momentum: float, lost_after: int | None
 ) -> None:
-    """The outer step as PyTorch's SGD documents Nesterov's. Who is left trains the whole window,
-    and the mean is its own."""
+    """The outer step is Nesterov momentum as PyTorch documents it for SGD. If one pipeline is lost,
+    the other trains the whole window, and the mean is over it alone."""
     outer = Ablation(replicas=2, meet_every=every, outer_lr=lr, outer_momentum=momentum)
     swarm = TrainingSwarm(plain_run(), corpus, outer.model_copy(update={"round_loss": "pipeline"}))
     both = [Reference(swarm), Reference(swarm)]
@@ -572,7 +572,7 @@ def test_pipelines_that_meet_train_as_two_plain_loops(
         assert swarm.step() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         if step == lost_after:
             (line,) = swarm.lose([3])
-            assert (line["pipeline"], line["samples"]) == (1, 4)  # of one step
+            assert (line["pipeline"], line["samples"]) == (1, 4)  # samples of one step
             present = [0]
         if step % every:
             continue
@@ -596,7 +596,7 @@ def test_pipelines_that_meet_train_as_two_plain_loops(
 
 
 def test_pipelines_send_their_differences_where_they_meet(corpus: Corpus) -> None:
-    """As many bytes as gradients have in a step; one that is alone sends nothing."""
+    """A meeting sends as many bytes as the gradients of a step. A pipeline alone sends nothing."""
     sent = {}
     for codec in ("none", "int8"):
         run = override(plain_run(), wire__averaging=codec)
@@ -637,14 +637,14 @@ def test_a_stage_lost_in_a_round_comes_from_the_other_pipeline_its_start_or_a_gu
             *neighbour_shares(*(s.omega for s in sides)),
         )
         (line,) = swarm.lose([3])
-        assert line["samples"] == 2 * 4  # of two steps, half of each window
+        assert line["samples"] == 2 * 4  # half of each of two windows
         assert (line["stage"], line["pipeline"], line["perturbation"] > 0) == (3, 1, True)
         begun[method] = hit[3].optimizer.weights.clone()
         expected = {"peer": other[3].optimizer.weights, "start": start, "guess": guess}
         assert begun[method].equal(expected[method])
         assert hit[3].optimizer.steps == (0 if method == "guess" else 6)
         (line,) = swarm.lose([3])
-        assert line["samples"] == 0  # they are lost already
+        assert line["samples"] == 0  # they were lost before
         for _ in range(2):
             swarm.step()
         assert all(map(torch.equal, *([s.optimizer.weights for s in p] for p in swarm.pipelines)))
@@ -682,7 +682,7 @@ def test_pipelines_that_cannot_train_apart_are_refused(
 
 
 def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
-    """As the daemon has it; the weights beside them stay."""
+    """The result is that of the daemon; the frozen weights beside the adapters stay."""
     lora = {"rank": 4, "alpha": 16, "targets": ["q_proj", "v_proj"]}
     changes = {"training__lora": lora, "training__lr": 1e-2, "recovery__policy": "checkfree"}
     run = adapting(corpus, tmp_path / "model", **changes)
@@ -712,7 +712,7 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus, optimizer: str) -> None
     (line,) = swarm.lose([2])
     assert line["method"] == "snapshot" and 0 < line["staleness"] < 12
     assert line["perturbation"] > 0
-    lines = swarm.lose([2, 5])  # which hold each other's
+    lines = swarm.lose([2, 5])  # each held the other's snapshot
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
@@ -735,10 +735,10 @@ def test_gradients_are_clipped_by_all_of_the_model_or_by_stage(
 def test_after_warm_up_a_late_step_applies_the_gradient_before_and_a_lost_stage_has_none(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights stay as they are here, so that gradients depend on the samples alone."""
+    """The test applies no update, so that gradients depend on the samples alone."""
 
     def applied(ablation: Ablation) -> list[tuple[int, float]]:
-        """The steps in which stage 2 applied a gradient, and the gradient's norm."""
+        """Return each step in which stage 2 applied a gradient, with the gradient's norm."""
         run, updates = override(run_with(), training__warmup=2), []
         swarm = TrainingSwarm(run, corpus, ablation)
         monkeypatch.setattr(
@@ -778,7 +778,7 @@ def test_a_lost_stage_gets_the_weights_of_the_stage_that_is_named(corpus: Corpus
         swarm.step()
         first.append(swarm.stages[3].optimizer.weights.clone())
     swarm.lose([3])
-    assert swarm.stages[3].optimizer.weights.equal(first[2])  # of step 3; kept at steps 1 and 3
+    assert swarm.stages[3].optimizer.weights.equal(first[2])  # step 3, the newest kept
     (line,) = swarm.lose([2])
     assert line["perturbation"] > 0
     two, five = swarm.stages[2].optimizer, swarm.stages[5].optimizer
@@ -846,7 +846,7 @@ def test_rows_of_a_snapshot_go_by_priority_or_in_turn(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("by", ["row", "stage"])
 def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None:
-    """With whole snapshots every 4 steps, as old at each block."""
+    """Whole snapshots are taken every 4 steps, so that all blocks are equally old."""
     run = run_with(
         policy="snapshot", snapshot__fraction=1.0, snapshot__period=4, snapshot__codec="none"
     )
@@ -858,7 +858,7 @@ def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None
             swarm.step()
             states.append([stage.optimizer.weights.clone() for stage in swarm.stages])
         (line,) = swarm.lose([0])
-        assert line["staleness"] == 2  # of step 5
+        assert line["staleness"] == 2  # the snapshot is of step 5
         moved[share] = line["perturbation"]
     now = [stage.optimizer.weights for stage in swarm.stages]
     assert all(a.equal(b) for a, b in zip(now, states[4], strict=True))

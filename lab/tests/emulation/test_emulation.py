@@ -1,4 +1,4 @@
-"""Real sockets in real network namespaces; skipped where there can be none."""
+"""Tests of emulated links with real sockets in network namespaces; skipped if none can be made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planaria_lab.emulation.emulation import Emulation, EmulationError, check_po
 from planaria_lab.emulation.links import all_alike
 from planaria_lab.emulation.relay import CONGESTION
 
-DEADLINE = 60.0  # seconds; only what hangs gets there
+DEADLINE = 60.0  # seconds; reached only by a hang
 PORT = 7400
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
@@ -38,7 +38,7 @@ def links() -> Iterator[Emulation]:
 
 @contextmanager
 def held(places: Iterable[Path]) -> Iterator[set[str]]:
-    """These network namespaces' names, which no others get meanwhile, for they are held open."""
+    """Yield the names of network namespaces, held open so that no others get these names."""
     descriptors = [os.open(place, os.O_RDONLY | os.O_CLOEXEC) for place in places]
     try:
         yield {f"net:[{os.fstat(descriptor).st_ino}]" for descriptor in descriptors}
@@ -48,14 +48,14 @@ def held(places: Iterable[Path]) -> Iterator[set[str]]:
 
 
 def processes_with(namespaces: set[str]) -> list[str]:
-    """Of all other processes that are in one of them, or hold it open."""
+    """Return the links of all other processes that are in one of them, or hold one open."""
     names = []
     for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
         for link in (process / "ns/net", *process.glob("fd/*")):
             try:
                 if str(link.readlink()) in namespaces:
                     names.append(f"{process.name} {link}")
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended meanwhile
                 continue
     return names
 
@@ -70,7 +70,7 @@ def test_a_stream_arrives_whole_and_in_order(links):
 
 
 def test_a_stream_arrives_whole_where_packets_are_lost():
-    """What the kernel has sent at once is cut around them, and the rest of it is taken."""
+    """Lost packets are cut out of what the kernel sent at once, and the rest arrives."""
     sent = os.urandom(1 << 20)
     try:
         with emulate(all_alike(["a", "b"], 5, 100, loss=0.03, jitter_ms=2)) as links:
@@ -82,7 +82,7 @@ def test_a_stream_arrives_whole_where_packets_are_lost():
 
 
 def carried(links: Emulation, sent: bytes) -> bytes:
-    """What comes to b of what a has sent."""
+    """Send the bytes from machine a to b, and return what b receives."""
     with links.inside("b"):
         server = socket.create_server((links.homes["b"].host, PORT))
     with links.inside("a"):
@@ -186,7 +186,7 @@ def test_emulation_needs_root(monkeypatch):
 
 
 def test_emulation_needs_the_right_to_make_namespaces(monkeypatch):
-    """Root, but without its rights: the relay finds out."""
+    """A root user without the right to make namespaces: the relay reports it."""
     monkeypatch.setattr(emulation, "check_possible", lambda: None)
     powerless = 'import sys; print(\'{"error": "can\\\'t make a network namespace"}\')'
     program = [sys.executable, "-c", powerless]

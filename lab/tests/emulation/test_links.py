@@ -1,4 +1,4 @@
-"""Site tables, token buckets and pipes: figures and times in, times out."""
+"""Tests of site tables, token buckets and pipes, all of which take times as arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from planaria_lab.emulation.links import (
 
 SENT = st.lists(
     st.tuples(st.floats(0, 0.1), st.integers(1, 65_536)), min_size=1, max_size=40
-)  # seconds since the one before, bytes
+)  # seconds since the packet before, and bytes
 RATES = st.floats(0.5, 1000)  # Mbit/s
 
 
@@ -109,7 +109,7 @@ def test_a_bucket_never_passes_more_than_its_rate_and_burst(mbps, sent, burst):
         now += gap
         passed.append((now, bucket.passes(size, now), size))
     for (_, earlier, _), (_, later, _) in pairwise(passed):
-        assert earlier <= later  # nothing overtakes
+        assert earlier <= later  # in order
     for first in range(len(passed)):
         for last in range(first, len(passed)):
             size = sum(size for _, _, size in passed[first : last + 1])
@@ -125,7 +125,7 @@ def test_what_comes_at_once_takes_exactly_as_long_as_the_rate_says(mbps, sizes):
 
 
 def test_a_rest_refills_the_bucket():
-    bucket = TokenBucket(8, burst=1000)  # a byte in a microsecond
+    bucket = TokenBucket(8, burst=1000)  # one byte per microsecond
     assert bucket.passes(1000, 0.0) == 0.0
     assert bucket.passes(1000, 0.0) == pytest.approx(1e-3)
     assert bucket.passes(1000, 1.0) == 1.0
@@ -173,7 +173,7 @@ def test_so_many_are_lost_as_the_link_says():
 
 def test_a_full_queue_drops_until_it_has_drained():
     pipe = Pipe([TokenBucket(8)], 0.1)
-    held = QUEUE_SECONDS + QUEUE_BYTES / 1e6  # seconds of a queue at a byte in a microsecond
+    held = QUEUE_SECONDS + QUEUE_BYTES / 1e6  # seconds of queue at one byte per microsecond
     taken = sum(pipe.arrival(10_000, 0.0) is not None for _ in range(1000))
     assert taken * 10_000 == pytest.approx(held * 1e6, abs=10_000)
     assert pipe.arrival(10_000, 0.02) is not None

@@ -1,4 +1,4 @@
-"""The live measurement: its arithmetic, and a swarm of three stages behind links."""
+"""Tests of the live measurement: its arithmetic, and a swarm of three stages on emulated links."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from planaria_lab.emulation.live_swarm import (
 )
 from tests.node.report.lines import whole
 
-DEADLINE = 600.0  # seconds; only what hangs gets there
+DEADLINE = 600.0  # seconds; reached only by a hang
 SETTING = Setting(
     loads("steps = 16\n[model]\nstages = 2"), all_alike(["registry", "0.0"], 5, 100), ("1@12",)
 )
@@ -67,7 +67,7 @@ def test_each_policy_has_its_turn_in_each_block_and_begins_one():
 
 
 def test_a_step_counts_when_it_was_first_committed():
-    """Stages went back to step 1, and one stage-0 node noted step 2 later than the other."""
+    """The run goes back to step 1, and one stage-0 node writes step 2 later than the other."""
     times = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.1), (2, 7.0), (3, 8.0), (4, 9.0)]
     ledgers = [{"ledger": 1}, *({"step": step, "time": time} for step, time in times)]
     assert commit_times(ledgers) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 9.0}
@@ -79,7 +79,7 @@ def test_bytes_between_two_times():
 
 
 def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step():
-    """All stages went back two steps, one at a time."""
+    """All stages go back two steps, one stage at a time."""
     lines = [
         {"kind": "committed", "time": 10.0, "step": 7},
         {"kind": "killed", "time": 10.5, "stage": 2, "step": 8},
@@ -109,7 +109,7 @@ def test_quartiles():
 
 
 def test_policies_are_compared_with_plain_in_their_own_block():
-    """The machine was half as quick in the second block."""
+    """The machine is half as fast in the second block."""
     by_policy = figures(
         [
             sample(0, "plain", [1.0, 1.0, 5.0]),
@@ -143,7 +143,7 @@ def test_a_measurement_goes_on_where_it_was(tmp_path):
     assert open_samples(path, SETTING) == []
     kept = sample(0, "plain", [1.0, 2.0], KilledStage(1, "interpolate", 1.0, 1.0, 3))
     with path.open("ab") as file:
-        file.write(SAMPLE.dump_json(kept) + b"\n" + SAMPLE.dump_json(kept)[:20])  # was interrupted
+        file.write(SAMPLE.dump_json(kept) + b"\n" + SAMPLE.dump_json(kept)[:20])  # was cut off
     assert open_samples(path, SETTING) == [kept]
     assert path.read_bytes().endswith(b"}\n")
 
@@ -179,7 +179,7 @@ def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
     assert bool(recovery.relearn.passes) == (policy != "plain")
 
 
-# --- where nodes are
+# --- sites of nodes
 
 
 def test_neighbouring_stages_are_at_different_sites():
@@ -237,7 +237,7 @@ relearn.passes = 5
 
 @pytest.fixture(scope="module")
 def possible() -> None:
-    """Skips where links can't be emulated."""
+    """Skip the test where links can't be emulated."""
     try:
         with emulate(all_alike(["a"], 1, 100)):
             pass
@@ -281,11 +281,11 @@ def test_a_swarm_of_three_stages_behind_links_loses_one_and_goes_on(data, tmp_pa
     assert [sample["policy"] for sample in samples] == ["plain", "checkpoint"]
     for measured in (sample["measured"] for sample in samples):
         assert len(measured["step_seconds"]) == 3
-        # Forward and back through three stages it is six links of 5 ms, however quick the nodes.
+        # Forward and back through three stages are six links of 5 ms, however fast the nodes are.
         assert min(measured["step_seconds"]) > 0.030
         assert (
             measured["step_bytes"] > 0.5 * 4 * 6 * 32 * 32 * 4
-        )  # what crosses, as far as seen in time
+        )  # boundary tensors; some bytes may be counted late
         [loss] = measured["losses"]
         assert loss["stage"] == 1
         assert 0 < loss["stall"] <= loss["caught_up"]

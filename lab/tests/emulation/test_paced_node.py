@@ -1,4 +1,4 @@
-"""Nodes whose processor is emulated: how long each pass takes, and who waits."""
+"""Tests of nodes with an emulated processor: the time of each pass, and which processes wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_a_pass_has_the_seconds_of_its_kind(
 
 
 def test_what_is_left_of_a_pass_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of decoding, computing and encoding; what is waited is told as the pass's time, too."""
+    """A node sleeps until the pass's time is over, less decoding, computing and encoding. The sleep
+    is reported as part of the pass's time."""
     now, slept, spent, sent = 100.0, [], [], []
 
     def takes(seconds: float) -> None:
@@ -50,7 +51,7 @@ def test_what_is_left_of_a_pass_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     arm(PACE, monkeypatch.setattr)
     work: Any = SimpleNamespace(_spend=lambda visit, since: spent.append(round(now - since, 9)))
     visit = SimpleNamespace(position=1, at_head=False)
-    for kind, computing in (("activation", 0.03), ("gradient", 0.5)):  # the latter takes too long
+    for kind, computing in (("activation", 0.03), ("gradient", 0.5)):  # the second exceeds its pace
         TorchWork._decode_valid(work, visit, "peer", None)
         started = now
         takes(computing)

@@ -1,4 +1,4 @@
-"""The relay with socket pairs for devices, and the time passed in."""
+"""Tests of the relay, with socket pairs in place of devices, and times as arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEADER = bytes(10)
 
 
 def packet(to: str, body: bytes, header: bytes = HEADER) -> bytes:
-    """As a device hands it out: the card's header, IPv4's, and what is sent."""
+    """Return a packet as a device delivers it: the card's header, an IPv4 header and the body."""
     return header + bytes(16) + ipaddress.IPv4Address(to).packed + body
 
 
 @pytest.fixture
 def machines() -> Iterator[Callable[[int], tuple[list[socket.socket], list[int]]]]:
-    """Makes machines: their own ends, and the relay's."""
+    """Return a function that makes so many machines, and returns their ends and the relay's."""
     opened: list[socket.socket] = []
 
     def make(count: int) -> tuple[list[socket.socket], list[int]]:
@@ -51,7 +51,7 @@ def received(machine: socket.socket) -> list[bytes]:
 def test_packets_reach_who_they_are_for_when_they_are_due(machines):
     (a, b, c), devices = machines(3)
     pipes = {
-        (0, 1): Pipe([TokenBucket(8)], 0.1),  # a byte in a microsecond
+        (0, 1): Pipe([TokenBucket(8)], 0.1),  # one byte per microsecond
         (0, 2): Pipe([TokenBucket(8)], 0.02),
     }
     relay = PacketRelay(devices, pipes)
@@ -102,7 +102,7 @@ def test_what_is_for_nobody_is_passed_over(machines):
 
 def test_a_full_queue_drops_and_counts(machines):
     (a, _), devices = machines(2)
-    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(0.001)], 0.0)})  # 8 ms a byte
+    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(0.001)], 0.0)})  # 8 ms per byte
     for _ in range(8):
         a.send(packet(address(1), bytes(60_000)))
         relay.take(devices[0], 0.0)
@@ -123,7 +123,7 @@ BEGINS, ENDS = 0x80, 0x01 | 0x08  # flags: CWR; FIN and PSH
 
 
 def tcp_packet(size: int, segment: int, sequence: int = 7, number: int = 9) -> bytes:
-    """As a kernel hands it to a card that cuts it and adds it up."""
+    """Return a packet as a kernel gives it to a card that makes segments and checksums of it."""
     card = struct.pack("<BBHHHH", 1, 1 if size > segment else 0, 40, segment, 20, 16)
     addresses = bytes((10, 77, 0, 1)), bytes((10, 77, 0, 2))
     ip = 0x45, 0, 40 + size, number, 0x4000, 64, 6, 0, *addresses
@@ -133,7 +133,7 @@ def tcp_packet(size: int, segment: int, sequence: int = 7, number: int = 9) -> b
 
 
 def added_up(data: bytes) -> int:
-    """RFC 1071; what has its own checksum in it comes to 0xFFFF."""
+    """Return the sum of RFC 1071; it is 0xFFFF for data that includes its own checksum."""
     total = sum(struct.unpack(f">{len(data) // 2}H", data))
     return (total - 1) % 0xFFFF + 1
 

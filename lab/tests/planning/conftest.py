@@ -1,4 +1,4 @@
-"""Tests ask some questions again, as a table and as JSON: each is planned once."""
+"""A cache of plans: tests ask some questions twice, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notice is good for, by the closed form; the figures are worked out by hand."""
+"""Tests of the closed form for a handover within a notice, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def handover(
 
 
 def test_seconds_are_those_of_the_formula() -> None:
-    """A gigabit a second carries 4 GB in 32 s. To hear of it, the step, to leave and to spare take
-    2 + 3 + 2 + 3 s. With a tenth of a second there and back, one round and those in which 14 kB
-    become 4 GB."""
+    """4 GB take 32 s at 1 Gbit/s. POLL, the step, FAREWELL and MARGIN take 2 + 3 + 2 + 3 s. A round
+    trip of 0.1 s adds one round trip, and those in which a window of 14 kB grows to 4 GB."""
     change = handover()
     assert (change.weights, change.state) == (4 * 10**9, 12 * 10**9)
     assert change.seconds(change.weights) == pytest.approx(10 + 32)

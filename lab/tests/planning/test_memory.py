@@ -1,4 +1,4 @@
-"""What a node needs, against what torch allocates and what the daemon's parts say they keep."""
+"""Tests of a node's planned memory, against torch's allocations and the daemon's own figures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def made(**changes: Any) -> tuple[RunFile, ModelConfig]:
 
 
 def allocated(task: Callable[[], object]) -> int:
-    """Bytes at the worst moment, above those at its begin."""
+    """Return the most bytes that torch allocates during the task, beyond those at its start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         task()
     assert measured.profiler is not None
@@ -116,14 +116,14 @@ def test_activations_of_a_body_stage_are_what_torch_allocates(
         training__microbatch=microbatch,
     )  # fmt: skip
     stage = build_stage(config, 1, seed=0)
-    StageOptimizer(stage, torch.device("cpu"))  # gradients have their place
+    StageOptimizer(stage, torch.device("cpu"))  # allocates the gradient
     measured = allocated(lambda: train_some(stage, run))
     expected = 4 * saved_bytes(run, config, 1) + working_bytes(run, config, 1)
     assert 0.99 * measured <= expected <= 1.35 * measured
 
 
 def train_some(stage: torch.nn.Module, run: RunFile) -> None:
-    """Some microbatches forward, then the first of them backward."""
+    """Run four microbatches forward, then the first of them backward."""
     assert isinstance(stage, BodyStage)
     stage.recompute = run.training.recompute
     bf16, config = run.training.precision == "bf16", run.config
@@ -136,7 +136,7 @@ def train_some(stage: torch.nn.Module, run: RunFile) -> None:
 
 
 def adapted(run: RunFile, config: ModelConfig, number: int, narrow: bool) -> Stage:
-    """A stage as a node has it with adapters. `narrow`: its weights are exact in bf16."""
+    """Return a stage with adapters, built as by a node. `narrow`: its weights are exact in bf16."""
     stage = empty_stage(config, number)
     for values, slot in zip(build_stage(config, number, 0).parameters(), slots(stage), strict=True):
         put_values(slot, [values.detach().bfloat16().float() if narrow else values.detach()])
@@ -172,7 +172,7 @@ def test_activations_beside_adapters_are_what_torch_allocates(
 def test_a_frozen_base_takes_what_it_is_kept_in(
     base: str | None, stage: int, narrow: bool, precision: str
 ) -> None:
-    """The base beside the adapters, which have a gradient and moments."""
+    """The base takes no gradient and no moments; the adapters beside it do."""
     lora = {"rank": 4} | ({"base": base} if base else {})
     run, config = made(model__dim=64, training__lora=lora, training__precision=precision)
     module = adapted(run, config, stage, narrow)
@@ -185,7 +185,7 @@ def test_a_frozen_base_takes_what_it_is_kept_in(
 
 
 def test_a_base_is_read_in_float32() -> None:
-    """Stage 0 is four bytes a value before it shrinks to two, from its largest matrix on."""
+    """Stage 0 has four bytes per value, until its matrices shrink to two, the largest first."""
     lora = {"model__vocabulary": 4096, "training__lora": {}, "training__precision": "bf16"}
     run, config = made(**lora, model__context=2, wire__activations="bf16")
     parts = needed(run, config, 0, [1] * 5, narrow=True)
@@ -200,7 +200,7 @@ def test_a_base_is_read_in_float32() -> None:
 def test_a_base_is_loaded_some_values_at_a_time(
     kind: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's memory is measured, and of numpy's arrays few are left at a time."""
+    """Torch's memory is measured; numpy's arrays are read in pieces of 4096 values at most."""
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     for module in ("quantized.AT_ONCE", "checkpoint.CHUNK", "dequantized.CHUNK"):
@@ -262,7 +262,7 @@ def test_a_stages_state_is_weights_gradient_and_moments(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
-    """With wide matrices and few tokens; orthogonalizing one of them takes a few of its size."""
+    """Matrices are wide and tokens few. Orthogonalizing a matrix takes a few times its size."""
     run, config = made(model__dim=256, model__context=16, training__microbatch=1)
     module = build_stage(config, stage, seed=0)
     assert isinstance(module, BodyStage)
@@ -310,11 +310,11 @@ def test_what_replicas_hold_back_takes_two_more_gradients() -> None:
         assert "held back" not in needed(run, config, 1, [1] * 5)
 
 
-# --- what the daemon's parts keep
+# --- the daemon's own figures
 
 
 async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str], int]:
-    """Stage and part -> bytes at the worst moment, at the node with most."""
+    """Run a swarm; return (stage, part) -> the most bytes at any time at any node."""
     sizes: defaultdict[tuple[int, str], int] = defaultdict(int)
     async with LocalSwarm(run, corpus, out) as swarm:
 
@@ -346,7 +346,7 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With equal shares for equal replicas, however busy this machine is."""
+    """The patch gives equal replicas equal shares, however busy this machine is."""
     monkeypatch.setattr(Workplace, "seconds_per_microbatch", 1.0)
     corpus = Corpus.open(data)
     run = override(loads(RUN), swarm__replicas=replicas, **changes)
@@ -359,19 +359,19 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
         assert size <= 1.01 * expected[stage][part].both, (stage, part)
     for stage, parts in expected.items():
         for part, bound in parts.items():
-            if part in ("boundary", "masking"):  # nearly all of it, at some moment
+            if part in ("boundary", "masking"):  # at some time nearly all of it
                 assert sizes[stage, part] >= 0.8 * bound.both, (stage, part)
-            elif part in ("snapshot", "redundant"):  # and what is on its way
+            elif part in ("snapshot", "redundant"):  # the bound has data in transit, too
                 assert sizes[stage, part] >= 0.3 * bound.both, (stage, part)
 
 
-# --- what follows
+# --- microbatches under way
 
 
 def test_microbatches_under_way_are_bounded_by_the_window_and_by_the_share() -> None:
     run, config = made()
-    assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 12  # all of the step's
-    assert under_way(run, config, 1, [2, 4, 1, 1, 1]) == 3  # and all that are this node's
+    assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 12  # all microbatches of the step
+    assert under_way(run, config, 1, [2, 4, 1, 1, 1]) == 3  # all microbatches of this node
     longer = override(run, training__batch=120)
     assert under_way(longer, config, 1, [1, 1, 1, 1, 1]) == 20  # 4 (stages + 1)
     assert under_way(longer, config, 1, [2, 3, 1, 1, 1]) == 14

@@ -1,4 +1,4 @@
-"""`planaria plan`: what it reads, refuses, prints and writes."""
+"""Tests of `planaria plan`: what it reads, refuses, prints and writes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_plan_is_printed_and_written_as_a_run_file(tmp_path: Path) -> None:
     assert "Rejected plans" in output
     assert re.search(r"redundant .* instead of", output)
     planned = load(out)
-    assert (planned.name, planned.saves.every) == ("mine", 7)  # what isn't chosen stays
+    assert (planned.name, planned.saves.every) == ("mine", 7)  # keys that aren't planned stay
     assert planned.training.batch == 16
     assert planned.steps == 300
     assert loads(dumps(planned)) == planned
@@ -94,7 +94,7 @@ def test_codecs_that_the_run_file_leaves_open_are_chosen_with_the_reason(tmp_pat
         "averaging": "none",
     }
     assert content["plan"]["step_seconds"] < content["wider"]["step_seconds"]
-    assert content["narrow"] is None  # there is nothing left to narrow that would save anything
+    assert content["narrow"] is None  # no narrower codec would save time
     assert {name: getattr(load(out).wire, name) for name in chosen} == chosen
     status, output = invoke(tmp_path, "RUN", *NODES, *HOMES)
     assert status == 0
@@ -108,7 +108,7 @@ def test_codecs_of_the_run_file_are_kept(tmp_path: Path) -> None:
     content = json.loads(output)
     assert content["plan"]["wire"]["activations"] == "none"
     assert content["wider"] is None
-    assert content["narrow"]["wire"]["activations"] == "int8"  # told of, not chosen
+    assert content["narrow"]["wire"]["activations"] == "int8"  # reported, not chosen
 
 
 def test_without_sites_each_node_with_an_uplink_is_at_home(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(PROBE))
     machines, network = probed(path, NOTHING)
-    assert [machine.name for machine in machines] == ["n0", "n2", "n1", "n3"]  # by nearness
+    assert [machine.name for machine in machines] == ["n0", "n2", "n1", "n3"]  # neighbours are near
     assert machines[1].flops == pytest.approx(0.03e12)
     assert (machines[0].memory, machines[0].price, machines[0].shared) == (2e9, 0.25, True)
     assert network.between("n0", "n2")[2:4] == (1.0, 900.0)
-    assert network.between("n2", "n3")[2:4] == (40.0, 50.0)  # not measured: as the worst
+    assert network.between("n2", "n3")[2:4] == (40.0, 50.0)  # not measured: the worst link's
     content = data(tmp_path, "RUN", "--probe", str(path))
     assert content["plan"]["nodes"] == [["n1"], ["n3"], ["n2"]]  # without the slowest
 
@@ -305,11 +305,11 @@ def test_a_base_of_fewer_bits_takes_less(tmp_path: Path) -> None:
     assert sizes == sorted(sizes)
     whole = device("--lora", "8", dtype="float32")
     assert sizes[-1] < whole < device()
-    assert device("--lora", "8") < whole  # as bf16 weights are kept in bf16
+    assert device("--lora", "8") < whole  # bf16 weights are kept in bf16
 
 
 def test_two_friends_are_enough_for_adapters(tmp_path: Path) -> None:
-    """Whose stages aren't guessed from others; for all weights a guess takes three nodes."""
+    """Adapters aren't guessed from other stages. For all weights, a guess needs three nodes."""
     few = ("--kinds", "rtx3060, rtx4090", "--policy", "checkfree")
     plan = data(tmp_path, "--from", model(tmp_path), *LORA, *few)["plan"]
     assert (plan["replicas"], plan["layers"]) == ([1, 1], [9])
@@ -361,7 +361,7 @@ def test_a_trace_is_replayed_for_each_policy(tmp_path: Path) -> None:
     for replay in content["trace"].values():
         assert replay["seconds"] == pytest.approx(400.0)
         assert replay["steps"] > 0
-        assert replay["losses"] == 2  # the last comes as it ends
+        assert replay["losses"] == 2  # the third comes as the trace ends
         assert replay["goodput"] == pytest.approx(replay["steps"] / 400.0)
         assert 0 < replay["training"] < 1
         assert 0 < replay["node_hours"] <= 6 * 400 / 3600

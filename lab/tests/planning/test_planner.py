@@ -1,4 +1,4 @@
-"""Plans: what must hold of all of them, and that their figures are near the simulator's."""
+"""Tests of plans: properties of all plans, and figures that are close to the simulator's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def question(
     run: str = RUN,
     **more: Any,
 ) -> Question:
-    """Half of the nodes at each of two sites."""
+    """Return a question with half of the nodes at each of two sites."""
     links = [Link("a", "b", delay, mbps), Link("a", "a", 1.0, near), Link("b", "b", 1.0, near)]
     machines = tuple(
         Machine(f"n{i}", "ab"[2 * i >= nodes], flops, 1e9 * gigabytes, price=1.5)
@@ -91,7 +91,7 @@ def questions(draw: st.DrawFn) -> Question:
     )
 
 
-# --- what must hold
+# --- properties of all plans
 
 
 def faster(asked: Question, factor: float) -> Question:
@@ -249,7 +249,7 @@ def test_only_codecs_that_are_free_are_chosen_and_no_more_than_it_takes() -> Non
     asked, _ = with_codecs(slow, ["averaging"])
     assert codecs(asked) == ("bf16", "bf16", "int8")
     asked, _ = with_codecs(question(nodes=2, mbps=2.0, near=2.0, flops=1e12), FREE)
-    assert codecs(asked) == ("int8", "int4", "none")  # there is nobody to average with
+    assert codecs(asked) == ("int8", "int4", "none")  # no stage has replicas
 
 
 def test_what_is_proposed_for_a_subspace_is_a_run_file_too() -> None:
@@ -277,7 +277,7 @@ def test_codecs_may_be_what_it_takes_to_meet_a_deadline() -> None:
 
 
 def homes(nodes: int = 12, slowest: float = 1.0, **more: Any) -> Question:
-    """Each node at home, with an uplink of its own from `slowest` Mbit/s on, three times that."""
+    """Return a question of nodes at home, each with an uplink of 1 to 3 times `slowest` Mbit/s."""
     away = {f"h{i}": 10.0 + 15.0 * (5 * i % nodes) / nodes for i in range(nodes)}
     uplinks = {name: slowest * (1 + 2 * (7 * i % nodes) / nodes) for i, name in enumerate(away)}
     links = [Link(a, b, away[a] + away[b], 16 * slowest) for a, b in combinations(away, 2)]
@@ -292,8 +292,8 @@ def test_more_of_an_uplink_is_never_slower() -> None:
 
 
 def test_averaging_and_snapshots_share_the_uplink() -> None:
-    """What replicas send each other, and the snapshots of stage 0, take as long as the uplink has
-    it, whatever the links behind it could carry."""
+    """Averaging and snapshots of stage 0 take as long as the uplink needs, whatever the links
+    behind it could carry."""
     whole = {"fraction": 1.0, "period": 1, "codec": "none"}
     step = {
         (plan.policy, plan.run.wire.averaging): plan.estimate.step
@@ -309,7 +309,7 @@ def test_averaging_and_snapshots_share_the_uplink() -> None:
     assert step["checkpoint", "int8"] < step["checkpoint", "none"]
     assert step["checkpoint", "int8"] < step["checkfree", "int8"]
     plan = next(p for p in plans(homes(policies=("checkpoint",))) if p.counts == (4, 4, 4))
-    gradient = 2 * 3 / 4 * 4 * parameters(plan.swarm.config, 0)  # each of two times, float32
+    gradient = 2 * 3 / 4 * 4 * parameters(plan.swarm.config, 0)  # two phases, float32
     uplink = min(plan.swarm.network.uplinks[machine.site] for machine in plan.nodes[0])
     assert plan.estimate.step > gradient * 8e-6 / uplink
 
@@ -394,7 +394,7 @@ def test_layers_are_cut_by_speed_and_memory(stages: list[tuple[float, int]], lay
     assert all(1 <= size <= room for size, room in zip(sizes, most, strict=True))
     pairs = zip(sizes, speeds, strict=True)
     slowest = max((size / speed for size, speed in pairs if size > 1), default=0.0)
-    for size, speed, room in zip(sizes, speeds, most, strict=True):  # nobody could help
+    for size, speed, room in zip(sizes, speeds, most, strict=True):  # moving a layer doesn't help
         assert size == room or (size + 1) / speed >= slowest * (1 - 1e-9)
 
 
@@ -465,7 +465,7 @@ def test_a_machine_gets_no_more_layers_than_it_has_memory_for() -> None:
     assert 0 < layers[1] < layers[0]
 
 
-# --- how near it is
+# --- accuracy of estimates
 
 
 def some(asked: Question, apart: int) -> Iterator[Candidate]:
@@ -477,7 +477,7 @@ def some(asked: Question, apart: int) -> Iterator[Candidate]:
 
 
 def test_steps_are_near_the_simulators() -> None:
-    """In both directions: it is no bound."""
+    """The estimate may be above or below the simulated time: it is no bound."""
     ratios = []
     for asked in (
         question(nodes=10),
@@ -534,7 +534,7 @@ def test_what_losses_cost_in_learning_follows_from_the_labs_runs() -> None:
         "failure-rates", [f"checkfree, {rate}" for rate in ("low", "middle", "high")]
     )
     assert LEARNING["checkfree"].behind == pytest.approx(low, rel=0.05)
-    assert high < low / 2  # so there is a most
+    assert high < low / 2  # each costs less at a high rate: hence `most`
     for behind in each(
         "failure-rates", [f"snapshot, {rate}" for rate in ("low", "middle", "high")]
     ):

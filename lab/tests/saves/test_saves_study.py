@@ -1,4 +1,4 @@
-"""The arithmetic of the matrix, and what is kept of it."""
+"""Tests of the study of saves: the arithmetic of its outcomes, its rows and its table."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def save(stage: int, step: int, **seconds: float) -> dict[str, Any]:
 
 
 def test_where_the_time_went():
-    """Killed at 15.2 s after step 6, with step 4 on disk: steps 5 and 6 are made again."""
+    """The run is killed at 15.2 s after step 6, with step 4 on disk; it repeats steps 5 and 6."""
     before = [commit(step, 10.0 + step - 1) for step in range(1, 7)]
     after = [commit(step, 18.0 + step - 5) for step in range(5, 9)]
     timed = [
-        save(1, 2, critical=9.0, waited=9.0),  # before FIRST
+        save(1, 2, critical=9.0, waited=9.0),  # before step FIRST
         save(1, 4, critical=0.5, waited=0.2),
         save(2, 4, critical=0.4, waited=0.3),
         save(1, 4, write=1.0),
         save(2, 4, write=2.0),
         save(1, 6, critical=0.1, waited=0.0),
-        save(1, 6, critical=0.2, waited=0.0),  # when it was made again
+        save(1, 6, critical=0.2, waited=0.0),  # of the repeated step
     ]
     outcome = of_lines(before, after, timed, killed=15.2, goodput=0.8)
     assert outcome.wall == pytest.approx(21.0 - 12.0)
@@ -150,6 +150,6 @@ def test_the_table_has_them_and_the_pairs(tmp_path):
     assert first.startswith("| own disk, every 2 steps | 1.467 (1.333 to 1.600) | - | - |")
     assert all(f"{a} / {b}" in text for a, b in PAIRS)
     *rows, last = ROWS
-    assert table([*rows[:1], last, *rows[1:]]) == text  # pairs are of one block
+    assert table([*rows[:1], last, *rows[1:]]) == text  # pairs are from one block
     plot(ROWS, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""What saving_node.py does to the product's own writer."""
+"""Tests of saving_node.py, which changes how the product's writer saves."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_blocking_save_is_on_disk_before_training_goes_on(tmp_path, monkeypatc
 
 
 def test_an_overlapped_save_does_not_wait(tmp_path, monkeypatch):
-    """The first is still being written when the second is handed over."""
+    """The first save is still being written when the second is handed over."""
     going_on, write = Event(), Saves.write
 
     def at_write(saves: Saves, of: StageState) -> None:
@@ -86,7 +86,7 @@ def test_slow_storage_takes_the_time_that_its_rate_says(tmp_path, monkeypatch):
     monkeypatch.setattr(
         saving_node, "time", SimpleNamespace(sleep=slept.append, perf_counter=lambda: 0.0)
     )
-    arm(tmp_path, True, 0.001, monkeypatch.setattr)  # 1,000 bytes a second
+    arm(tmp_path, True, 0.001, monkeypatch.setattr)  # 1,000 bytes per second
     with writer(tmp_path / "saves", 1) as opened:
         opened.write(state(7))
         (path,) = (tmp_path / "saves").glob("*/step-*")

@@ -1,4 +1,4 @@
-"""Iteration costs on convex problems, the bound on them, and what partial recovery puts back."""
+"""Tests of iteration costs on convex problems, their bound, and partial recovery."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_perturbation_is_added_before_the_update_of_its_iteration() -> None:
 
 def test_what_was_within_and_is_thrown_out_again_counts_as_outside() -> None:
     start = np.full((1, 1), 8.0)
-    # y(9) = 1/64, y(10) a little more than 4, y(12) than 1.
+    # y(9) = 1/64; y(10) is a little more than 4, and y(12) a little more than 1.
     assert iterations_until(halve, norm, start, 1.0, {9: np.array([[8.0]])}).tolist() == [13]
 
 
@@ -131,8 +131,8 @@ def test_away_from_the_optimum_along_the_slowest_axis_the_bound_is_reached(
 
 
 def test_costs_may_exceed_the_bound_with_exact_c_where_the_start_was_easy() -> None:
-    # The start lies on the fast axis, so it needs fewer iterations than c says; the theorem bounds
-    # the difference between what c says with and without the perturbation.
+    # The start lies on the fast axis, so it needs fewer iterations than c predicts. The theorem
+    # bounds the difference between c's predictions with and without the perturbation.
     quadratic = Quadratic(np.array([1.0, 0.1]), np.array([1.0, 0.0]))
     deltas = {0: np.array([[0.0, 0.1]])}
     cost = iterations_until(quadratic.update, norm, quadratic.start[None], 1e-3, deltas) - 1
@@ -204,7 +204,7 @@ def test_the_optimum_is_one(data: Digits, best: np.ndarray) -> None:
 
 
 def test_the_step_size_contracts_from_everywhere(data: Digits) -> None:
-    # The softmax's curvature is at most 1/2, so the loss's is at most this, wherever one is.
+    # The softmax's curvature is at most 1/2, so the loss's is at most this, at any point.
     largest = np.linalg.eigvalsh(data.pixels.T @ data.pixels / len(data.labels))[-1] / 2
     assert abs(1 - STEP_SIZE * (largest + DECAY)) < 1 - STEP_SIZE * DECAY
 
@@ -235,7 +235,7 @@ def test_the_kinds_of_perturbations(best: np.ndarray) -> None:
 
 
 def line(rows: int, iterations: int) -> np.ndarray:
-    """Weights [iterations, rows, 1] of which row i grows by i + 1 at each iteration."""
+    """Return weights [iterations, rows, 1] in which row i grows by i + 1 at each iteration."""
     return np.arange(iterations)[:, None, None] * np.arange(1.0, rows + 1)[:, None]
 
 
@@ -249,7 +249,7 @@ def test_a_whole_checkpoint_is_the_last_one_before_the_failing_iteration() -> No
 def test_priority_saves_the_rows_that_changed_most() -> None:
     path = line(4, 20)
     held = running_checkpoint(path, 5, Saving("priority", 1 / 4, 8), 0)
-    # At 2 row 3 (8 away, the most), at 4 row 2 (12 away; row 3 is 8 away again).
+    # Iteration 2 saves row 3, which has changed by 8; iteration 4 row 2, by 12 (row 3: by 8).
     assert held[:, 0].tolist() == [0, 0, 12, 8]
 
 
@@ -311,7 +311,7 @@ def test_restoring_nothing_costs_nothing(runs: Runs) -> None:
 
 
 def test_partial_recovery_perturbs_by_the_lost_rows_alone(runs: Runs) -> None:
-    # Theorem 4.1 in every trial, and what is lost adds up.
+    # Theorem 4.1 holds in every trial, and the perturbation grows with the share.
     saving = Saving("priority", 1.0, 16)
     costs = [partial.costs(runs, RestoreCase(saving, restored)) for restored in (1 / 4, 1 / 2, 1.0)]
     quarter, half, full = (of.perturbation for of in costs)

@@ -1,4 +1,4 @@
-"""The commands on top of the simulator: what is pure in them, and what they print."""
+"""Tests of the commands that use the simulator: their pure functions and their output."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def timed(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
 
 
 def live(case: check.LiveCase, transport: Transport, late: float = 1.0) -> check.Live:
-    """As a swarm would be that is `late` times as slow as simulated, with 1 s to start and 0.5 s to
-    warm up."""
+    """Return figures of a swarm `late` times as slow as simulated, which takes 1 s to start and
+    0.5 s to warm up."""
     swarm = check.swarm_of(case, VOCABULARY, transport, 2, timed)
     step = simulate_step(swarm, check.LOOKED_AT).seconds
     stall = check.predicted_stall(swarm, check.parse_kill(case.kill, swarm.run), 1.0, 0.5)
@@ -95,7 +95,7 @@ def test_samples_are_kept_by_line(tmp_path: Path) -> None:
     check.append(path, sample)
     check.append(path, replace(sample, case=check.PLAIN.name))
     with path.open("a") as file:
-        file.write('{"case": "thr')  # the machine went off
+        file.write('{"case": "thr')  # cut off by a crash
     samples = check.read_samples(path)
     assert [sample.case for sample in samples] == ["one node a stage", check.PLAIN.name]
     assert samples[0] == sample

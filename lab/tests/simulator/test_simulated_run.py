@@ -1,4 +1,4 @@
-"""Runs in simulated time: what adds up, what a loss costs, and that a seed says it all."""
+"""Tests of runs in simulated time: sums, the costs of a loss, and determinism by the seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from planaria_lab.simulator.swarm import (
 
 DELAY = 0.040
 KNOWN: dict[str, dict[tuple[int, ...], MeanStep]] = {}
-"""Steps are simulated once for all tests."""
+"""Simulated steps, which all tests share."""
 
 
 def swarm(
@@ -75,7 +75,7 @@ def run(simulated: Swarm, churn: Churn, **more: Any) -> RunOutcome:
 
 
 def at(text: str) -> dict[int, tuple[LostPlace, ...]]:
-    """STAGE or STAGE.NUMBER, then @ITERATION, separated by blanks."""
+    """Parse losses: STAGE or STAGE.NUMBER, then @ITERATION, separated by blanks."""
     losses: dict[int, tuple[LostPlace, ...]] = {}
     for entry in text.split():
         place, _, iteration = entry.partition("@")
@@ -107,7 +107,7 @@ def test_a_seed_determines_the_run(seed: int, of: Any, shape: float) -> None:
 
 
 FEWER = (2, 2, 1, 2, 2)
-NOTICED = 0.4 + 2 * DELAY  # to the registry, and from there
+NOTICED = 0.4 + 2 * DELAY  # to the registry, and back
 
 
 def test_an_aborted_attempt_costs_itself_and_the_notice() -> None:
@@ -125,7 +125,7 @@ def test_an_aborted_attempt_costs_itself_and_the_notice() -> None:
 
 
 def test_a_step_that_goes_on_waits_for_the_view_and_is_followed_by_a_gather() -> None:
-    """By the view the driver learns of the loss; then what was lost is done again."""
+    """The driver learns of the loss by the view; then the lost work is done again."""
     simulated = swarm()
     outcome = run(simulated, Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf))
     (loss,) = outcome.losses
@@ -139,8 +139,8 @@ def test_a_step_that_goes_on_waits_for_the_view_and_is_followed_by_a_gather() ->
 
 
 def test_a_step_that_goes_on_redoes_what_the_lost_node_had_done() -> None:
-    """Where a stage computes all the time, that is its microbatches once more: at phase 0.9 of a
-    step, nine tenths of the lost one's half of them, and the tenth that was to come."""
+    """If a stage computes all the time, the other replica repeats the lost one's microbatches. At
+    phase 0.9 these are nine tenths of its half; a tenth of the step was still to come."""
     body = Seconds(0.1, 0.2)
     simulated = swarm(delay=1.0, seconds=dict.fromkeys(range(1, 5), body), training__batch=32)
     churn = Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf)
@@ -189,7 +189,7 @@ def test_the_drivers_loss_is_not_masked_and_its_successor_is_the_oldest() -> Non
 
 
 def test_a_second_loss_in_a_step_that_goes_on() -> None:
-    """Of another replica it goes on once more; of the last one it is given up."""
+    """If another replica is lost, the step goes on once more; if the last, it is given up."""
     lost = [TraceRow(9.0, False, "m7"), TraceRow(9.1, False, "m2"), TraceRow(12.0, True, "later")]
 
     def loss(nodes: int) -> Loss:
@@ -254,7 +254,7 @@ def test_a_lost_stage_is_rebuilt_as_the_policy_has_it(policy: str, stage: int) -
     assert loss.nodes == 2
     joined = 9.0 + reaction.joining(simulated, stage)
     assert loss.detected + loss.waited == pytest.approx(joined)
-    assert loss.recovered > 2 * 2 * DELAY  # two gatherings at least
+    assert loss.recovered > 2 * 2 * DELAY  # at least two gatherings
     assert loss.rolled_back == (4 if policy == "checkpoint" else 0)  # from 24 to 20
     assert outcome.steps == 50
 
@@ -266,7 +266,7 @@ def test_bytes_to_fetch_make_a_rebuild_longer() -> None:
 
 
 def test_what_a_stage_relearns_from_is_fetched_as_it_is_kept() -> None:
-    """As it crossed; what crossed in float32 is kept in bf16."""
+    """Tensors are fetched as they crossed; those that crossed in float32 are kept in bf16."""
     codecs = ("none", "bf16", "int8")
     changes = {"recovery__relearn__passes": 1, "recovery__relearn__steps": 100}
     wide, half, small = (
@@ -280,8 +280,8 @@ def test_what_a_stage_relearns_from_is_fetched_as_it_is_kept() -> None:
 
 
 def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
-    """By what has been trained since the run last lost a stage; what is lost beside replicas has no
-    part in that."""
+    """The time follows from the time trained since the run last lost a stage. Losses of nodes with
+    replicas don't count."""
     listed = Churn(at=at("2@400 1.0@430 3@460 2@461"))
     quick, relearned = (
         run(swarm(steps=500, recovery__relearn__passes=of, recovery__relearn__enough=0.0), listed)
@@ -296,7 +296,7 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
         for a, b in zip(quick.losses, relearned.losses, strict=True)
     ]
     (first, noticed, on), (replica, *_), (third, again, _), (last, *_) = relearned_stages
-    pairs = 0.6  # seconds that these take, at most
+    pairs = 0.6  # the most seconds that pairs take
     assert first == pytest.approx(time_for(20.0, noticed, 0.0), abs=pairs)
     assert replica == pytest.approx(0.0)
     assert third == pytest.approx(time_for(20.0, again - on, 0.0), abs=pairs)
@@ -310,14 +310,14 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
 def test_others_wait_for_a_quarter_of_a_pass_or_not_at_all(
     stage: int, enough: float, waited: float
 ) -> None:
-    """Where the guess itself is good enough, but for stage 2's, which is far off."""
+    """They don't wait if the guess itself is good enough; that of stage 2 is too far off."""
     changes = {"recovery__relearn__passes": 2, "recovery__relearn__steps": 10}
     lost = Churn(at=at(f"{stage}@400"))
     whole, some = (
         run(swarm(replicas=1, steps=500, recovery__relearn__enough=until, **changes), lost)
         for until in (0.0, enough)
     )
-    a_pass = 80 * 0.01  # updates of a sample each, their seconds
+    a_pass = 80 * 0.01  # updates of one sample, times seconds
     saved = whole.losses[0].recovered - some.losses[0].recovered
     assert saved == pytest.approx((2 - waited) * a_pass, abs=0.05)
 
@@ -335,13 +335,13 @@ def test_relearning_that_begins_anew_has_what_is_left_of_its_time() -> None:
     (alone,) = run(simulated, Churn(trace=(*rows, *lost[:2]), start=0.0)).losses
     assert (both.nodes, alone.nodes) == (2, 1)
     assert alone.recovered > 20.0
-    assert both.recovered == pytest.approx(alone.recovered, abs=2.0)  # rounds, and pairs again
+    assert both.recovered == pytest.approx(alone.recovered, abs=2.0)  # rounds and pairs, again
 
 
 def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
     simulated = swarm("checkpoint", recovery__checkpoint__every=7)
     outcome = run(simulated, Churn(at=at("2@30 3@40"), replacement=1.0))
-    # after 29 steps back to 28; the 40th iteration is then step 39: back to 35
+    # After 29 steps the run goes back to 28. Iteration 40 is then step 39: back to 35.
     assert [loss.rolled_back for loss in outcome.losses] == [1, 3]
     assert outcome.iterations == 54
     assert outcome.again == pytest.approx(4 * simulate_step(simulated).seconds)
@@ -393,7 +393,7 @@ def test_a_limit_ends_a_run() -> None:
 
 
 def test_notice_lets_a_successor_take_over() -> None:
-    """The only node of a stage hands its state over when a successor comes in time."""
+    """The only node of a stage hands its state over if a successor comes in time."""
     simulated = swarm(replicas=1, steps=400)
     churn = {"hourly": 0.999, "stages": (2,), "replacement": 5.0, "start": 1.0}
     without = run(simulated, Churn(**churn), seed=3)
@@ -428,12 +428,12 @@ def test_lives_are_as_the_rate_says(shape: float) -> None:
 
 
 def test_a_trace_says_who_is_there() -> None:
-    """Nodes go to the stage with the fewest; before all have one, nothing is trained."""
+    """Nodes go to the stage with the fewest nodes. Training begins once all stages have one."""
     rows = [TraceRow(float(n), True, f"m{n}") for n in range(6)]  # stages 0 to 4, then 0 again
     rows += [TraceRow(20.0, False, "m5"), TraceRow(25.0, False, "m2"), TraceRow(30.0, True, "m6")]
     outcome = run(swarm(replicas=1), Churn(trace=tuple(rows), start=1.0), limit=1000.0)
     assert outcome.steps == 50
-    assert outcome.stalled > 4.0 + 1.0  # the fifth is there only then
+    assert outcome.stalled > 4.0 + 1.0  # the fifth node starts only then
     assert [loss.time for loss in outcome.losses] == [20.0, 25.0]
     assert outcome.losses[1].rebuilt[0].method == "checkfree"
     assert outcome.losses[1].waited > 4.0

@@ -1,4 +1,4 @@
-"""Steps in simulated time, against other ways to find the same figures."""
+"""Tests of steps in simulated time, against other ways to compute the same figures."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def test_one_microbatch_takes_the_sum_of_what_it_meets() -> None:
     outward = 0.002 + 0.001 + 2 * 0.003  # stage 0 applies the commit, embeds; two stages
     back = 0.005 + 2 * 0.006 + 0.001
     late = 0.004 - 0.002 - 0.001 - (hop - 0.040)  # stage 1 still applies the commit
-    assert late < 0  # so it doesn't matter
+    assert late < 0  # so stage 1 is ready in time
     pipeline = outward + back + 6 * hop
     step = simulate_step(simulated)
     assert step.pipeline == pytest.approx(pipeline)
-    assert step.seconds == pytest.approx(pipeline + 0.001)  # norm: the others were ready before
+    assert step.seconds == pytest.approx(pipeline + 0.001)  # plus its norm: other stages are ready
 
 
 def odd(simulated: Swarm) -> Swarm:
-    """With one node a stage, and nothing to apply. No two tasks or links take equally long, so that
-    nothing happens at the very same time, when either of two may rightly come first."""
+    """Return the swarm with one node per stage and nothing to apply. No two tasks or links take
+    equally long, so that no two events coincide, whose order would be arbitrary."""
     off = (1 + 0.02 * ((number * 0.5**0.5) % 1) for number in count(1))
     link, groups = simulated.link(0, 0), []
     for group in simulated.groups:
@@ -125,7 +125,7 @@ def test_the_pipeline_is_the_one_that_simpy_finds(simulated: Swarm) -> None:
 
 
 def least_seconds(simulated: Swarm) -> float:
-    """No schedule is shorter: a microbatch's way, and what every stage has to compute."""
+    """Return a lower bound of any schedule: one microbatch's way, or the busiest stage's work."""
     run, config = simulated.run, simulated.config
     visits = [simulated.link(a, (a + 1) % (config.stages + 1)) for a in range(config.stages + 1)]
     size = frame_bytes(run, config, "activation") * ON_WIRE * 8e-6
@@ -174,8 +174,8 @@ def test_one_at_a_time_nothing_gets_slower_by_what_gets_faster(
 
 
 def test_with_several_under_way_a_faster_node_may_make_a_step_longer() -> None:
-    """Graham's anomaly: what comes sooner can be in the way. So the property above isn't general,
-    neither here nor in the swarm whose rules these are."""
+    """Graham's anomaly: a task that comes sooner can delay others. So the property above isn't
+    general, neither here nor in a live swarm, which has the same rules."""
     slow = {
         0: Seconds(0.001, 0.001, head=0.01),
         1: Seconds(0.001, 0.01),
@@ -208,14 +208,14 @@ def test_bytes_add_up(simulated: Swarm, policy: str) -> None:
     expected = hops * sum(frame_bytes(run, config, kind) for kind in ("activation", "gradient"))
     replicas = simulated.replicas(0)
     if replicas > 1:
-        for stage in stages:  # rounded up to whole values, and heads
+        for stage in stages:  # pieces are rounded up, and have heads
             whole = 2 * 2 * (replicas - 1) * parameters(config, stage)
             expected += whole + 2 * replicas * (replicas - 1) * HEAD
     if policy == "redundant":
         expected += sum(4 * parameters(config, stage) for stage in stages) * replicas
         expected += HEAD * len(stages) * replicas
     slack = 200 * sum(simulated.counts) ** 2
-    if policy in ("checkfree", "snapshot"):  # as much besides as the links have had time for
+    if policy in ("checkfree", "snapshot"):  # and snapshots, as links have time
         assert step.bytes >= expected - slack
     else:
         assert step.bytes == pytest.approx(expected, abs=slack)
@@ -289,7 +289,7 @@ def test_heartbeats_to_all_others_take_of_an_uplink() -> None:
     elsewhere = sum(group.count for group in places) - here
     assert shared.uplinks == {"a": 2.0 - here * elsewhere * HEARTBEAT * 8e-6}
     narrow = replace(shared, network=sites([Link("a", "b", 1.0, 9.0)], {"a": 1e-3}))
-    assert narrow.uplinks == {"a": 1e-4}  # something is left
+    assert narrow.uplinks == {"a": 1e-4}  # a share is always left
 
 
 def test_the_bottleneck_is_a_thread_or_a_link_or_nothing() -> None:
@@ -323,7 +323,7 @@ def test_cores_are_shared_evenly() -> None:
     for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 2.0)):
         cores.run(seconds, lambda name=name: ended.append((name, clock.now)))  # type: ignore[misc]
     clock.run(lambda: False)
-    # at two thirds of a core each until a ends at 1.5; b and c then have a core each
+    # Each has two thirds of a core until a ends at 1.5; b and c then have a core each.
     assert ended == [
         ("a", pytest.approx(1.5)),
         ("b", pytest.approx(2.5)),
@@ -339,7 +339,7 @@ def test_averaging_in_closed_form_is_near_what_is_simulated(replicas: int) -> No
             delay / 1e3 + frame_bytes(tested.run, tested.config, "gradient") * ON_WIRE * 8e-6 / mbps
         )
         simulated = simulate_step(tested).reduce - 0.001
-        # A stage begins when the last gradient has left it, which is then on its way to stage 0.
+        # A stage begins to average when its last gradient leaves it, on the way to stage 0.
         ahead = [0.0, *(stage * (hop + 0.006) - 0.005 for stage in range(1, 5))]
         closed = max(averaging_seconds(tested, stage) - ahead[stage] for stage in range(5))
         assert closed == pytest.approx(simulated, rel=0.08)
@@ -359,7 +359,7 @@ LINKS: list[dict[str, Any]] = [{}, {"mbps": 10.0}, {"delay": 1.0, "mbps": 1000.0
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("replicas", [2, 5])
 def test_one_lane_is_what_equal_lanes_do(replicas: int, links: dict[str, Any]) -> None:
-    """The driver gives lane after lane its microbatch, so no node serves two sources."""
+    """The driver assigns microbatches to lanes in turn, so no node serves two sources."""
     simulated = swarm(replicas=replicas, microbatches=8 * replicas, **links)
     each, pooled = (simulate_step(simulated, pooled=pooled).seconds for pooled in (False, True))
     assert pooled == pytest.approx(each, rel=0.01)
@@ -370,8 +370,8 @@ def test_one_lane_is_what_equal_lanes_do(replicas: int, links: dict[str, Any]) -
 def test_one_lane_is_near_what_unequal_lanes_do(
     counts: tuple[int, ...], links: dict[str, Any]
 ) -> None:
-    """It lacks the queues at nodes that serve several sources, and the many links of a source to a
-    stage with more nodes than there are sources."""
+    """One lane lacks the queues at nodes that serve several sources, and a source's many links to a
+    stage with more nodes than sources."""
     simulated = swarm(microbatches=8 * counts[0], **links).with_counts(counts)
     each, pooled = (simulate_step(simulated, pooled=pooled).seconds for pooled in (False, True))
     assert 0.88 * each < pooled < 1.06 * each
@@ -396,7 +396,7 @@ def test_large_swarms_are_pooled_only_where_nodes_are_alike() -> None:
 
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_equal_replicas_get_equal_shares(replicas: int) -> None:
-    """However few microbatches a source has out."""
+    """Shares are equal however few microbatches a source has out."""
     step = simulate_step(swarm(replicas=replicas, microbatches=16 * replicas))
     for stage in range(5):
         busy = [step.busy[f"{stage}.{number}"] for number in range(replicas)]

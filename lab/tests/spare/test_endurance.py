@@ -57,7 +57,7 @@ def test_a_patch_is_certain_with_single_copies_and_never_with_two(
 
 
 def test_the_patch_term_of_two_stacks_is_the_share_of_the_lost() -> None:
-    """(2N - 2(N-k)) / 2(N-k) = k / (N-k)."""
+    """The term is (2N - 2(N-k)) / 2(N-k) = k / (N-k)."""
     assert patch_share(1000, 400, 2) == pytest.approx(400 / 600)
     assert mean_stacks_patched(1000, 9) - mean_stacks(1000, 9) == pytest.approx(0.32, abs=0.005)
 
@@ -81,7 +81,7 @@ def test_the_best_period_of_cheap_saves_is_youngs() -> None:
 
 
 def test_availability_is_what_happens() -> None:
-    """Work in segments that a failure makes begin again, drawn at random."""
+    """The closed form is compared with work in segments that random failures start anew."""
     rng = np.random.default_rng(3)
     period, save, interval, restart = 30.0, 5.0, 100.0, 60.0
     wall, done, until = 0.0, 0, rng.exponential(interval)
@@ -101,7 +101,7 @@ def test_the_best_redundancy() -> None:
 
 @pytest.mark.parametrize("groups", [200, 600, 1000])
 def test_time_to_train_is_low_until_a_third_stack_is_needed(groups: int) -> None:
-    """Equation 8 leaves the patch term out, so it can only say where the least is over."""
+    """Equation 8 leaves the patch term out, so its redundancy is only an upper end of the range."""
     best = round(best_redundancy(groups))
     times = [time_to_train(groups, r, mtbf=300, save=60, restart=3600) for r in range(2, best + 5)]
     least = int(np.argmin(times)) + 2

@@ -26,7 +26,7 @@ SIZES = [(7, 3), (13, 4), (23, 3), (40, 6)]
 
 @st.composite
 def losses(draw: st.DrawFn, sizes: list[tuple[int, int]] = SIZES) -> tuple[Stacks, list[list[int]]]:
-    """Stacks, and who is lost when."""
+    """Draw stacks, and rounds of groups to lose."""
     groups, redundancy = draw(st.sampled_from(sizes))
     order = draw(st.permutations(range(groups)))
     parts = draw(st.integers(1, 3))
@@ -60,12 +60,12 @@ def test_every_type_is_computed_by_survivors_until_a_type_has_none(
             assert set(result.types) == orphans
             return
         assert not orphans
-        # this step: what nobody has is computed by survivors that host it
+        # This step: types that no survivor computed are computed by survivors that host them.
         assert set(result.patch) == set(np.flatnonzero(~before.covered()).tolist())
         assert all(g in survivors and t in hosts[g] for t, g in result.patch.items())
         loads = [list(result.patch.values()).count(g) for g in survivors]
         assert max(loads) == result.patch_depth
-        # the next: every type once, by a survivor, within the depth; nobody hosts anything else
+        # The next step: a survivor computes each type once, within the depth; hosts are the same.
         after = result.stacks
         assert hosting(after) == hosts
         owners = after.owners()
@@ -89,7 +89,7 @@ def test_depth_and_moves_are_the_fewest_there_are(case: tuple[Stacks, list[list[
 
 
 def cheapest(stacks: Stacks) -> tuple[int, int]:
-    """The smallest depth from the present one on, and the fewest moves for it, by networkx."""
+    """Return the smallest depth, at least the present one, and its fewest moves, by networkx."""
     if stacks.covered().all():
         return stacks.depth, 0
     for depth in range(stacks.depth, stacks.order.shape[1] + 1):

@@ -77,7 +77,7 @@ def test_without_failures_there_are_only_steps_and_saves() -> None:
     step = 3 * CALM.compute + CALM.reduce
     assert (outcome.failures, outcome.restarts) == (0, 0)
     assert outcome.steps == CALM.steps
-    assert outcome.wall == pytest.approx(CALM.steps * step)  # the period is longer than that
+    assert outcome.wall == pytest.approx(CALM.steps * step)  # less than a save period
     assert outcome.availability == pytest.approx(1.0)
     assert set(outcome.stacks) == {3.0}
 
@@ -115,7 +115,7 @@ def test_a_trail_is_the_same_every_time_and_trails_differ() -> None:
 
 @pytest.mark.parametrize("clocks", ["groups", "system"])
 def test_failures_come_at_the_given_rate(clocks: str) -> None:
-    """Half of the groups are lost when exponential clocks say so, however they are drawn."""
+    """Half of the groups are lost at the time that exponential clocks predict, for both kinds."""
     system = replace(QUICK, groups=2000, clocks=clocks, shape=1.0, horizon=1e9)
     scheme = replicate(2000, 1)
     scheme.lose = lambda groups: 0.0  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What tests/swarm has: real swarms, and the event loop of a daemon."""
+"""Fixtures of tests/swarm: real swarms, and the event loop of a daemon."""
 
 from tests.swarm.conftest import corpus, fork_server, pytest_asyncio_loop_factories, up
 

@@ -1,4 +1,4 @@
-"""All links of a swarm break each second: steps go on, and nobody is told."""
+"""All links of a swarm break each second: steps go on, and no loss is reported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
 STEPS, RESETS = 10, 5
-"""Committed meanwhile, and times that all links break, at least."""
+"""The fewest steps to commit meanwhile, and the fewest times that all links break."""
 
 
 class BehindProxies(LocalSwarm):
-    """Each node has one in front of its port."""
+    """A swarm with a proxy in front of each node's port."""
 
     async def __aenter__(self) -> BehindProxies:
         self.stack, self.proxies = AsyncExitStack(), {}
@@ -45,7 +45,7 @@ async def test_links_that_break_each_second_cost_no_attempt(data, tmp_path, repl
         since, view = swarm.committed(), swarm.registry.membership.view.number
         proxies = swarm.proxies.values()
         blinking = [asyncio.create_task(proxy.blink(1.0, 3600.0)) for proxy in proxies]
-        links = 3 * replicas**2  # of the three pairs of neighbours, each with two connections
+        links = 3 * replicas**2  # three pairs of neighbours, two connections each
         await swarm.until(
             lambda: (
                 swarm.committed() >= since + STEPS

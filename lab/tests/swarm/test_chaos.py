@@ -40,7 +40,7 @@ def test_a_sick_swarm_trains_on(data, tmp_path):
     )
     planned = Counter(fault.kind for fault in schedule(SEED, MINUTES, SHAPE))
     assert outcome["faults"]["kill"] > 0
-    assert Counter(outcome["faults"]) <= planned  # a busy machine is spared some
+    assert Counter(outcome["faults"]) <= planned  # fewer on a busy machine
     assert outcome["audit"]["expected"] >= 8 * outcome["steps"] > 0
     assert "| kill | " in done.stdout
 

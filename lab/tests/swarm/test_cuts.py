@@ -1,5 +1,5 @@
-"""Live nodes that can't reach each other: processes behind proxies that drop what one of the others
-has dialled, or that only dial out."""
+"""Tests of live nodes that can't reach each other: behind proxies that drop another node's
+connections, or because they only dial out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPARE = "0.1"
 
 
 class CutSwarm(Swarm):
-    """A node of each stage and a second one of stage 0, behind proxies, but for those that only
-    dial out."""
+    """A swarm with one node per stage and a second one of stage 0. Nodes are behind proxies, except
+    those in `dials`, which only dial out."""
 
     def __init__(self, out: Path, data: Path, dials: tuple[str, ...]) -> None:
         super().__init__(out, data, RUN, {})
@@ -47,8 +47,8 @@ class CutSwarm(Swarm):
             await asyncio.sleep(0.02)
 
     async def carrier(self, wanted: Callable[[str], object]) -> str:
-        """Waits until both nodes that are cut off from each other report the same wanted relay;
-        empty: none."""
+        """Wait until both nodes that are cut off from each other report the same wanted relay, and
+        return it; empty: none."""
 
         relays: list[str] = []
 
@@ -67,7 +67,7 @@ class CutSwarm(Swarm):
     async def described(
         self, event: str, condition: Callable[[Description], object]
     ) -> Description:
-        """Waits until the registry describes it like this."""
+        """Wait until the registry's description fulfils the condition, and return it."""
         client = RegistryClient([(self.out / "address").read_text().strip()])
         try:
             while not condition(description := await client.describe()):
@@ -80,7 +80,7 @@ class CutSwarm(Swarm):
 
 @asynccontextmanager
 async def training(out: Path, data: Path, dials: tuple[str, ...] = ()) -> AsyncIterator[CutSwarm]:
-    """Every sample has counted once in the end."""
+    """Run a swarm; at its end, check that every sample has counted once."""
     swarm = CutSwarm(out, data, dials)
     try:
         for proxy in swarm.proxies.values():

@@ -1,4 +1,4 @@
-"""Live swarms lose stages, and have the losses of the lab's swarm that loses the same."""
+"""Live swarms that lose stages train as the lab's swarm that loses the same stages."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from tests.swarm.test_in_process import losses, undisturbed
 async def test_every_loss_is_survived_by_its_policy(
     corpus, conversations, tmp_path, policy, lost, methods, steps
 ):
-    """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab. Some
-    are of many short documents that are kept apart, some of models that write into a subspace; with
-    both, little is left of what crosses besides."""
+    """Stages relearn from boundary tensors of `steps` steps, to the same losses as in the lab. Some
+    runs keep many short documents apart, and some models write into a subspace. With several lost
+    stages, tensors cross in int8 and int4, too."""
     apart = len(lost) > 1 or policy == "redundant"
     if apart:
         corpus = Mixture([corpus, Corpus.open(conversations)], [1, 3])
@@ -76,7 +76,7 @@ async def test_every_loss_is_survived_by_its_policy(
     if "checkfree" in policy and lost != [0] and "snapshot" not in methods.values():
         relearned = [e["relearned"] for e in rebuilt if e["stage"] in lost and e["stage"]]
         pairs = steps * run.training.microbatches
-        if policy == "checkfree":  # else two stages may be a run in half of the microbatches only
+        if policy == "checkfree":  # else two lost stages adjoin in half of the microbatches
             assert [event["pairs"] for event in relearned] == [pairs] * len(relearned)
         assert all(
             event["passes"] == pass_count(2, lost) and not event["undone"] for event in relearned
@@ -127,7 +127,7 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
 
 
 async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_path):
-    """In steps so large that a plain average shows in the losses."""
+    """Steps are so large that a plain average would change the losses."""
     recovery = {"recovery__policy": "checkfree", "recovery__relearn__passes": 0}
     run = small(stages=3, steps=10, training__lr=0.03, **recovery)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
@@ -153,8 +153,8 @@ async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_p
 
 
 def in_the_lab(run, corpus, at, lost, rebuilt, ablation=None):
-    """The losses, by step, of a run that loses these stages after step `at`. What the live swarm's
-    holders had not received yet is taken from the step before, there as here."""
+    """Return the losses, by step, of a lab run that loses these stages after step `at`. As in the
+    live swarm, snapshots that holders hadn't received yet come from an earlier step."""
     swarm, losses_at, earlier = TrainingSwarm(run, corpus, ablation or Ablation()), {}, {}
     while swarm.committed < run.steps:
         loss = swarm.step()

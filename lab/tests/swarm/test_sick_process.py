@@ -1,4 +1,4 @@
-"""`planaria up` with a process that is sick."""
+"""`planaria up` with a process that computes wrong values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.swarm.small import small
 async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes, as a person has them; one makes NaN from the start."""
+    """`planaria up` runs real processes, one of which makes NaN from the start."""
     faults, out, terminal = tmp_path / "faults", tmp_path / "out", io.StringIO()
     set_faults(faults, {"nan": {}})
     command = local._Swarm._command

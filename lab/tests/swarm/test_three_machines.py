@@ -1,4 +1,4 @@
-"""Machines as network namespaces, joined by an invite: nothing that is secret is on the wire."""
+"""Three machines as network namespaces, joined by an invite: no secret is readable on the wire."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.swarm.machines import TOKEN, machines
 
 
 class Capture:
-    """All packets of a machine, while it is open."""
+    """Records all packets of a machine until it is closed."""
 
     def __init__(self, links: Emulation, machine: str) -> None:
         with links.inside(machine):
@@ -39,7 +39,7 @@ class Capture:
 async def test_three_machines_are_a_swarm_under_tls_by_three_commands(
     data: Path, tmp_path: Path
 ) -> None:
-    """Machines as network namespaces, for which one has to be root."""
+    """Network namespaces stand for machines, which needs root."""
     with ExitStack() as stack:
         try:
             links = stack.enter_context(emulate(all_alike(["r", "a", "b"], 1, 200)))
@@ -58,10 +58,10 @@ async def test_three_machines_are_a_swarm_under_tls_by_three_commands(
         await here.committed(beyond=1)
         for capture in captures:
             capture.close()
-            assert b"\x16\x03\x01" in capture.seen  # a handshake of TLS
+            assert b"\x16\x03\x01" in capture.seen  # a TLS handshake
             names = here.folder.glob("[ab]/events-*.jsonl")
             nodes = [path.stem.removeprefix("events-").encode() for path in names]
             assert len(nodes) == 2
-            frames = b"activation", b"microbatch"  # as links have them in their heads
+            frames = b"activation", b"microbatch"  # words in heads of frames
             for hidden in (invited.secret, TOKEN.encode(), b"PRIVATE KEY", *frames, *nodes):
                 assert hidden not in capture.seen

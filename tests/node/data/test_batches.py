@@ -1,4 +1,4 @@
-"""How many samples each step has, where a run's batch has been changed."""
+"""Tests of the number of samples of each step in a run whose batch has been changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = st.integers(1, 5)
 def test_each_step_has_the_batch_that_the_newest_change_gives_it(
     first: int, changes: list[tuple[int, int]]
 ) -> None:
-    """A change may go back to a step before earlier ones."""
+    """A change may apply from a step before those of earlier changes."""
     batches, sizes = Batches(first), [first] * 20
     for step, samples in changes:
         batches = batches.changed_after(step, samples, 1)

@@ -1,4 +1,4 @@
-"""Conversations: what becomes of them as text, tokens and masks."""
+"""Tests of conversations as text, tokens and masks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def messages() -> list[list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer as a model that one talks with has it."""
+    """A folder with the tokenizer of a chat model."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,7 +89,7 @@ def chat(folder: Path) -> Corpus:
 
 
 def documents(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
-    """Tokens and masks of each conversation, in any order."""
+    """Return tokens and masks of each conversation, in any order."""
     texts = []
     for split in (TRAIN, VALIDATION):
         context = corpus.index.splits[split].tokens - 1
@@ -187,11 +187,11 @@ def test_a_target_is_scored_or_is_not(chat: Corpus, monkeypatch: pytest.MonkeyPa
     scored = targets != UNSCORED
     np.testing.assert_array_equal(targets[scored], tokens[:, 1:][scored])
     assert count_scored(chat, TRAIN, 16, ids) == scored.sum() < scored.size
-    assert not scored.any(axis=1).all()  # some samples have nothing to learn from
+    assert not scored.any(axis=1).all()  # some samples have no scored tokens
 
 
 def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> None:
-    """Of texts, behind the token that ends one; of conversations, wherever that token stands."""
+    """A text begins after the token that ends one; a conversation may contain that token."""
     ending = tmp_path / "ending.jinja"
     ending.write_text(MARKED.replace("<|im_end|>", "<|endoftext|>"))
     corpus, _ = prepare(recipe(folder, chat_template=ending), tmp_path / "data")
@@ -333,7 +333,7 @@ def test_the_same_conversations_in_another_form(
 def test_of_a_prompt_and_its_completion_the_latter_and_the_end_are_scored(
     folder: Path, tmp_path: Path
 ) -> None:
-    """As trl trains on them: both tokenized as one text, which the end token ends."""
+    """As in trl, both are tokenized as one text, followed by the end token."""
     pairs = [(f"{n} + {n} =", f" {2 * n}.") for n in range(40)]
     records = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
     file = write_records(tmp_path / "pairs.jsonl", records)

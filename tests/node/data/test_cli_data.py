@@ -103,7 +103,7 @@ def test_options_reach_the_recipe(data: Path, tmp_path: Path) -> None:
 def test_errors_are_sentences(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     result = planaria(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert result.exit_code == 1
-    *_, last = result.stderr.splitlines()  # behind the progress bar, if it came to that
+    *_, last = result.stderr.splitlines()  # after the progress bar, if any
     assert last.startswith("error: ")
     assert message in last
     assert "Traceback" not in result.output

@@ -77,7 +77,7 @@ def stream(corpus: Corpus, split: str) -> np.ndarray:
 
 
 def decoded(corpus: Corpus, split: str) -> list[str]:
-    """The documents of a split, from its tokens."""
+    """Decode the documents of a split from its tokens."""
     tokens = stream(corpus, split)
     assert tokens[-1] == corpus.index.end_of_document
     ends = np.flatnonzero(tokens == corpus.index.end_of_document)
@@ -101,7 +101,7 @@ def copy(corpus: Corpus, tmp_path: Path) -> Path:
 
 
 def documents_of(source: str, *how: Any, **named: Any) -> Iterator[Any]:
-    """Raises CorpusError for the first bad row, too."""
+    """Yield the documents of a source; raise CorpusError for the first bad row, too."""
     for file in files_of(source).files:
         for document in documents(file, *how, **named):
             if isinstance(document, RowError):
@@ -297,7 +297,7 @@ def test_large_vocabularies_take_four_bytes(corpus: Corpus, tmp_path: Path) -> N
 
 def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path: Path) -> None:
     out = tmp_path / "data"
-    out.mkdir()  # empty: fine
+    out.mkdir()  # an empty folder is accepted
     first = make(out)
     other = Recipe([str(write_jsonl(tmp_path / "b.jsonl"))], vocabulary=310, validation=0.2)
     same = Recipe([str(tmp_path / "data.jsonl")], vocabulary=300, validation=0.2)
@@ -403,7 +403,7 @@ def test_another_try_does_only_what_was_not_done(stories: Path, tmp_path: Path) 
 def test_bad_rows_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spread: Spread | None
 ) -> None:
-    """What is held out is as if they were documents."""
+    """Bad rows count in the ordinals of documents, by which documents are held out."""
     bad = [{"text": None}, {"text": "\ud800"}, {"body": "a"}]
     rows: list[dict[str, Any]] = []
     for name in ("a", "b"):
@@ -423,7 +423,7 @@ def test_bad_rows_are_left_out_and_counted(
 
 
 def test_too_many_bad_rows_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten are left out of any number, and more by the share of all files."""
+    """Ten bad rows are always left out, and more up to a share of the rows of all files."""
     for name, good, bad in (("a", 20, 11), ("b", 80, 0)):
         rows = ['{"text": "Good."}\n'] * good + ["{\n"] * bad
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
@@ -521,7 +521,7 @@ def test_both_sides_need_a_document(tmp_path: Path) -> None:
 def test_of_a_few_documents_about_the_share_is_held_out(
     tmp_path: Path, documents: int, validation: float, held_out: int | range
 ) -> None:
-    """Whatever their ranks: with other texts, others are."""
+    """This holds whatever the ranks of the documents are; other texts have other ranks."""
     numbers = held_out if isinstance(held_out, range) else [held_out]
     for first in range(6):
         corpus = make(tmp_path / f"{first}", TEXTS[first:][:documents], 300, validation)
@@ -549,7 +549,7 @@ def test_recipes_that_make_no_sense_are_refused(
 
 @pytest.fixture
 def served(stories: Path) -> Iterator[str]:
-    """The URL of a web server with the stories."""
+    """Run a web server with the stories, and yield its URL."""
     handler = partial(QuietHandler, directory=str(stories))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -685,7 +685,7 @@ def test_small_files_are_small_and_regular(
         read_index(copy)
 
 
-# Data that others spoil while a node reads it
+# Data that is damaged while a node reads it
 
 
 def overwrite(file: Path, offset: int, data: bytes) -> None:
@@ -724,7 +724,7 @@ def test_a_token_that_is_another_one_now_is_noticed_before_it_is_used(
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(copy: Path) -> None:
-    """The checksums are right: whoever made the data was wrong."""
+    """The checksums are right, so the data was prepared wrongly."""
     shard = copy / "train-00000.bin"
     overwrite(shard, 4, (300).to_bytes(2, "little"))
     index = read_index(copy)

@@ -1,4 +1,4 @@
-"""Rows and files as people have them: compressed, hidden, linked, damaged, endless."""
+"""Tests of reading rows and files: compressed, hidden, linked, damaged or endless ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_lines(rows: list[Any]) -> bytes:
 
 
 def zstd(content: bytes) -> bytes:
-    """In two frames."""
+    """Compress the content in two zstd frames."""
     frames = (pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:9], content[9:]))
     return b"".join(frames)
 

@@ -1,4 +1,4 @@
-"""What people write in conversations, in the one form that chat templates read."""
+"""Tests of conversations in various formats, converted to the one that chat templates read."""
 
 from __future__ import annotations
 

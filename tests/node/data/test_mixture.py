@@ -26,7 +26,7 @@ WORDS = ("apple pear plum cherry " * 40, "seven eight nine ten " * 40)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two corpora of one tokenizer."""
+    """Two corpora with the same tokenizer."""
     folder, made = tmp_path_factory.mktemp("mixture"), []
     for name, words, documents in (("fruit", WORDS[0], 30), ("numbers", WORDS[1], 20)):
         source = folder / f"{name}.txt"

@@ -1,4 +1,4 @@
-"""Prepared data that lies on a web server."""
+"""Tests of prepared data on a web server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARD = "train-00000.bin"
 
 @pytest.fixture
 def served(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """A copy of the prepared prose."""
+    """A web server with a copy of the prepared prose."""
     monkeypatch.setattr(remote_corpus, "PAUSES", (0.0, 0.0))
     copied = shutil.copytree(data, tmp_path / "there")
     with range_server(copied) as served:

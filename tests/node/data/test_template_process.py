@@ -1,4 +1,4 @@
-"""Chat templates that are meant to do harm, in a process of their own."""
+"""Tests of chat templates that may be harmful, in a process of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is scored of a conversation, by templates that do as the published ones do."""
+"""Tests of which tokens of a conversation are scored, by templates like published ones."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ TEMPLATES = {
     "Llama 2": (LLAMA2, [], " </s>"),
     "no end": (NO_END, [], ""),
 }
-"""Source, special tokens, and what ends a turn."""
+"""Source, special tokens, and the text that ends a turn."""
 THOUGHTFUL = "<think>\nmaybe\n</think>\n\nyes"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 

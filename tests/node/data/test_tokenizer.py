@@ -1,4 +1,4 @@
-"""Texts become the tokens that transformers makes of them, and end as the tokenizer's files say."""
+"""Tests that texts become the same tokens as in transformers, and end as the files say."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TEXTS = [f"hello wörld, <s> this is text {i}</s> about planarians\n 漢" for i 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 KINDS = ["byte-level", "sentencepiece"]
 AROUND = ["$A", "<s> $A", "<s> $A </s>", None]
-"""What the post-processor does; None: there is none."""
+"""What the post-processor puts around a text; None: there is no post-processor."""
 
 
 def tokenizer_of(kind: str) -> tuple[Tokenizer, Any]:
-    """An untrained one, and its trainer."""
+    """Return an untrained tokenizer and its trainer."""
     special = ["<unk>", "<s>", "</s>", "<end>"]
     if kind == "byte-level":
         made = Tokenizer(models.BPE())
@@ -47,7 +47,7 @@ def tokenizer_of(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def write(folder: Path, kind: str = "byte-level", around: str | None = None, **config: Any) -> Path:
-    """A tokenizer's folder; its tokenizer.json."""
+    """Write a tokenizer's folder, and return the path of its tokenizer.json."""
     made, trainer = tokenizer_of(kind)
     made.train_from_iterator(["hello, this is a text about planarians " * 5] * 5, trainer)
     if around is not None:
@@ -80,7 +80,7 @@ def documents(corpus: Corpus) -> Iterator[list[int]]:
 
 
 def in_transformers(folder: Path, **how: Any) -> list[list[int]]:
-    """What its tokenizer makes of the texts, in which special tokens are text."""
+    """Tokenize the texts with the folder's tokenizer in transformers; special tokens are text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
@@ -92,7 +92,7 @@ def in_transformers(folder: Path, **how: Any) -> list[list[int]]:
 def test_documents_are_what_transformers_makes_of_texts(
     kind: str, around: str | None, tmp_path: Path
 ) -> None:
-    # add_bos_token: transformers 5 has no use for it where there is a tokenizer.json
+    # add_bos_token: transformers 5 ignores it if there is a tokenizer.json
     tokenizer = write(tmp_path / "from", kind, around, **NAMED, add_bos_token=True)
     corpus = prepared(tmp_path, tokenizer)
     expected = in_transformers(tokenizer.parent)
@@ -177,7 +177,7 @@ def test_bounds_that_nobody_can_tell_are_refused(
 
 @pytest.mark.parametrize("bos_token", ["<s>", "</s>"])
 def test_documents_begin_with_their_begin_token(bos_token: str, tmp_path: Path) -> None:
-    """Also where it is the one that ends them. Of a sample's first tokens it isn't known."""
+    """It may also be the token that ends them. For a sample's first tokens it isn't known."""
     tokenizer = write(tmp_path / "from", bos_token=bos_token, eos_token="</s>")
     corpus = prepared(tmp_path, tokenizer, bos="yes")
     split = corpus.index.splits["train"]
@@ -228,7 +228,7 @@ def test_a_tokenizer_that_is_written_anew_is_the_same(kind: str, tmp_path: Path)
     assert same_tokenizer(file, tmp_path / "saved" / "tokenizer.json")
     fields = json.loads(file.read_text())
     fields["model"]["merges"] = [" ".join(pair) for pair in fields["model"]["merges"]]
-    del fields["model"]["ignore_merges"]  # as before there was such
+    del fields["model"]["ignore_merges"]  # older files lack it
     older = tmp_path / "older.json"
     older.write_text(json.dumps(dict(reversed(fields.items()))))
     assert same_tokenizer(file, older)

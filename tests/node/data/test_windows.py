@@ -46,7 +46,7 @@ def test_a_window_follows_from_seed_and_step_alone(
     assert ids.shape == (batch,)
     assert ids.min() >= 0 and ids.max() < samples
     np.testing.assert_array_equal(ids, windows_of_one(seed, samples, batch).ids(step))
-    # ... and not from how positions are cut into windows.
+    # It doesn't depend on how positions are cut into windows.
     alone = windows_of_one(seed, samples, 1)
     assert ids[-1] == alone.ids(step * batch)[0]
 
@@ -64,10 +64,10 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, samples: int, epoc
 def test_order_looks_random() -> None:
     samples = 4000
     order = windows_of_one(7, samples, samples).ids(1)
-    # Neighbours in the order are no neighbours in the data, and do not tend to either end.
+    # Neighbours in the order aren't neighbours in the data, and there is no trend.
     assert np.count_nonzero(np.abs(np.diff(order)) <= 10) < samples * 0.02
     assert abs(np.corrcoef(np.arange(samples), order)[0, 1]) < 0.06
-    # Which sample comes first is even over the seeds: chi-squared, 15 degrees of freedom.
+    # The first sample is uniform over seeds: chi-squared, 15 degrees of freedom.
     first = Counter(int(windows_of_one(seed, 16, 1).ids(1)[0]) for seed in range(3200))
     assert sum((first[i] - 200) ** 2 / 200 for i in range(16)) < 45
 
@@ -139,7 +139,7 @@ shares = st.lists(st.builds(Share, st.integers(1, 60), st.integers(1, 9)), min_s
 
 
 def positions(seed: int, mixture: list[Share], batch: int, steps: int) -> np.ndarray:
-    """Sample ids of so many steps, one after the other."""
+    """Return the sample ids of so many steps, one after the other."""
     windows = Windows(seed, mixture, Batches(batch))
     return np.concatenate([windows.ids(step) for step in range(1, steps + 1)])
 
@@ -154,7 +154,7 @@ def corpus_of(ids: np.ndarray, mixture: list[Share]) -> np.ndarray:
 def test_as_many_samples_in_a_row_as_there_are_turns_have_the_shares_exactly(
     seed: int, mixture: list[Share], batch: int, first: int
 ) -> None:
-    """So has each window whose size is a multiple of the turns."""
+    """Thus a window whose size is a multiple of the number of turns has the shares exactly, too."""
     cycle = sum(share.turns for share in mixture)
     ids = positions(seed, mixture, batch, -(-(first + cycle) // batch))
     turns = np.bincount(corpus_of(ids[first : first + cycle], mixture), minlength=len(mixture))
@@ -197,7 +197,7 @@ def test_turns_are_spread_over_the_cycle() -> None:
 
 
 def test_a_mixture_stays_as_it_is() -> None:
-    """Else runs that go on after an update would repeat and miss samples."""
+    """Otherwise runs that go on after an update would repeat and miss samples."""
     mixture = [Share(1000, 7), Share(50, 3)]
     windows = Windows(5, mixture, Batches(10))
     assert windows.ids(1).tolist() == [805, 1039, 168, 775, 272, 1007, 840, 355, 1008, 40]

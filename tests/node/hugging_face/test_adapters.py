@@ -1,4 +1,4 @@
-"""Adapters that go out, apart or in the weights of their model."""
+"""Tests of exported adapters, apart or merged into the weights of their model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_model(folder: Path, config: ModelConfig = GROUPED) -> RunFile:
 
 
 def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
-    """Of each stage, adapters that have learned something."""
+    """Return adapters of each stage that differ from their initial values."""
     generator = torch.Generator().manual_seed(7)
     adapters = {}
     for stage in range(config.stages + 1):
@@ -55,7 +55,7 @@ def write(out: Path, run: RunFile, into_weights: bool, base: str = "") -> None:
 
 
 def test_they_are_called_as_peft_calls_them(tmp_path) -> None:
-    """As its `save_pretrained` has written them for transformers' LlamaForCausalLM (0.21)."""
+    """The names are those that peft 0.21's `save_pretrained` wrote for LlamaForCausalLM."""
     write(tmp_path / "apart", of_model(tmp_path / "base"), False)
     shapes = {"self_attn.q_proj": (48, 48), "self_attn.k_proj": (16, 48), "mlp.down_proj": (48, 80)}
     wanted = {}
@@ -90,7 +90,7 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
 
 @pytest.mark.parametrize("config", [GROUPED, QWEN2], ids=["llama", "qwen2"])
 def test_peft_takes_them_and_has_the_logits_of_the_merged_model(tmp_path, config) -> None:
-    import peft  # it takes long
+    import peft  # a slow import
     from transformers import AutoModelForCausalLM
 
     run = of_model(tmp_path / "base", config)
@@ -136,7 +136,7 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
         export_writer(run, run.config, True, "")
     export_writer(with_origin(run, tmp_path / "moved"), run.config, True, "")
     shutil.rmtree(tmp_path / "moved")
-    write(tmp_path / "apart", run, False)  # needs none of it
+    write(tmp_path / "apart", run, False)  # needs no weights of the model
 
 
 def test_a_run_without_adapters_has_none_to_merge() -> None:

@@ -1,4 +1,4 @@
-"""Runs that begin from a checkpoint."""
+"""Tests of runs that begin from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_from(folder: Path, **model: Any) -> RunFile:
 
 
 def set_value(folder: Path, name: str, value: float) -> None:
-    """Of the weight in row 3, column 4."""
+    """Set the value in row 3, column 4 of a weight in the folder's file."""
     tensors = load_file(folder / WEIGHTS)
     tensors[name][3, 4] = value
     save_file(tensors, folder / WEIGHTS)
@@ -159,7 +159,7 @@ def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
 def test_a_large_model_has_time_to_be_read_and_that_is_said(tmp_path, monkeypatch, caplog) -> None:
     exported(tmp_path, GROUPED)
     with (tmp_path / "further.safetensors").open("wb") as file:
-        file.truncate(43 * 10**9)  # of no blocks
+        file.truncate(43 * 10**9)  # a sparse file
     limits: list[float] = []
     monkeypatch.setattr(
         begin_from_model, "completed_by", lambda module, run, seconds: limits.append(seconds) or run
@@ -273,7 +273,7 @@ def test_embedding_and_head_are_tied_or_not_as_in_transformers(tmp_path, caplog,
     save_file(tensors, file, metadata={"format": "pt"})
     tokens = some_tokens(QWEN2, 24)
     wanted = logits_of(tmp_path, tokens)
-    if form == "compiled":  # which transformers doesn't read
+    if form == "compiled":  # transformers can't read it
         save_file({f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}, file)
     model = WholeModel.load(tmp_path, torch.device("cpu"))
     assert model.config.tied == (form != "other head")
@@ -390,7 +390,7 @@ def test_the_data_has_to_be_prepared_with_its_tokenizer(data, tmp_path) -> None:
     assert resolve(resolved) == resolved
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
-    assert resolve(run) == resolved  # the same, written anew
+    assert resolve(run) == resolved  # the same tokenizer, written anew
     tokenizer["model"]["merges"].pop()
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CorpusError, match=r"another tokenizer than that of .* --tokenizer"):

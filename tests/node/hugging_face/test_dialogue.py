@@ -1,4 +1,4 @@
-"""Questions, and answers by a model's chat template."""
+"""Tests of dialogues: questions, and answers by a model's chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHATML = (
 
 
 def tokenizer_in(folder: Path, template: str | None = CHATML, **config: Any) -> Tokenizer:
-    """A token a character, and `config` in its tokenizer_config.json."""
+    """Write a tokenizer with one token per character and this config, and load it."""
     characters = {character: i for i, character in enumerate(string.printable[:96] + "\n")}
     tokenizer = Tokenizer(models.BPE(characters, []))
     tokenizer.decoder = decoders.Fuse()
@@ -45,7 +45,7 @@ def tokenizer_in(folder: Path, template: str | None = CHATML, **config: Any) -> 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its greedy text is of many characters."""
+    """The folder of a model whose greedy text has many different characters."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer_in(folder, eos_token="<|im_end|>")
     transformers_model(replace(GROUPED, vocabulary=100, context=256)).save_pretrained(folder)
@@ -60,7 +60,7 @@ def ours(folder: Path, *arguments: object, typed: str = "") -> str:
 
 
 def theirs(folder: Path, *turns: str, tokens: int) -> str:
-    """`turns`: the system's message, then questions and answers in turn."""
+    """Return transformers' answer. `turns`: the system's message, then questions and answers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -87,7 +87,7 @@ def test_answers_are_those_of_transformers(model: Path, listed: bool) -> None:
     if listed:
         eos = {"eos_token_id": [end, tokenizer.token_to_id(stop)]}
         config.write_text(json.dumps(eos))
-    expected = theirs(model, *asked, tokens=20).removesuffix(stop)  # which isn't special here
+    expected = theirs(model, *asked, tokens=20).removesuffix(stop)  # it isn't special here
     assert expected == (free[: free.index(stop)] if listed else free)
     options = ("--system", asked[0], "--tokens", 20)
     assert ours(model, asked[1], *options) == f"{expected}\n"
@@ -97,7 +97,7 @@ def test_answers_are_those_of_transformers(model: Path, listed: bool) -> None:
 
 
 def parrot(folder: Path, text: str, context: int = 400) -> tuple[Speaker, list[str]]:
-    """Says the text over and over, and keeps what it was asked."""
+    """Return a speaker that repeats the text, and the list of prompts that it gets."""
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode(text).ids
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""What a model is evaluated on."""
+"""Tests of which tokens a model is evaluated on."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
     assert list(evaluation.rows()) == ["tokens", "loss", "perplexity"]
     mute = Portion(
         conversations, "train", 2, samples=1, apart=False
-    )  # its words are a role, and nobody's
+    )  # its only words are those of a role
     assert (mute.rows(0, 1)[1] == UNSCORED).all()
     with pytest.raises(CorpusError, match=r"none of the tokens in 1 samples .* is scored"):
         mute.evaluation(0.0)
 
 
 def in_transformers(folder: Path, *rows: torch.Tensor) -> float:
-    """The mean loss of inputs, targets, beginnings: of each document it sees nothing but that."""
+    """Return the mean loss of inputs, targets, beginnings; each document is computed alone."""
     from transformers import AutoModelForCausalLM
 
     model, total = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0
@@ -69,7 +69,7 @@ def in_transformers(folder: Path, *rows: torch.Tensor) -> float:
 def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
     conversations: Path, tmp_path: Path
 ) -> None:
-    """By the folder that was exported, and by the stages of a swarm."""
+    """This holds for an exported folder, and for the stages of a swarm."""
     run = override(RunFile(), training__batch=64, training__microbatch=64)
     apart = replace(GROUPED, vocabulary=512, attn_mask_type="block_causal")
     options = EvaluateOptions(data=conversations, split="train", samples=40)
@@ -78,7 +78,7 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
         folder = tmp_path / config.attn_mask_type
         flat = exported(folder, config)
         tokenizer = json.loads((conversations / "tokenizer.json").read_text())
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))  # the same, written anew
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))  # as a new file
         model = WholeModel.load(folder, CPU)
         losses[config.attn_mask_type] = evaluate(model, folder, options).loss
     portion = Portion(conversations, "train", apart.context, 40, apart=True)

@@ -1,4 +1,4 @@
-"""Folders that transformers reads, and folders of transformers that are read here."""
+"""Tests of exported folders in transformers, and of folders that transformers wrote."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.node.stage.shapes import FAMILIES, GROUPED
 CPU = torch.device("cpu")
 CONFIGS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 FILE = 100_000
-"""Bytes of a shard: there are several."""
+"""The most bytes of a shard, so small that there are several."""
 
 
 def some_weights(config: ModelConfig) -> dict[int, torch.Tensor]:
-    """The stages' flat weights, which aren't initial ones: these leave attention nearly uniform."""
+    """Return the stages' flat weights, not initial ones, which leave attention nearly uniform."""
     generator = torch.Generator().manual_seed(4)
     flat = {}
     for stage in range(config.stages + 1):
@@ -67,7 +67,7 @@ def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """In transformers."""
+    """Return the logits of the folder's model in transformers."""
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
@@ -77,7 +77,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def transformers_model(config: ModelConfig) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM  # five seconds, at every worker
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes five seconds
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:

@@ -1,4 +1,4 @@
-"""The weights of a model, out of saves that are of as many stages as the run had then."""
+"""Tests of a model's weights from saves, whose number of stages may not be the run file's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shape_in(stages: int) -> ModelConfig:
 
 
 def run_of(stages: int) -> RunFile:
-    """The run file's division, whatever the saves are of."""
+    """Return a run file with so many stages; saves may have another number."""
     shape = shape_in(stages)
     names = ("vocabulary", "dim", "heads", "kv_heads", "context", "hidden", "layers", "stages")
     return RunFile(model=ModelSection(**{name: getattr(shape, name) for name in names}))

@@ -1,4 +1,4 @@
-"""What is chosen as the next token, and when to end."""
+"""Tests of the choice of the next token, and of the end of a text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_sampled_by_is_refused(wrong: dict[str, float]) -> None:
 def test_a_prompt_becomes_what_transformers_makes_of_it(
     around: str | None, prompt: str, tmp_path: Path
 ) -> None:
-    """But for the end token that a post-processor may put behind it."""
+    """Only the end token that a post-processor may add is left out."""
     from transformers import AutoTokenizer
 
     folder = write(tmp_path / "model", "sentencepiece", around, **NAMED).parent

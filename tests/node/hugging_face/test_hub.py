@@ -1,4 +1,4 @@
-"""Models that come from a hub, and go to one."""
+"""Tests of models that are fetched from a hub, and of exports to one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIND = (
 
 
 def find(hub: Hub, name: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Huggingface_hub reads its environment when it is loaded."""
+    """Find a checkpoint in a new process, since huggingface_hub reads its environment at import."""
     environment = {**os.environ, **hub.environment, "HF_HOME": str(home)}
     command = [sys.executable, "-c", FIND, name]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -78,7 +78,7 @@ def test_a_run_without_data_says_that_its_model_is_missing(tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With saves of a small model."""
+    """The folder of a run with saves of a small model."""
     folder = tmp_path_factory.mktemp("run")
     saved(folder / "saves", shape_in(2))
     of_no_data = override(run_of(2), data__path=str(folder / "none"))
@@ -87,7 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(run: Path, hub: Hub, out: Path, *options: str) -> tuple[int, str]:
-    """Exit status and output."""
+    """Run `planaria export`, and return its exit status and output."""
     output = out.with_suffix(".said")
     words = ["--out", str(out), "--run", str(run / "run.toml"), *options]
     environment = {**hub.environment, "HF_HOME": str(out.parent / "home")}

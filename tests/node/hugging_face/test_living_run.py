@@ -1,4 +1,4 @@
-"""By which nodes the stages of a living run are asked."""
+"""Tests of which nodes are asked for the stages of a living run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_standby_leads_nowhere_and_nobody_can_be_asked_without_an_address() ->
 
 
 class OneNode:
-    """All that its seats are asked, they say yes to. What it hasn't, it says."""
+    """A node that grants all requests to its seats, and says which seats it doesn't have."""
 
     def __init__(self, seats: set[str], node: str, address: str) -> None:
         self.seats, self.node, self.address, self.lost = seats, node, address, ""
@@ -71,7 +71,7 @@ class OneNode:
 
 
 def test_a_stage_is_asked_at_its_new_seat_when_the_one_that_was_found_is_given_back() -> None:
-    """As at the end of a rebuild, when a newcomer relieves who had taken the lost stage in."""
+    """This happens after a rebuild, when a newcomer relieves the node that took the lost stage."""
     seats = {"a/0", "b/1.4", "b/2"}
     views = [[("a", 0), ("b", 1, 2)], [("a", 0), ("c", 1), ("b", 2)]]
 
@@ -110,7 +110,7 @@ class AtStepSeven:
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_the_card_has_a_rebuild_that_the_registry_hears_of_last(goes_on: bool) -> None:
-    """When the run goes on from it; one that doesn't isn't waited for without end."""
+    """The card has it if the run goes on after it. Otherwise waiting for the run ends in time."""
 
     def description(committed: int, *rebuilds: tuple[int, int]) -> Description:
         report = Report(seats=[SeatReport(committed=committed)])

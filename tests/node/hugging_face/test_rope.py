@@ -1,4 +1,4 @@
-"""Ways to stretch RoPE, beside transformers'."""
+"""Tests of RoPE scaling against transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.node.stage.shapes import GROUPED
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
-KINDS: dict[str, tuple[dict[str, Any], int]] = {  # and the longest context
+KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the longest context
     "default": ({"rope_type": "default"}, 24),
     "linear": ({"rope_type": "linear", "factor": 2.0}, 48),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, 48),
@@ -39,12 +39,12 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # and the longest context
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: str) -> None:
-    """In one process, in stages, and of what is exported; under the names of before version 5,
-    too, and beyond the positions that the config tells of, as far as RoPE is stretched."""
+    """This holds in one process, in stages and for an export, also with names from before version
+    5. It holds beyond the config's positions as far as RoPE is scaled."""
     model, out, (rope, reach) = tmp_path / "model", tmp_path / "out", KINDS[kind]
     transformers_model(replace(GROUPED, rope_theta=10_000.0)).save_pretrained(model)
     config = json.loads((model / "config.json").read_text())
-    if kind != "llama3":  # the older names
+    if kind != "llama3":  # names before version 5
         del config["rope_parameters"]
         old = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
         config |= {"rope_theta": 10_000.0, "rope_scaling": old}

@@ -1,4 +1,4 @@
-"""The tokenizer's files, as an onlooker gets them from nodes of stage 0, which may lie."""
+"""Tests of the tokenizer's files, as observers get them from nodes of stage 0, which may lie."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.swarm.small import small
 
 
 class Giver:
-    """A node with all seats, and what it says are files of its data in a folder."""
+    """A node with all seats, which sends files of a folder as those of its data."""
 
     def __init__(self, folder: Path, node: str, address: str) -> None:
         self.folder, self.node, self.address, self.lost = folder, node, address, ""

@@ -1,4 +1,4 @@
-"""Which address peers are told, on machines that are known by another than they know."""
+"""Tests of the address that peers are told, on machines whose public address is another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.node.test_serve import CPU, setup
 
 EVERYWHERE = Address.parse("0.0.0.0:7401")
 BEHIND = Endpoints("172.17.0.2", "1.2.3.4")
-"""From a container, by way of its machine, to a registry in the internet."""
+"""The endpoints of a connection from a container through its host to a public registry."""
 VAST = {
     "PUBLIC_IPADDR": "65.130.162.74",
     "VAST_TCP_PORT_22": "33525",
@@ -80,13 +80,13 @@ def test_what_is_no_address_is_not_told(wrong) -> None:
     [
         ("0.0.0.0:7401", BEHIND, True),
         ("172.17.0.2:7401", BEHIND, True),
-        # others join by its public address
+        # the registry is on this machine: others use its public address
         ("0.0.0.0:7401", Endpoints("127.0.0.1", "127.0.0.1"), True),
         ("[::]:7401", Endpoints("fd00::2", "2606:4700::1111"), True),
-        ("0.0.0.0:7401", Endpoints("5.6.7.8", "1.2.3.4"), False),  # it has one of the internet's
+        ("0.0.0.0:7401", Endpoints("5.6.7.8", "1.2.3.4"), False),  # its own is public
         ("5.6.7.8:7401", BEHIND, False),
         ("my.host.example.org:7401", BEHIND, False),
-        # a private network, and one laid over the internet
+        # a private network, and an overlay network
         ("0.0.0.0:7401", Endpoints("10.0.0.7", "10.0.0.1"), False),
         ("0.0.0.0:7401", Endpoints("100.64.0.7", "100.64.0.1"), False),
         ("127.0.0.1:7401", BEHIND, False),
@@ -137,10 +137,10 @@ async def test_aws_is_asked_for_the_public_address(
     caplog.set_level(logging.INFO, "planaria")
     with metadata_service("aws") as service:
         monkeypatch.setenv(ADDRESS_VARIABLE, service.address)
-        assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"  # it has none
+        assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"  # no public address
         service.public_ipv4 = "54.10.20.30"
         assert await tell(monkeypatch, cloud) == "54.10.20.30:7401"
-        assert await tell(monkeypatch, cloud, "0.0.0.0:0") == "54.10.20.30:0"  # or any port
+        assert await tell(monkeypatch, cloud, "0.0.0.0:0") == "54.10.20.30:0"  # any port
         assert "AWS says that this is its public address" in caplog.text
         service.public_ipv4 = "<html>welcome</html>"
         assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"

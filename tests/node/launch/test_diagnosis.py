@@ -1,4 +1,4 @@
-"""What the doctor says of what it has found."""
+"""Tests of the doctor's findings from given facts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ NEEDED_FIRST, NEEDED_BODY = (
     24 * parameters + saved_bytes(RUN, RUN.config, stage)
     for stage, parameters in enumerate((FIRST, BODY))
 )
-"""Bytes of a node of stage 0, and of a body stage: one and a half times Adam's 16 a parameter, and
-a microbatch's activations."""
+"""Bytes of a node of stage 0 and of a body stage: 1.5 times Adam's 16 per parameter, and the
+activations of one microbatch."""
 WELL = Facts(
     version="1.2",
     protocol=5,

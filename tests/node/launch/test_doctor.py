@@ -1,4 +1,4 @@
-"""The doctor, with a registry in the test's event loop; what PyTorch says is made up."""
+"""Tests of the doctor, with a registry in the test's event loop and made-up facts of PyTorch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.bootstrap.conftest import serving
 from tests.harness.ports import free_port
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
-DEADLINE = 120.0  # seconds; only a hanging test gets there
+DEADLINE = 120.0  # seconds; reached only by a hang
 TAKE_ANY_TIME = ("PROBE", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "IN_ALL")
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with a driver; the doctor's deadlines are for people, not for a busy machine."""
+    """Emulate a machine with a GPU and its driver, and extend the doctor's short deadlines."""
     seen = '["cuda:0", 85000000000, "2.6", 1, "H100", "bf16"]'
     monkeypatch.setattr(doctor, "SEE_DEVICE", f"print('{seen}')")
     smi = tmp_path / "bin" / "nvidia-smi"

@@ -1,4 +1,4 @@
-"""What --join says, and what a node's end says of an enrolment that nobody answers."""
+"""Tests of --join with invites, and of a node whose enrolment nobody answers."""
 
 from __future__ import annotations
 

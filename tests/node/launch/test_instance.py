@@ -1,4 +1,4 @@
-"""The key that a node keeps."""
+"""Tests of the key that a node keeps over its starts."""
 
 from pathlib import Path
 

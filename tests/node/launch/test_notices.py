@@ -1,4 +1,4 @@
-"""What clouds say of the end of a machine, from a stand-in that speaks as they document it."""
+"""Tests of clouds' termination notices, from a stand-in that follows their documentation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from planaria.node.launch.notices import (
 from tests.metadata_service import NAME, MetadataService, metadata_service
 
 NOW = datetime(2026, 9, 18, 8, 20, tzinfo=UTC).timestamp()
-"""Two minutes before the end in AWS's example."""
+"""Two minutes before the termination time in AWS's example."""
 
 Start = Callable[[str], MetadataService]
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """A cloud's metadata service, at which this process asks from then on."""
+    """Return a function that starts a cloud's metadata service, which this process then asks."""
     with ExitStack() as running:
 
         def start(cloud: str) -> MetadataService:
@@ -92,7 +92,7 @@ def test_gcp_says_that_but_not_when(start: Start) -> None:
 
 
 def event(kind: str, seconds: float | None, *machines: str) -> dict[str, object]:
-    """Of Azure; without seconds it has begun."""
+    """Return an event of Azure, due in so many seconds; None: it has begun."""
     return {
         "EventId": "602d9444-d2cd-49c7-8624-8643e7171297",
         "EventType": kind,
@@ -174,7 +174,7 @@ def test_an_answer_that_is_none_is_no_notice(
 def test_at_home_nobody_or_another_web_server_answers_and_nothing_is_said(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One attempt to connect is all."""
+    """Only one attempt to connect is made."""
     caplog.set_level(logging.DEBUG)
     tried: list[str] = []
 
@@ -186,7 +186,7 @@ def test_at_home_nobody_or_another_web_server_answers_and_nothing_is_said(
 
     assert find_cloud("auto", unreachable) is None
     assert len(tried) == 1
-    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1:1")  # where nobody listens
+    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1:1")  # nobody listens there
     assert find_cloud("auto", ask_metadata) is None
     start("nobody")
     assert find_cloud("auto", ask_metadata) is None
@@ -194,7 +194,7 @@ def test_at_home_nobody_or_another_web_server_answers_and_nothing_is_said(
 
 
 def test_a_container_to_which_no_token_gets_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """AWS answers, but its answer to a PUT goes no further than the host."""
+    """AWS answers, but its answer to a PUT, with a hop limit of 1, reaches only the host."""
 
     def beyond_one_hop(method: str, *_: object, **__: object) -> MetadataAnswer:
         if method == "PUT":

@@ -1,4 +1,4 @@
-"""What a node makes of the folders that its registry names."""
+"""Tests of how a node treats folders that its registry names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_name_is_one_below_the_folder(own: Path) -> None:
 
 
 def test_data_is_looked_for_below_it(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Where the registry names another place, nothing is read there."""
+    """If the registry names a place elsewhere, nothing is read there."""
     caplog.set_level(logging.INFO)
     run = resolve(loads(f"data.path = '{data}'\nmodel.stages = 2"))
     mine = replace(setup().options, out=tmp_path, stage=None)
@@ -113,7 +113,7 @@ def test_no_run_file_has_data_at_a_url(place: str) -> None:
 
 
 def test_an_index_names_no_shard_elsewhere(data: Path, tmp_path: Path) -> None:
-    """Who made the data may be a stranger, too, and what is fetched of it goes beside its index."""
+    """A stranger may have made the data, and fetched shards are written beside the index."""
     text = (data / "index.json").read_text()
     for name in ("../train-00000.bin", "/etc/passwd", "a/b", ".."):
         (tmp_path / "index.json").write_text(text.replace("train-00000.bin", name, 1))
@@ -147,7 +147,7 @@ def test_checkpoints_are_where_the_nodes_owner_says(own: Path, tmp_path: Path) -
 
 
 def test_up_says_to_its_nodes_what_its_run_file_names(tmp_path: Path, monkeypatch) -> None:
-    """Relative to where it was started, as ever."""
+    """Names are relative to the folder where `planaria up` was started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     run = loads(

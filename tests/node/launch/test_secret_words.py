@@ -1,4 +1,4 @@
-"""Secrets on command lines: what others on the machine see in their list of processes."""
+"""Tests of secrets on command lines, which others on the machine see in lists of processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
 def test_no_process_that_a_supervisor_starts_has_a_secret_on_its_command_line(
     tmp_path: Path,
 ) -> None:
-    """The registry takes connections and says nothing: the node goes on trying."""
+    """The registry accepts connections and never answers, so that the nodes keep trying."""
     with socket.create_server(("127.0.0.1", 0)) as registry:
         at = f"127.0.0.1:{registry.getsockname()[1]}"
         secret, authority = os.urandom(20), to_der(Authority.make(time.time()).certificate)
@@ -84,13 +84,13 @@ def test_no_process_that_a_supervisor_starts_has_a_secret_on_its_command_line(
 
 
 def both_nodes(supervisor: int) -> list[tuple[list[str], list[str]]]:
-    """What is told by each, once they are what they are to be: between fork and exec a child shows
-    its parent's words, and then none."""
+    """Wait for both nodes, and return the words of each. Between fork and exec a child shows its
+    parent's words, and then none."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     until = time.monotonic() + DEADLINE
     while True:
         processes = [told_by(int(pid)) for pid in children.read_text().split()]
-        nodes = [words for words in processes if words[0].count("--device") == 2]  # its own last
+        nodes = [words for words in processes if words[0].count("--device") == 2]  # its own is last
         if len(nodes) == 2:
             return nodes
         assert time.monotonic() < until, "no nodes were started"
@@ -98,10 +98,10 @@ def both_nodes(supervisor: int) -> list[tuple[list[str], list[str]]]:
 
 
 def told_by(pid: int) -> tuple[list[str], list[str]]:
-    """The words of a process's command line, and of its environment; none once it has ended."""
+    """Return the words of a process's command line and environment; none once it has ended."""
     try:
         files = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
     except (FileNotFoundError, ProcessLookupError):
-        return [], []  # it has ended, and another takes its place
+        return [], []  # it has ended, and another one replaces it
     words, environment = (file.decode().split("\0") for file in files)
     return words, environment

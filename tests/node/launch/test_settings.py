@@ -1,4 +1,4 @@
-"""What of a living run's settings may change, and what becomes of its run file."""
+"""Tests of which settings of a living run may change, and of the resulting run file."""
 
 from __future__ import annotations
 

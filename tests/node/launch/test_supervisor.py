@@ -1,5 +1,5 @@
-"""Who starts a node anew: real processes and real signals; the node is a few lines of Python here,
-and a real one in tests/swarm/test_supervised.py."""
+"""Tests of the supervisor, with real processes and signals. The node here is a few lines of Python;
+tests/swarm/test_supervised.py has real nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ asyncio.run(live())
 
 
 class Supervised:
-    """A supervisor as a process, which leads a process group of its own, as a shell has it."""
+    """A supervisor as a process that leads its own process group, as when started by a shell."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class Supervised:
             )
 
     def pids(self) -> list[int]:
-        """Of the nodes so far, in order."""
+        """Return the process ids of the nodes so far, in order."""
         paths = [path for path in self.lives.iterdir() if path.name.isdigit()]
         return [int(path.name) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
 
     def signals(self) -> list[int]:
-        """The signals that the node got before it ended."""
+        """Return the signals that the node got before it ended."""
         return [int(word) for word in (self.lives / "told").read_text().split()]
 
 
@@ -102,7 +102,7 @@ def supervised(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60  # only what hangs gets there
+    deadline = time.monotonic() + 60  # reached only by a hang
     while not (result := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def wait_for_end(handle: int) -> None:
-    """Of the process that the descriptor is for."""
+    """Wait until the process of this pidfd has ended."""
     ended, _, _ = select.select([handle], [], [], 60)
     os.close(handle)
     assert ended

@@ -1,4 +1,4 @@
-"""planaria for programs and notebooks; the swarm is in tests/swarm/test_from_python.py."""
+"""Tests of planaria's Python interface; tests/swarm/test_from_python.py runs a swarm with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new run begins from what another one has saved."""
+"""Tests of new runs that begin from another run's saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.node.state.small_saves import state
 
 
 def saved(tmp_path: Path) -> KeptRun:
-    """Steps 4 and 8 are whole, 12 isn't."""
+    """Make a run with saves of steps 4 and 8 at all stages, and of step 12 at some."""
     kept = begun(tmp_path)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8, *([12] if stage else []))
@@ -32,7 +32,7 @@ def test_its_model_is_exported_once_the_newest_or_that_of_a_step(
     tmp_path: Path, at: str, step: int
 ) -> None:
     kept, news = saved(tmp_path), list[str]()
-    folder = kept.out / f"model-{step}-2"  # of a commit in view 2
+    folder = kept.out / f"model-{step}-2"  # its commit was in view 2
     new = override(RunFile(), model__from=f"{kept.out}{at}")
     begins = begin_from_run(new, news.append, untracked)
     assert begins == override(new, model__from=str(folder))

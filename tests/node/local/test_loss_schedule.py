@@ -1,4 +1,4 @@
-"""Who of a swarm is lost when, and who comes."""
+"""Tests of schedules of lost and new nodes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_whoever_takes_a_place_has_a_life_of_its_own() -> None:
 
 
 def rows(text: str) -> list[TraceRow]:
-    """`3+a` adds a after three seconds, `4-a` removes it after four."""
+    """Parse trace rows: `3+a` adds a after three seconds, `4-a` removes it after four."""
     matches = [re.fullmatch(r"(\d+)([+-])(\w+)", word) for word in text.split()]
     return [TraceRow(float(m[1]), m[2] == "+", m[3]) for m in matches if m]
 
@@ -92,11 +92,11 @@ def test_a_node_of_a_trace_takes_a_place_where_the_fewest_are_if_there_is_one() 
     losses = TracedLosses(places(1, 2), rows(text), speedup=10.0)
     assert losses.first() == ["0.0", "1.0", "0.1", "1.1"]
     losses.begin(0.0)
-    assert losses.due_changes(0.29) == []  # e finds no place, and leaves none
+    assert losses.due_changes(0.29) == []  # e gets no place, and frees none
     assert losses.due_changes(0.3) == [("1.0", False), ("0.0", False)]
     assert losses.more_to_come()
     assert losses.due_changes(0.5) == [("0.0", True), ("1.0", True)]
-    assert losses.due_changes(9.9) == []  # h finds none; nobody knows x
+    assert losses.due_changes(9.9) == []  # h gets no place; x is unknown
 
 
 def test_a_trace_without_a_node_for_each_stage_is_refused() -> None:
@@ -122,7 +122,7 @@ def test_at_each_time_a_place_is_for_one_and_who_comes_goes_where_the_fewest_are
             assert (place in present) != taken
             (present.add if taken else present.remove)(place)
             free = set(places(1, replicas)) - present
-            if taken:  # none of the stage that has more than another that has room
+            if taken:  # the other stage has as few, or is full
                 counts = [sum(stage_of(p) == stage for p in present) for stage in (0, 1)]
                 other = 1 - stage_of(place)
                 room = any(stage_of(p) == other for p in free)

@@ -1,4 +1,4 @@
-"""Where a run's saves are found, and what becomes of them when it goes on in other numbers."""
+"""Tests of where a run's saves are found, and of runs resumed with other numbers of nodes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(tmp_path: Path, *saved: int, run: RunFile = RUN) -> KeptRun:
-    """A run with its folder, that has seen 7 views, and of which each stage has saved these."""
+    """Return a run with a folder, a journal with view 7, and saves of these steps at each stage."""
     kept = KeptRun(run, tmp_path / "out", tmp_path / "saves")
     (kept.out / "logs").mkdir(parents=True)
     (kept.out / RUN_FILE).write_text(dumps(run))
@@ -105,11 +105,11 @@ def taken_over(kept: KeptRun, new: KeptRun, **how: int) -> KeptRun:
     return replace_run(kept, new, slots_of(new), **how)
 
 
-# In the same numbers
+# With the same numbers of nodes
 
 
 def test_what_nodes_have_had_that_are_no_more_is_found(tmp_path: Path) -> None:
-    """One had a second seat; one was in a place that nobody takes now."""
+    """One node had a second seat, and one had a slot that no node has now."""
     kept = begun(tmp_path)
     save(kept, "0.0", 0, 4, 8)
     save(kept, "1.0", 1, 4)
@@ -129,7 +129,7 @@ def test_what_nodes_have_had_that_are_no_more_is_found(tmp_path: Path) -> None:
 
 
 def test_what_is_put_in_a_folder_takes_nothing_away(tmp_path: Path) -> None:
-    """Another stage has nothing as new as what is there."""
+    """The copied save is older than all others in the folder, none of which is removed."""
     kept = begun(tmp_path)
     save(kept, "0.0", 0, 4)
     save(kept, "1.0", 1, 12, 16, 20, 24, 28)
@@ -145,7 +145,7 @@ def shared_at(tmp_path: Path) -> dict[str, Any]:
 
 
 def with_checkpoints(tmp_path: Path) -> KeptRun:
-    """Of each stage, in a shared folder."""
+    """Return a run with a checkpoint of each stage in a shared folder."""
     kept = begun(tmp_path, run=override(RUN, recovery=shared_at(tmp_path)))
     for stage in range(3):
         config = RUN.model.config
@@ -166,7 +166,7 @@ def test_before_anything_was_saved_it_begins_anew_and_says_so(tmp_path: Path) ->
 
 
 def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
-    """Else a run would begin anew because a disk wasn't mounted."""
+    """Otherwise a run would begin anew because a disk isn't mounted."""
     kept = begun(tmp_path)
     ledger = tmp_path / "out/logs/ledger-node-0.0-12ab34-0.jsonl"
     ledger.parent.mkdir(parents=True, exist_ok=True)
@@ -349,14 +349,14 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
 def test_a_copy_goes_on_and_the_run_stays_as_it_was(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Data is found where the environment says, and what hears of events is no change."""
+    """Data is found where the environment says, and other settings of [notify] are no change."""
     run = override(RUN, data__content=read_index(data).content)
     kept = begun(tmp_path, run=run)._replace(save_dir=tmp_path / place)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8)
     write_plan(SwarmPlan(run, kept.out, kept.save_dir, "cpu"))
     with kept.open_journal():
-        pass  # which makes a file for its lock
+        pass  # makes the file of its lock
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     new = tmp_path / "new"
     plan = read_plan(kept.out)
@@ -398,7 +398,7 @@ def test_fewer_steps_than_there_were_are_refused(tmp_path: Path) -> None:
 
 
 def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
-    """What the first division had saved is still there, and of no use."""
+    """The saves of the first division are still there, but aren't used."""
     first = kept = begun(tmp_path, 4, 8)
     save(first, "1.0", 1, 12)
     for stages in (4, 2, 4, 2, 4):
@@ -464,4 +464,4 @@ def test_checkpoints_go_to_a_folder_of_their_own(tmp_path: Path) -> None:
     assert len(find_saves(new.checkpoints)) == 5
     again = differently(new, model__stages=2)
     assert again.checkpoints == tmp_path / "shared-change2"
-    assert new.saves != kept.saves  # nodes with --save-dir begin there
+    assert new.saves != kept.saves  # for nodes with --save-dir

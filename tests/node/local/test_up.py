@@ -1,4 +1,4 @@
-"""What `planaria up` decides before and after it runs; its processes are in tests/swarm."""
+"""Tests of what `planaria up` decides before and after it runs; tests/swarm has its processes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_events_are_sorted_and_half_written_ones_left_out(tmp_path):
 
 
 async def test_up_is_not_ended_by_what_it_was_started_to_ignore():
-    """As nohup does SIGHUP, and a script SIGINT for what it runs in the background."""
+    """nohup ignores SIGHUP, and a script ignores SIGINT for processes in the background."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     for number in before:
         signal.signal(number, signal.SIG_IGN)
@@ -254,7 +254,7 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
 
 
 def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
-    """The names are those of folders, saves and journals that there are. What they resumed said
+    """Existing folders, saves and journals have these names. Their run files were resolved to
     codec none, policy checkfree and AdamW, which were the defaults."""
     whole = '[wire]\nactivations = "none"\ngradients = "none"\n'
     whole += '[recovery]\npolicy = "checkfree"\n[training]\noptimizer = "adamw"\n'
@@ -262,7 +262,7 @@ def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
     text = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
     assert run_id(loads(text)) == run_id(loads(dumps(loads(text)))) == "many-9f074fb5"
-    default = "lr = 1e-3\nwarmup = 20\n"  # of `tiny`, as resolved run files have it
+    default = "lr = 1e-3\nwarmup = 20\n"  # defaults of `tiny`, as in resolved run files
     assert run_id(loads(whole + default)) == "run-44136fa3"
 
 
