@@ -175,8 +175,8 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
     Each replica sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it
     three times. Sending, computing and the event loops overlap: the longest of them counts, and one
-    piece of the second longest. In rows, a link carries a part of its row's twice; traffic between rows
-    is less, and goes on meanwhile.
+    piece of the second longest. In rows, a link carries a part of its row's twice; traffic between
+    rows is less, and goes on meanwhile.
     """
     replicas = swarm.replicas(stage)
     if replicas == 1:
