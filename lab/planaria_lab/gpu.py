@@ -1,4 +1,4 @@
-"""Measurements on a GPU that is borrowed for half an hour, or for days (docs/gpu.md).
+"""Measurements on a GPU that is borrowed for half an hour, or for days (lab/docs/gpu.md).
 
     python -m planaria_lab.gpu --minutes 25
     python -m planaria_lab.gpu --hours 12 lab/results/paper-124m/study.toml
