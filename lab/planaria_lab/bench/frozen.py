@@ -2,10 +2,10 @@
 
 `python -m planaria_lab.bench.frozen [--context TOKENS]`. A registry and three processes train some
 steps. The models have the shapes of SmolLM2-135M and TinyLlama-1.1B, random weights in bf16, and a
-base in bf16 or nf4. What is compared is the peak memory of each node (VmHWM) without
-that of its libraries. The latter is the peak of a node of the same stage of a tiny model, less the
-plan's forecast for it. Nodes have MALLOC_MMAP_THRESHOLD_ set: without it, glibc's heap may keep
-half as much again in unused fragments.
+base in bf16 or nf4. What is compared is the peak memory of each node (VmHWM) without that of its
+libraries. The latter is the peak of a node of the same stage of a tiny model, less the plan's
+forecast for it. Nodes have MALLOC_MMAP_THRESHOLD_ set: without it, glibc's heap may keep half as
+much again in unused fragments.
 """
 
 from __future__ import annotations
