@@ -36,7 +36,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Suspect
 from planaria.node.transaction.plan_encoding import active
-from planaria.node.transaction.routing import routes
+from planaria.node.transaction.routing import routes, shortened
 from planaria.node.wire import stage_pb2 as pb
 
 if TYPE_CHECKING:
@@ -238,7 +238,9 @@ class Attempting(Phase):
             why = f"it voted for step {ready.step} in an attempt at step {step}"
             return self.invalid(peer, why, now)
         if peer not in self.driver.joining.joiners:
-            self.driver.seconds[peer] = ready.seconds_per_microbatch
+            seconds, members = self.driver.seconds, self.driver.members
+            stage = [node for node, at in members.items() if at == members[peer]]
+            seconds[peer] = ready.seconds_per_microbatch or shortened(peer, stage, seconds)
         self.state.voted(peer, ready, now)
         return self._if_all_ready(now)
 

@@ -48,9 +48,6 @@ MEASURED: Final = 9
 """Number of microbatches whose median duration is a node's seconds per microbatch."""
 BLAMELESS: Final = 10
 """Number of steps without blame after one with a peer blamed for an exception raised here."""
-FORGIVEN: Final = 0.8
-"""Factor on a node's seconds per microbatch for each step in which it had none. So a node that was
-slow once is tried again."""
 
 
 class NoRoomError(Exception):
@@ -200,7 +197,7 @@ class Workplace:
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Seconds that one microbatch takes here; 0: none was computed yet."""
+        """Seconds that one microbatch takes here; 0: none was computed lately."""
         return statistics.median(self._seconds) if self._seconds else 0.0
 
     def count(self, seconds: float) -> None:
@@ -208,9 +205,9 @@ class Workplace:
         self.computed += 1
         self._seconds.append(seconds)
 
-    def forgive(self) -> None:
-        """Shortens the measured seconds, since this node has no microbatch in a step."""
-        self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
+    def forget_seconds(self) -> None:
+        """Drops what was measured, since this node has no microbatch in an attempt."""
+        self._seconds.clear()
 
 
 class AttemptPlan:
@@ -298,7 +295,7 @@ class Attempt:
 
     def start(self) -> None:
         if not self._plan.mine:
-            self.place.forgive()
+            self.place.forget_seconds()
         self._tell_work(partial(self.place.work.begin, self.began, self.begin))
         self._waiting.extend(self._plan.sourced)
         self.place.filling.begin()

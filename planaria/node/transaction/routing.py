@@ -25,6 +25,17 @@ ROUNDING: Final = 1e-9
 """Relative tolerance of sums of seconds: smaller gains move nothing."""
 
 
+SHORTENED: Final = 0.8
+"""Factor on the seconds of a seat for each step in which it had no microbatch."""
+
+
+def shortened(seat: str, stage: Iterable[str], seconds: Mapping[str, float]) -> float:
+    """Seconds per microbatch that are expected of a seat after a step in which it had none. So a
+    seat that was slow once is tried again. None gets more than the fastest of its stage."""
+    known = [seconds[each] for each in stage if seconds.get(each)]
+    return max(min(known, default=0.0), SHORTENED * seconds.get(seat, 0.0))
+
+
 def paces(seats: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds per microbatch at a stage's seats; unmeasured ones have the others' average."""
     measured = {seat: seconds.get(seat, 0.0) for seat in seats}

@@ -1564,6 +1564,19 @@ def test_a_plan_has_a_node_for_each_visit_and_shares_them_out_by_speed():
     assert [server(begin, i, 1) for i in range(6)].count("b") == 3
 
 
+def test_who_had_no_microbatch_is_tried_again_and_gets_no_more_than_the_fastest():
+    run = asked(replace(FOUR, steps=100), PAIRS)
+    slow, fast = (pb.Status(seconds_per_microbatch=seconds) for seconds in (10.0, 1.0))
+    run.statuses(c=fast, g=slow)
+    counts = []
+    for _ in range(20):
+        begin = run.attempt.begin
+        counts.append([server(begin, microbatch, 2) for microbatch in range(4)].count("g"))
+        run.comes_home()
+        run.votes(c={"seconds_per_microbatch": 1.0})
+    assert counts[0] == 0 and sorted(counts) == counts and counts[-1] == 2
+
+
 def test_the_loss_of_a_replica_does_not_end_the_attempt():
     run = on_the_way()
     before, first = run.driver.ballot, run.attempt.begin

@@ -18,6 +18,7 @@ from planaria.node.transaction.routing import (
     plan,
     routes,
     share_out,
+    shortened,
     turns,
 )
 from planaria.node.wire import stage_pb2 as pb
@@ -28,6 +29,14 @@ from planaria.recovery.snapshot import route as copied
 
 def test_a_new_node_counts_as_average():
     assert earliest_finish(["a", "b"], {"a": 1}, paces("ab", {"a": 3.0})) == "b"
+
+
+def test_who_has_no_microbatches_is_expected_to_be_faster_but_no_faster_than_the_fastest():
+    seconds = {"a": 1.0, "b": 2.0}
+    assert shortened("b", "ab", seconds) == 1.6
+    assert shortened("b", "ab", seconds | {"b": 1.1}) == 1.0
+    assert shortened("a", "ab", seconds) == 1.0
+    assert shortened("c", "c", seconds) == 0.0, "nothing is known of its stage"
 
 
 def test_who_is_reached_by_a_detour_is_given_only_what_nobody_else_is_nearer_to():
