@@ -94,6 +94,7 @@ MUON = {"training__optimizer": "muon", "training__weight_decay": 0.5}
         ([2, 1, 3], 1, {}),
         (2, 1, OTHER_OPTIMIZER),
         ([2, 1], 2, MUON),
+        ([1, 2], 3, {}),
         (5, 1, {"recovery__policy": "checkfree+"}),
     ],
 )
@@ -105,6 +106,7 @@ async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, repl
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
         assert len(digests) == swarm.config.stages + 1
+        assert swarm.lines.events("gradient stands out") == []
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
     assert audit(tmp_path).exact
 

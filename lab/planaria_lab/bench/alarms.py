@@ -17,7 +17,9 @@ from typing import Final
 import torch
 
 from planaria.node.averaging.coding import has_error_feedback
+from planaria.node.averaging.evidence import block_length
 from planaria.node.averaging.outliers import ROLES, SuspicionScores, compare_gradients
+from planaria.node.driver.audits import BLOCKS
 from planaria.node.launch.resolve import SHIPPED
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import model_config
@@ -28,7 +30,6 @@ from planaria_lab.bench.rows import keep
 
 STEPS: Final = 10_000
 SHARES: Final = ((1, 2, 5), (1, 1, 1, 2, 3))  # microbatches of each replica
-BLOCKS, VALUES = 4, 4096
 SAMPLES, CONTEXT, RATE = 2, 32, 1e-3
 AUDITED_STAGE: Final = 1
 REBUILT: Final = 500  # steps between two rebuilds
@@ -104,10 +105,11 @@ class Audited:
     def _compare(self, gradients: dict[str, torch.Tensor]) -> None:
         products: defaultdict[tuple[str, str], float] = defaultdict(float)
         size = len(gradients[self.names[0]])
+        length = block_length(size)
         for _ in range(BLOCKS):
-            start = self.chance.randrange(max(1, size - VALUES))
+            start = self.chance.randrange(0, size, length)
             for a, b in combinations_with_replacement(self.names, 2):
-                span = slice(start, start + VALUES)
+                span = slice(start, start + length)
                 products[a, b] += float(gradients[a][span] @ gradients[b][span])
         for role in ROLES:
             for name in self.names:

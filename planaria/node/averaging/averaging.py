@@ -123,14 +123,14 @@ class Auditor(Hearing):
         self,
         exchanges: Exchanges,
         coding: Coding,
-        size: int,
+        size_of: Callable[[int], int],
         signing: Callable[[], Signing],
         patience: float,
     ) -> None:
-        """`size`: values of the gradient of a body stage. `signing`: by the newest view.
+        """`size_of`: values of a stage's gradient. `signing`: by the newest view.
         `patience`: seconds to wait for all answers."""
         super().__init__(exchanges, 0, MOST_ANSWERED)
-        self._coding, self._size = coding, size
+        self._coding, self._size_of = coding, size_of
         self._signing, self._patience = signing, patience
 
     async def run(self, audit: AuditSum) -> AuditResult:
@@ -151,5 +151,5 @@ class Auditor(Hearing):
                 awaited.discard(peer)
         coding = self._coding.at(audit.step)
         return await self._exchanges.compute(
-            partial(examine_answers, audit, answers, awaited, coding, self._size, signing)
+            partial(examine_answers, audit, answers, awaited, coding, self._size_of, signing)
         )

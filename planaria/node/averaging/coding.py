@@ -143,6 +143,7 @@ class PieceLayout:
 
     def __init__(self, replicas: Sequence[str], size: int, coding: Coding) -> None:
         """`size`: number of values of the gradient."""
+        self.size = size
         self.rows = rows(replicas)
         self.places = places(self.rows)
         self._shares = coding.spans(size, self.places * len(self.rows))

@@ -1,10 +1,10 @@
 """Evidence of a sum: signed digests of what a replica sends, and its answer to an audit.
 
-A piece of a gradient has blocks of 65,536 values. A replica signs the SHA-256 of each block of each
-piece that it sends, as encoded, with the ballot. Who adds up a piece signs the digests of its sum,
-and of its own contribution, which it sends to nobody. Receivers check digests and signatures before
-they add. So everybody is bound to its bytes before the driver draws the blocks of an audit, and
-nobody can be blamed for bytes that it has not signed.
+A piece of a gradient has blocks of up to 65,536 values. A replica signs the SHA-256 of each block
+of each piece that it sends, as encoded, with the ballot. Who adds up a piece signs the digests of
+its sum, and of its own contribution, which it sends to nobody. Receivers check digests and
+signatures before they add. So everybody is bound to its bytes before the driver draws the blocks
+of an audit, and nobody can be blamed for bytes that it has not signed.
 
 Everything stays here until the commit, which names the drawn blocks.
 """
@@ -37,7 +37,10 @@ from planaria.node.wire.frame_format import BLOCK, Codec, Frame, buffers_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-VALUES: Final = 65_536  # of a block; a multiple of the values that share a scale in int8
+VALUES: Final = 65_536
+"""Values of a block, at most."""
+FEWEST: Final = 64
+"""Blocks of a gradient, at least: an audit's four take few of a small stage's bytes."""
 DIGEST: Final = 32  # bytes
 REPLICAS: Final = 3
 """Replicas of a stage without which there is no audit: of two, the wrong one can't be told."""
@@ -66,16 +69,22 @@ class Signing:
         return is_message_signed(self.key(blocks.node), blocks, self.view.run)
 
 
+def block_length(size: int) -> int:
+    """Values of a block, for a gradient of `size` values. Values that share a scale are in one."""
+    return min(VALUES, max(1, size // FEWEST // BLOCK) * BLOCK)
+
+
 class PieceBlock(NamedTuple):
-    """A block of 65,536 values in a piece of a gradient: what an audit draws."""
+    """A block of values in a piece of a gradient: what an audit draws."""
 
     piece: GradientPiece
     place: int  # of those who add it up, in their rows
     number: int  # in the piece
+    length: int  # of the piece's blocks; its last may be shorter
 
     @property
     def values(self) -> int:
-        return min(VALUES, self.piece.stop - self.piece.start - self.number * VALUES)
+        return min(self.length, _value_count(self.piece) - self.number * self.length)
 
     def digest(self, digests: bytes) -> bytes:
         """The block's digest, of the digests of its piece."""
@@ -83,19 +92,21 @@ class PieceBlock(NamedTuple):
 
     def of(self, payload: Sequence[memoryview], codec: Codec) -> bytes:
         """The block's bytes, of the encoded bytes of its piece."""
-        return b"".join(_bytes_of_block(payload, self.number, _value_count(self.piece), codec))
+        count = _value_count(self.piece)
+        return b"".join(_bytes_of_block(payload, self.number, self.length, count, codec))
 
 
 def drawn_blocks(numbers: Sequence[int], layout: PieceLayout) -> list[PieceBlock]:
     """The blocks that these numbers mean: each modulo the number of blocks of the gradient."""
     pieces = [(piece, at) for at in range(layout.places) for piece in layout.owned(0, at)]
-    counts = [-(-_value_count(piece) // VALUES) for piece, _ in pieces]
+    length = block_length(layout.size)
+    counts = [-(-_value_count(piece) // length) for piece, _ in pieces]
     blocks = []
     for number in numbers:
         left = number % sum(counts)
         for (piece, place), count in zip(pieces, counts, strict=True):
             if left < count:
-                blocks.append(PieceBlock(piece, place, left))
+                blocks.append(PieceBlock(piece, place, left, length))
                 break
             left -= count
     return blocks
@@ -127,12 +138,12 @@ class Evidence:
             phase=phase,
             start=piece.start,
             stop=piece.stop,
-            digests=_digests(payload, piece, self.codec),
+            digests=self._digests(payload, piece, self.codec),
         )
         if phase == "contribution":
             self._contributions[piece.start] = payload
         else:
-            blocks.own = _digests(self._own[piece.start], piece, "none")
+            blocks.own = self._digests(self._own[piece.start], piece, "none")
             self._sums[piece.start] = payload
         self._signing.sign(blocks)
         self._signed.setdefault(piece.start, []).append(blocks)
@@ -155,7 +166,7 @@ class Evidence:
         ):
             reason = f"{peer} sent a {phase} without the signature of {signer}"
             raise ComplaintError(reason, [peer], NUMBERS)
-        if blocks.digests != _digests(buffers_of(frame.payload), piece, self.codec):
+        if blocks.digests != self._digests(buffers_of(frame.payload), piece, self.codec):
             reason = f"{peer} sent a {phase} that differs from the digests that {signer} signed"
             raise ComplaintError(reason, [peer], CHECKSUM)
         self._signed.setdefault(piece.start, []).append(blocks)
@@ -176,28 +187,27 @@ class Evidence:
             shown.contribution = block.of(self._contributions[start], self.codec)
         return shown
 
+    def _digests(self, payload: Sequence[memoryview], piece: GradientPiece, codec: Codec) -> bytes:
+        length, count, digests = block_length(self._size), _value_count(piece), b""
+        for index in range(-(-count // length)):
+            digest = hashlib.sha256()
+            for part in _bytes_of_block(payload, index, length, count, codec):
+                digest.update(part)
+            digests += digest.digest()
+        return digests
+
 
 def _value_count(piece: GradientPiece) -> int:
     return piece.stop - piece.start
 
 
-def _digests(payload: Sequence[memoryview], piece: GradientPiece, codec: Codec) -> bytes:
-    count, digests = _value_count(piece), b""
-    for index in range(-(-count // VALUES)):
-        digest = hashlib.sha256()
-        for part in _bytes_of_block(payload, index, count, codec):
-            digest.update(part)
-        digests += digest.digest()
-    return digests
-
-
 def _bytes_of_block(
-    payload: Sequence[memoryview], index: int, count: int, codec: Codec
+    payload: Sequence[memoryview], index: int, length: int, count: int, codec: Codec
 ) -> Iterator[memoryview]:
-    """The bytes of a block in the encoded piece of `count` values; no bytes, if they are missing:
-    the sizes were not as they should be."""
+    """The bytes of a block of `length` values in the encoded piece of `count` values; no bytes, if
+    they are missing: the sizes were not as they should be."""
     (whole,) = payload if len(payload) == 1 else (memoryview(b"".join(payload)),)
-    start, stop = index * VALUES, min((index + 1) * VALUES, count)
+    start, stop = index * length, min((index + 1) * length, count)
     if codec == "int8":
         scales = 4 * -(-count // BLOCK)
         yield whole[4 * (start // BLOCK) : 4 * -(-stop // BLOCK)]

@@ -10,7 +10,7 @@ if its sum isn't that of the signed contributions. Beside that, the contribution
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -44,17 +44,17 @@ def examine_answers(
     answers: Mapping[str, bytes],
     silent: Collection[str],
     coding: Coding,
-    size: int,
+    size_of: Callable[[int], int],
     signing: Signing,
 ) -> AuditResult:
     """The result of an audit. `answers`: `AuditAnswer` by node, serialized. `silent`: nodes that
-    owe one. `size`: values of the gradient of each audited stage."""
+    owe one. `size_of`: the number of values of a stage's gradient."""
     outcomes = {node: {SILENT: node in silent} for node in {*answers, *silent}}
     result = AuditResult(audit.step, {}, outcomes)
-    for replicas in audit.stages.values():
-        stage = _Examination(audit, replicas, coding, size, signing, result.wrong)
-        stage.read({node: answers[node] for node in sorted(replicas) if node in answers})
-        for node, tests in stage.compare().items():
+    for stage, replicas in audit.stages.items():
+        examination = _Examination(audit, replicas, coding, size_of(stage), signing, result.wrong)
+        examination.read({node: answers[node] for node in sorted(replicas) if node in answers})
+        for node, tests in examination.compare().items():
             outcomes.setdefault(node, {}).update(tests)
     return result
 

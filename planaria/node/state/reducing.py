@@ -133,8 +133,8 @@ def make_averaging(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
         return Signing(seat.ports.identity, seat.member.view)
 
     audited = signing if seat.stage > 0 and seat.run.trust.gradients != "off" else None
-    size, progress = seat.config.trained_in(max(1, seat.stage)), seat.run.swarm.progress
+    progress = seat.run.swarm.progress
     return (
         Averaging(seat.exchanges, seat.send, coding, some, audited),
-        Auditor(seat.exchanges, coding, size, signing, progress),
+        Auditor(seat.exchanges, coding, seat.config.trained_in, signing, progress),
     )

@@ -12,7 +12,7 @@ import torch
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.averaging import coding, evidence, reduction
 from planaria.node.averaging.coding import Averaged, Coding, GradientPiece, ReductionRound
-from planaria.node.averaging.evidence import Evidence, drawn_blocks
+from planaria.node.averaging.evidence import Evidence, block_length, drawn_blocks
 from planaria.node.averaging.examination import AuditResult, examine_answers
 from planaria.node.averaging.outliers import SILENT
 from planaria.node.run_file import AUDITED
@@ -38,9 +38,8 @@ Alter = Callable[[str, pb.AuditAnswer], None]
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(coding, "PIECE", PIECE)
-    monkeypatch.setattr(evidence, "VALUES", BLOCK)
     yield
 
 
@@ -74,7 +73,9 @@ def audited(
     answers.pop(away, None)
     signing = Network([node for node in nodes if node != left]).signing("driver")
     coding = Coding(tensors, codec)
-    return examine_answers(audit_of(nodes), answers, {away} - {""}, coding, SIZE, signing)
+    return examine_answers(
+        audit_of(nodes), answers, {away} - {""}, coding, lambda stage: SIZE, signing
+    )
 
 
 def answers_in(network: Network) -> dict[str, bytes]:
@@ -111,6 +112,14 @@ def test_numbers_draw_every_block_and_no_other() -> None:
     covered = sorted({*spans})
     assert sum(values for _, values in covered) == SIZE
     assert all(a + length == b for (a, length), (b, _) in pairwise(covered))
+
+
+@pytest.mark.parametrize(
+    ("size", "length"),
+    [(1, 256), (40_000, 512), (10**6, 15_616), (4 << 20, 65_536), (10**9, 65_536)],
+)
+def test_the_blocks_of_an_audit_are_a_small_part_of_a_stage(size: int, length: int) -> None:
+    assert block_length(size) == length
 
 
 def adds_up(
@@ -271,14 +280,16 @@ def test_who_sends_unlike_sums_to_two_replicas_has_signed_both() -> None:
             frame.descriptors, frame.payload = tensors.encode([2 * row], "none")
             signed = pb.SignedBlocks.FromString(frame.fields["signed"])
             piece = GradientPiece(signed.start, signed.stop, 0)
-            digests = evidence._digests(frame.payload, piece, "none")
+            digests = network.nodes["n00"]._evidence._digests(frame.payload, piece, "none")
             frame.fields["signed"] = forged(signed, "n00", digests).SerializeToString()
         return True
 
     network.passes = passes
     assert set(reduce_all(network, values_of(nodes))) == {None}
     answers, signing = answers_in(network), network.signing("driver")
-    result = examine_answers(audit_of(nodes), answers, (), Coding(tensors), SIZE, signing)
+    result = examine_answers(
+        audit_of(nodes), answers, (), Coding(tensors), lambda stage: SIZE, signing
+    )
     assert result.wrong == {"n00": "it has signed two digests for one block"}
 
 
@@ -347,6 +358,6 @@ def test_a_block_in_evidence_has_its_own_scales() -> None:
     payload = Coding(tensors, "int8").encode(piece.of(row), 0)[1]
     kept.sign("contribution", piece, payload)
     for number, values in enumerate([256, 256, 188]):
-        data = evidence.PieceBlock(piece, 0, number).of(payload, "int8")
+        data = evidence.PieceBlock(piece, 0, number, 256).of(payload, "int8")
         alone = tensors.encode([row[256 * number : 256 * number + values]], "int8")[1]
         assert data == bytes(alone[0])
