@@ -372,6 +372,7 @@ class Agent:
             case Halted(halt):
                 if halt.finished:
                     self.own_saves.save_last()
+                    self.driver.run_finished(halt)
                 if not (halt.finished and self.finished):  # reported before
                     self.record.halted(halt)
                 self.finished = self.finished or halt.finished

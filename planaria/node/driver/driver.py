@@ -382,6 +382,11 @@ class Driver:
         step, loss = self.standing.committed, self.validated[1]
         return self.halt(pb.Halt(finished=True, step=step, validation_loss=loss), now)
 
+    def run_finished(self, halt: pb.Halt) -> None:
+        """Another driver says that the run is finished: whichever nodes are lost, it stays so."""
+        self.finished = True
+        self.validated = halt.step, halt.validation_loss
+
     def halt(self, halt: pb.Halt, now: float) -> Turn:
         """Has all members halt, since the run is over or can't go on."""
         why = "all steps are committed" if halt.finished else halt.reason

@@ -1369,6 +1369,16 @@ def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
     assert run.driver.phase is DriverPhase.HALTED
 
 
+def test_a_run_that_another_driver_finished_stays_finished_whoever_leaves():
+    run = DrivenRun(RULES)
+    run.driver.run_finished(pb.Halt(finished=True, step=10, validation_loss=2.5))
+    run.views({"a": 0, "c": 2})
+    halts = sent(run.statuses(10), "halt")
+    assert {node: m.halt for node, m in halts.items()} == dict.fromkeys(
+        "ac", pb.Halt(finished=True, step=10, validation_loss=2.5)
+    )
+
+
 # --- recovery policies
 
 
