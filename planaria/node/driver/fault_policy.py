@@ -79,7 +79,10 @@ class FaultPolicy:
                 verdict += self._suspects(node, failed)
                 continue
             if self.believes(by, node) and harmed:
-                self.idle.stop([node])
+                if self.is_here(node):  # it isn't removed, so its state counts
+                    self.idle.rest(node, by_replica=False)
+                else:
+                    self.idle.stop([node])
                 verdict += self._suspects(node, failed)
             else:
                 if self.charges.has_rest(by, node):

@@ -224,8 +224,8 @@ class Gathering(Phase):
     def _sync(self, now: float) -> Turn:
         """Gets state to the members without it; begins what comes next if nobody lacks a state."""
         driver, answers, rules = self.driver, self.answers, self.driver.rules
-        vacant, decisions = answers.vacant(), decide_each(answers, rules)
         saved = {save.stage: save.step for save in driver.view.awaited}
+        vacant, decisions = answers.vacant(), decide_each(answers, rules, saved)
         stops = {of: d for of, d in decisions.items() if isinstance(d, Stop)}
         for stage, stop in stops.items():
             if driver.finished:

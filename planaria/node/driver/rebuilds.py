@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from planaria.node.driver.query_answers import Answers
@@ -12,7 +12,17 @@ from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import decide
-from planaria.recovery.facts import ARRIVED, COPIED, INEXACT, OWN, Decision, Rebuild, Source, giver
+from planaria.recovery.facts import (
+    ARRIVED,
+    COPIED,
+    INEXACT,
+    OWN,
+    Decision,
+    Rebuild,
+    Source,
+    Stop,
+    giver,
+)
 from planaria.recovery.orders import adjoining, all_orders, blocks
 
 
@@ -56,15 +66,22 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
 # --- sources
 
 
-def decide_each(answers: Answers, rules: TransactionRules) -> dict[int, Decision]:
-    """Decides about each stage of which some node, or every one, lacks the newest state."""
+def decide_each(
+    answers: Answers, rules: TransactionRules, saved: Collection[int]
+) -> dict[int, Decision]:
+    """Decides about each stage of which some node, or every one, lacks the newest state. If no body
+    stage is left, those of which nothing is kept come later: they are guessed from the others.
+    `saved`: stages that wait for a node with a save."""
     left = replace(answers.left(), adapters=rules.adapters)
     having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
     if (left.lineage, left.step) == (0, 0) and not answers.distrusted:
         lacking = [s for s in answers.weightless() if left.origin or having[s]]
     else:
         lacking = [s for s, n in having.items() if n < max(1, len(answers.nodes_of(s)))]
-    return {s: decide(s, left, rules.policy, rules.strict, rules.relearn) for s in lacking}
+    made = {s: decide(s, left, rules.policy, rules.strict, rules.relearn) for s in lacking}
+    if rules.strict or not any(s and isinstance(d, Rebuild) for s, d in made.items()):
+        return made
+    return {s: d for s, d in made.items() if s in (0, *saved) or not isinstance(d, Stop)}
 
 
 def order_rebuilds(

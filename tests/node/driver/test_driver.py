@@ -1313,6 +1313,19 @@ def test_no_attempt_fails_twice_in_a_row_for_one_reason_with_nobody_named():
     assert "microbatch 0, forward at a of stage 0" in aborted.reason
 
 
+def test_a_driver_whose_own_vote_was_invalid_rests_and_keeps_its_state():
+    run = begun(replace(RULES, microbatches=4), PAIRS)
+    run.comes_home()
+    run.ready("a", squared_norm=1e300)
+    run.statuses(0)
+    assert all(microbatch.source != "a" for microbatch in run.attempt.begin.plan)
+    run.commits()
+    assert any(microbatch.source == "a" for microbatch in run.attempt.begin.plan)
+    run.views({node: stage for node, stage in PAIRS.items() if stage or node == "a"})
+    run.statuses(1)
+    assert run.attempt.begin.step == 2, "it isn't far ahead of the others"
+
+
 # --- the end
 
 
@@ -1479,6 +1492,27 @@ def test_a_stage_that_is_not_guessed_relearns_nothing():
     effects = at_step_5(rules, a=pb.Status(), b=at(5, holdings=[kept]))
     sync = sent(effects, "sync")["a"].sync
     assert (sync.method, sync.sources[0].node, len(sync.lost)) == ("snapshot", "b", 0)
+
+
+@pytest.mark.parametrize("more", ["", "--strict", "a save"])
+def test_if_all_body_stages_are_lost_one_with_a_snapshot_comes_back_and_others_are_guessed(
+    more: str,
+) -> None:
+    rules = replace(RULES, stages=2, policy=POLICIES["auto"], strict=more == "--strict")
+    save = registry.AwaitedSave(stage=1, step=5, node="former", seconds=60.0)
+    awaited = [save] if more == "a save" else []
+    run = asked(rules, {"a": 0, "b": 1, "c": 2}, committed=5, awaited=awaited)
+    kept = pb.Holding(kind="snapshot", stage=2, step=5, mean_step=3)
+    effects = run.statuses(a=at(5, holdings=[kept]), b=pb.Status(), c=pb.Status())
+    assert bool(sent(effects, "halt")) == rules.strict
+    syncs = sent(effects, "sync")
+    if more:
+        assert not syncs
+        return
+    assert {node: m.sync.method for node, m in syncs.items()} == {"c": "snapshot"}
+    run.hears("c", synced=pb.Synced(step=5, method="snapshot"))
+    syncs = sent(run.statuses(5, b=pb.Status()), "sync")
+    assert {node: m.sync.method for node, m in syncs.items()} == {"b": "interpolate"}
 
 
 def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb.Status:
