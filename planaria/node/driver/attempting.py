@@ -238,9 +238,8 @@ class Attempting(Phase):
             why = f"it voted for step {ready.step} in an attempt at step {step}"
             return self.invalid(peer, why, now)
         if peer not in self.driver.joining.joiners:
-            seconds, members = self.driver.seconds, self.driver.members
-            stage = [node for node, at in members.items() if at == members[peer]]
-            seconds[peer] = ready.seconds_per_microbatch or shortened(peer, stage, seconds)
+            seconds, stages = self.driver.seconds, self.driver.members
+            seconds[peer] = ready.seconds_per_microbatch or shortened(peer, stages, seconds)
         self.state.voted(peer, ready, now)
         return self._if_all_ready(now)
 

@@ -76,14 +76,15 @@ class FaultPolicy:
         verdict: Verdict = []
         for node in self.failures.guilty(by, failed, members):
             if failed.cause == SILENT:
-                verdict += self._suspects(node, failed)
+                if not self.is_here(node):
+                    verdict.append(Suspect(node, failed.reason, failed.cause))
                 continue
             if self.believes(by, node) and harmed:
                 if self.is_here(node):  # it isn't removed, so its state counts
                     self.idle.rest(node, by_replica=False)
                 else:
                     self.idle.stop([node])
-                verdict += self._suspects(node, failed)
+                    verdict.append(Suspect(node, failed.reason, failed.cause))
             else:
                 if self.charges.has_rest(by, node):
                     self.idle.rest(node, members[by] == members[node])
@@ -95,9 +96,6 @@ class FaultPolicy:
                 Accused(node=node, stage=members[node], by=accuser, reason=failed.reason)
             )
         return verdict
-
-    def _suspects(self, node: str, failed: pb.Failed) -> Verdict:
-        return [] if self.is_here(node) else [Suspect(node, failed.reason, failed.cause)]
 
     def _accuse(self, node: str, why: str, members: Stages) -> Verdict:
         """Accuses a node in the driver's own name: it gets no more work."""

@@ -29,10 +29,11 @@ SHORTENED: Final = 0.8
 """Factor on the seconds of a seat for each step in which it had no microbatch."""
 
 
-def shortened(seat: str, stage: Iterable[str], seconds: Mapping[str, float]) -> float:
-    """Seconds per microbatch that are expected of a seat after a step in which it had none. So a
-    seat that was slow once is tried again. None gets more than the fastest of its stage."""
-    known = [seconds[each] for each in stage if seconds.get(each)]
+def shortened(seat: str, stages: Mapping[str, int], seconds: Mapping[str, float]) -> float:
+    """Seconds per microbatch that are expected of a seat after a step in which it had none: fewer,
+    so that a seat that was slow once is tried again, but no fewer than its stage's fastest has.
+    `stages`: by seat."""
+    known = [s for each, s in seconds.items() if s and stages.get(each) == stages[seat]]
     return max(min(known, default=0.0), SHORTENED * seconds.get(seat, 0.0))
 
 

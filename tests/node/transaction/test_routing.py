@@ -33,10 +33,11 @@ def test_a_new_node_counts_as_average():
 
 def test_who_has_no_microbatches_is_expected_to_be_faster_but_no_faster_than_the_fastest():
     seconds = {"a": 1.0, "b": 2.0}
-    assert shortened("b", "ab", seconds) == 1.6
-    assert shortened("b", "ab", seconds | {"b": 1.1}) == 1.0
-    assert shortened("a", "ab", seconds) == 1.0
-    assert shortened("c", "c", seconds) == 0.0, "nothing is known of its stage"
+    stages = {"a": 1, "b": 1, "c": 2}
+    assert shortened("b", stages, seconds) == 1.6
+    assert shortened("b", stages, seconds | {"b": 1.1}) == 1.0
+    assert shortened("a", stages, seconds) == 1.0
+    assert shortened("c", stages, seconds) == 0.0, "nothing is known of its stage"
 
 
 def test_who_is_reached_by_a_detour_is_given_only_what_nobody_else_is_nearer_to():
