@@ -38,8 +38,9 @@ class ChosenSnapshot(SentSnapshot):
         codec: Codec,
         moments: bool,
         seed: Sequence[int],
+        at_first: float = 0.0,
     ) -> None:
-        super().__init__(layout, fraction, codec, moments)
+        super().__init__(layout, fraction, codec, moments, at_first)
         self._choice, self._seed = choice, tuple(seed)
 
     def rank(self, distances: Tensor, step: int) -> Tensor:

@@ -61,6 +61,7 @@ from planaria.recovery.snapshot import (
     steps_between,
 )
 from planaria.recovery.snapshot import decode as decode_update
+from planaria.recovery.snapshot_pace import MOST
 from planaria_lab.choices import Choice, ChosenSnapshot
 from planaria_lab.convergence.averaging import Replicas, Rounds
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
@@ -589,7 +590,7 @@ class TrainingSwarm:
         snapshot = snapshot_section(self.run, self.config)
         period = steps_between(snapshot.fraction, snapshot.period)
         for number, running in self.snapshots.items():
-            if running.taken_at < 0 or self.committed - running.taken_at >= period:
+            if running.sent.lacks_blocks or self.committed - running.taken_at >= period:
                 self._send(number, running)
 
     def _new_snapshot(self, number: int) -> Running:
@@ -602,6 +603,7 @@ class TrainingSwarm:
             snapshot.codec,
             snapshot.moments,
             (self.run.seed, number),
+            MOST,
         )
         held = HeldSnapshot(layout, layout.tensors if snapshot.moments else 1)
         return Running(layout, sent, held)

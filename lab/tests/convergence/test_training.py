@@ -716,6 +716,21 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus, optimizer: str) -> None
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
+def test_a_new_holder_is_sent_an_eighth_of_the_rows_each_step_until_it_has_all(
+    corpus: Corpus,
+) -> None:
+    swarm = TrainingSwarm(run_with(policy="auto", snapshot__fraction=0.04), corpus)
+    for _ in range(3):
+        swarm.step()
+    swarm.lose([5])  # the holder of stage 2's snapshot
+    for _ in range(7):
+        swarm.step()
+    assert swarm.snapshots[2].held.missing
+    swarm.step()
+    (line,) = swarm.lose([2])
+    assert line["method"] == "snapshot"
+
+
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_gradients_are_clipped_by_all_of_the_model_or_by_stage(
     corpus: Corpus, scope: Literal["global", "stage"], monkeypatch: pytest.MonkeyPatch
