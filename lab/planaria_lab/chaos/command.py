@@ -143,9 +143,11 @@ def _run_one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, l
     from planaria_lab.chaos.report import table
     from planaria_lab.chaos.schedule import schedule
     from planaria_lab.chaos.swarm import SickSwarm
+    from planaria_lab.origin import origin
 
     policy = run.recovery.policy
-    setting: dict[str, Any] = {"seed": seed, "minutes": minutes, "policy": policy, **asdict(shape)}
+    setting: dict[str, Any] = {"seed": seed, "minutes": minutes, "policy": policy}
+    setting |= asdict(shape) | origin()
     name = f"{shape.stages}x{shape.replicas}-{policy}-seed-{seed}"
     result = out / f"{name}.json"
     if result.exists():

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT
+from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT, Cause
 from planaria.node.report.events import Accused
 from planaria.node.transaction.effects import Effect, Rejoin, Suspect
 from planaria.node.transaction.routing import Pair
@@ -80,11 +80,7 @@ class FaultPolicy:
                     verdict.append(Suspect(node, failed.reason, failed.cause))
                 continue
             if self.believes(by, node) and harmed:
-                if self.is_here(node):  # it isn't removed, so its state counts
-                    self.idle.rest(node, by_replica=False)
-                else:
-                    self.idle.stop([node])
-                    verdict.append(Suspect(node, failed.reason, failed.cause))
+                verdict += self._remove(node, failed.reason, failed.cause)
             else:
                 if self.charges.has_rest(by, node):
                     self.idle.rest(node, members[by] == members[node])
@@ -98,10 +94,18 @@ class FaultPolicy:
         return verdict
 
     def _accuse(self, node: str, why: str, members: Stages) -> Verdict:
-        """Accuses a node in the driver's own name: it gets no more work."""
-        self.idle.stop([node])
+        """Accuses a node in the driver's own name."""
         event = Accused(node=node, stage=members[node], by=self.node, reason=why)
-        return [event, *([Suspect(node, why, NUMBERS)] if node != self.node else [])]
+        return [event, *self._remove(node, why, NUMBERS)]
+
+    def _remove(self, node: str, why: str, cause: Cause) -> Verdict:
+        """Gives a node no more work, and reports it. A seat of the driver's node only rests: it
+        isn't removed, so its state counts."""
+        if self.is_here(node):
+            self.idle.rest(node, by_replica=False)
+            return []
+        self.idle.stop([node])
+        return [Suspect(node, why, cause)]
 
     def believes(self, by: str, node: str) -> bool:
         """Whether the driver believes that member's accusation. It believes its own observations,
@@ -135,12 +139,12 @@ class FaultPolicy:
         self, node: str, why: str, members: Stages, training: Stages, times: int = 1
     ) -> Verdict:
         """Charges a node that alone prevents commits, by its reports, link or silence. After enough
-        charges it is accused. If it is the driver, it joins anew, provided that another node can
-        drive."""
+        charges it is accused. If it is the driver's node, that joins anew, provided that another
+        can drive."""
         if not self.failures.charge(node, times):
             return []
         why = f"it holds up the run repeatedly, and {NOBODY_ELSE}: {why}"
-        if node != self.node:
+        if not self.is_here(node):
             return self._accuse(node, why, members)
         others = self.successors(training)
         return [Rejoin(f"{why}; {others[0]} can drive")] if others else []
