@@ -299,9 +299,11 @@ class Attempting(Phase):
     # --- going on without lost nodes
 
     def _can_mask(self, nodes: Collection[str]) -> bool:
-        """Whether the attempt can go on without these nodes."""
+        """Whether the attempt can go on without these nodes. Seats of the driver's node stay
+        members, and nothing is committed without a member."""
         driver = self.driver
-        return driver.node not in nodes and self.state.can_do_without(nodes, driver.rules)
+        here = any(map(driver.faults.is_here, nodes))
+        return not here and self.state.can_do_without(nodes, driver.rules)
 
     def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
         """Goes on without lost nodes, by a takeover if a stage has no other. None: impossible."""
@@ -530,10 +532,15 @@ class Attempting(Phase):
         problem = "held up" if state.held_up else "no progress"
         waited = f"{problem} for {seconds:.0f} s (swarm.progress): {state.explain()}"
         late = sorted(set(state.awaited) - state.held_up.keys())
-        effects: list[Effect] = [Suspect(node, waited) for node in late if node != driver.node]
+        is_here = driver.faults.is_here  # to suspect a seat of its own node would end the driver
+        effects: list[Effect] = [Suspect(node, waited) for node in late if not is_here(node)]
         for node in late if voting else ():
             effects += driver.charge_holdup(node, waited, HELD_UP // UNVOTED)
-        hanging = state.held_up.keys() - {driver.node, *driver.hanging.why}  # may be copied first
-        effects += [Suspect(node, state.held_up[node], HANG) for node in sorted(hanging)]
+        hanging = state.held_up.keys() - driver.hanging.why.keys()  # others may be copied first
+        effects += [
+            Suspect(node, state.held_up[node], HANG)
+            for node in sorted(hanging)
+            if not is_here(node)
+        ]
         effects += driver.lost_between(state.lost_between(), waited)
         return self.gather(waited, now).after(effects)

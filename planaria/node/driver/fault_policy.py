@@ -133,7 +133,7 @@ class FaultPolicy:
         if not self.failures.is_same_reason(why) or not waited_for:
             return why, []
         why += f"; it waited for {', '.join(waited_for.values())}"
-        return why, [Suspect(node, why) for node in waited_for if node != self.node]
+        return why, [Suspect(node, why) for node in waited_for if not self.is_here(node)]
 
     def charge_holdup(
         self, node: str, why: str, members: Stages, training: Stages, times: int = 1

@@ -62,7 +62,8 @@ class Syncing(Phase):
         waited = f"{problem} for {seconds:.0f} s: {self.explain()}"
         suspects = [
             Suspect(node, hanging[node], HANG) if node in hanging else Suspect(node, waited)
-            for node in sorted({*self.awaited, *hanging} - {driver.node})
+            for node in sorted({*self.awaited, *hanging})
+            if not driver.faults.is_here(node)
         ]
         return self.gather(waited, now).after(suspects)
 

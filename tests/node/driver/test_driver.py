@@ -1871,15 +1871,18 @@ def test_who_never_votes_goes_after_the_second_time():
 
 
 @pytest.mark.parametrize("others", [{"a2": 0}, {}])
-def test_a_driver_that_never_votes_leaves_after_the_second_time_if_another_node_can_drive(others):
-    run = begun(members=SWARM | others)
+@pytest.mark.parametrize("seat", ["a", "a/1"])
+def test_a_driver_leaves_if_a_seat_of_its_node_fails_to_vote_twice_and_another_node_can_drive(
+    seat: str, others: dict[str, int]
+):
+    run = begun(members=SWARM | {"a/1": 1} | others)
     for times in (1, 2):
         run.comes_home()
-        run.votes(but="a")
+        run.votes(but=seat)
         effects = run.waits(RULES.progress + COMPLAINED)
         assert charges(effects) == []
         leaves = [effect.reason for effect in effects if isinstance(effect, Rejoin)]
-        assert all(reason.endswith("waiting for a; a2 can drive") for reason in leaves)
+        assert all(reason.endswith(f"waiting for {seat}; a2 can drive") for reason in leaves)
         assert len(leaves) == (times == 2 and bool(others))
         tries_again(run)
 
@@ -1986,6 +1989,16 @@ def test_whom_two_say_they_cannot_use_is_accused_and_the_attempt_goes_on_without
     assert "c" not in served_by(run), "while the registry keeps it"
     assert run.commits().keys() == run.members.keys()
     assert "c" not in served_by(run)
+
+
+def test_another_seat_of_the_drivers_node_has_no_work_but_stays_a_member() -> None:
+    seats = {"a": 0, "b": 1, "a/2": 2, "a2": 0, "b2": 1, "c2": 2}
+    run = begun(replace(RULES, stages=2), seats)
+    effects = two_refuse(run, "a/2")
+    assert charges(effects) == [] and not events(effects, AttemptMasked)
+    tries_again(run)
+    assert "a/2" not in served_by(run)
+    assert run.commits().keys() == run.members.keys(), "nobody waits until it is gone"
 
 
 def test_one_word_takes_a_replica_its_work_for_a_step_and_twice_as_many_the_next_time():
