@@ -51,6 +51,7 @@ from planaria.recovery.checkfree import GuessSource
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import Learner, Muon, UpdateRule
+from planaria.recovery.newton_schulz import orthogonalizing_flops
 from planaria.recovery.orders import blocks, order, runs
 from planaria.recovery.relearning import PULL, sample_parts
 from planaria.recovery.snapshot import (
@@ -65,7 +66,6 @@ from planaria.recovery.snapshot_pace import MOST
 from planaria_lab.choices import Choice, ChosenSnapshot
 from planaria_lab.convergence.averaging import Replicas, Rounds
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
-from planaria_lab.simulator.swarm import orthogonalizing_flops
 
 Omega = Literal["squared", "norm", "clipped", "uniform"]
 """Weight of a neighbour in CheckFree's average: the squared norm of its last gradient, as in nodes;
@@ -214,7 +214,8 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
     A token costs six operations for each weight in these passes.
     """
     shapes = list(trained_shapes(config, 1).values())
-    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes)
+    matrices = () if ablation.relearn_adam else (shape for shape in shapes if len(shape) == 2)
+    flops = orthogonalizing_flops(matrices)
     return flops / (6 * sum(map(math.prod, shapes)))
 
 

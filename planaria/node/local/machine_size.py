@@ -15,9 +15,10 @@ import numpy as np
 from planaria.node.launch.errors import SwarmError
 from planaria.node.local.plan import SwarmPlan
 from planaria.node.machine.cores import available_cores
-from planaria.node.model.shape import COMPUTED
+from planaria.node.model.shape import COMPUTED, trained_shapes
 from planaria.node.stage.activations import saved_bytes
 from planaria.node.transaction.in_flight_window import most_out
+from planaria.recovery.newton_schulz import orthogonalizing_flops
 
 ROCM: Final = Path("/dev/kfd")  # there if AMD's driver is
 NODES_A_CORE = 16
@@ -74,7 +75,8 @@ class SwarmNeeds(NamedTuple):
     @classmethod
     def of(cls, plan: SwarmPlan) -> SwarmNeeds:
         """Minimum resources of a swarm. A step multiplies and adds each parameter once a token
-        forward, and twice backward if it is trained; embeddings are lookups."""
+        forward, and twice backward if it is trained; embeddings are lookups. With Muon each node
+        orthogonalizes its stage's matrices, too."""
         run, config = plan.run, plan.run.config
         nodes = (config.stages + 1) * run.swarm.replicas
         has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
@@ -84,6 +86,9 @@ class SwarmNeeds(NamedTuple):
         matrices = config.values - config.parameters[0] + config.vocabulary * config.dim
         passes = 3 if config.lora is None else 2
         operations = 2.0 * passes * matrices * run.training.batch * config.context
+        for stage in range(1, config.stages + 1) if config.muon else ():
+            shapes = trained_shapes(config, stage).values()
+            operations += run.swarm.replicas * orthogonalizing_flops(shapes)
         kept = sum(saved_bytes(run, config, stage) for stage in range(config.stages + 1))
         share = math.ceil(run.training.microbatches / run.swarm.replicas)
         in_flight = min(share, most_out(run.training.in_flight, config.stages))

@@ -96,7 +96,9 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     parameters = 1_619_101_696
     assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 67.5 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
-    minutes = 6 * parameters * 65536 / 2e11 / 60
+    square, wide = 6 * 2048**3, 4 * 2048**2 * 8192 + 2 * 2048**3
+    orthogonalizing = 5 * 24 * (4 * square + 3 * wide)  # by Muon
+    minutes = (6 * parameters * 65536 + orthogonalizing) / 2e11 / 60
     assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
     assert len(list(forecast(plan, MachineSize(68 * 2**30, 2), lambda: 1e11))) == 2
     on_gpu = list(forecast(plan._replace(device="cuda:0"), MachineSize(2**33, 2), lambda: 1 / 0))
@@ -105,6 +107,16 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
         "machine's 8.0 GiB of memory"
     ]
     assert speed_of_a_core() > 1e6
+
+
+@pytest.mark.parametrize(("optimizer", "least"), [("muon", "7 min"), ("adamw", "12 s")])
+def test_each_replicas_muon_counts_in_the_least_time_of_a_step(optimizer, least, tmp_path):
+    training = f"[training]\noptimizer = '{optimizer}'\nbatch = 1\nmicrobatch = 1"
+    model = "[model]\npreset = 'medium'\nvocabulary = 2048\ncontext = 256\n"
+    run = loads(f"[swarm]\nreplicas = 2\n{model}{training}")
+    machine = MachineSize(2**36, 1)
+    _, time = forecast(SwarmPlan(run, tmp_path, None, "cpu"), machine, lambda: 5e10)
+    assert f"takes at least {least} here" in time
 
 
 @pytest.mark.parametrize(("machine", "swarm"), [(24, "17.5"), (16, "16.0"), (8, "10.1")])
