@@ -21,6 +21,7 @@ from planaria.node.model.shape import (
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frame_format import crossing_bytes, encoded_size
+from planaria.recovery.facts import ANEW, INEXACT, ORIGIN
 from planaria.recovery.newton_schulz import orthogonalizing_flops
 from planaria.recovery.relearning import samples_at_a_time
 from planaria.recovery.snapshot import route
@@ -358,10 +359,8 @@ def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) ->
     method. With adapters they include the frozen weights, as if the newcomer didn't have the
     model's folder."""
     base = base_bytes(config, stage)
-    match method:
-        case "checkfree" | "checkfree+" | "interpolate":
-            return base + VALUE * parameters(config, stage)
-        case "snapshot":
-            if not run.recovery.snapshot.moments:
-                return base + VALUE * parameters(config, stage)
+    if method in (ANEW, ORIGIN):
+        return base
+    if method in INEXACT or (method == "snapshot" and not run.recovery.snapshot.moments):
+        return base + VALUE * parameters(config, stage)
     return base + config.state_bytes(stage)  # replica, redundant, checkpoint, save

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,18 @@ def test_the_drivers_loss_is_not_masked_and_its_successor_is_the_oldest() -> Non
     outcome = run(swarm(replicas=3), churn)
     assert [loss.masked for loss in outcome.losses] == [False, True, False, False]
     assert outcome.attempts_aborted == 3
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_lost_adapters_begin_anew_and_stage_0_is_not_trained(stages: int) -> None:
+    changes = {"training__lora__rank": 2, "recovery__snapshot__first": 0}
+    adapters = swarm(replicas=1, model__stages=stages, **changes)
+    adapters = replace(adapters, config=adapters.run.config_for(512))
+    outcome = simulate_run(adapters, Churn(at=at("1@10 0@20"), replacement=2.0))
+    assert not outcome.stopped
+    rebuilt = [rebuilt for loss in outcome.losses for rebuilt in loss.rebuilt]
+    methods = [(rebuild.stage, rebuild.method) for rebuild in rebuilt]
+    assert methods == [(1, "adapters-anew"), (0, "origin")]
 
 
 def test_a_second_loss_in_a_step_that_goes_on() -> None:
