@@ -241,7 +241,8 @@ def test_an_update_takes_five_rounds_of_three_products(corpus: Corpus) -> None:
 def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus) -> None:
     grown = {}
     for young in (True, False):
-        swarm = TrainingSwarm(run_with(), corpus, Ablation(relearn_young=young))
+        run = run_with(policy="checkfree")
+        swarm = TrainingSwarm(run, corpus, Ablation(relearn_young=young))
         for _ in range(12):
             swarm.step()
         before = swarm.stages[3].optimizer.weights.norm().item()
@@ -312,7 +313,8 @@ def test_what_adam_relearns_is_waited_for(corpus: Corpus) -> None:
 
 
 def test_the_first_stage_may_have_more_steps_in_place_of_passes(corpus: Corpus) -> None:
-    run = run_with(relearn__passes=2, relearn__steps=3, snapshot__first=0)
+    changes = {"relearn__passes": 2, "relearn__steps": 3, "snapshot__first": 0}
+    run = run_with(policy="checkfree", **changes)
     tokens = {}
     for more in (False, True):
         swarm = TrainingSwarm(run, corpus, Ablation(relearn_first_steps=more))
