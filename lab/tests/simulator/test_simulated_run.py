@@ -362,9 +362,15 @@ def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
     assert early.losses[0].rolled_back == 4  # to initial weights
 
 
-def test_blocking_checkpoints_cost_their_writing() -> None:
-    from dataclasses import replace
+def test_a_checkpoint_is_written_once_its_largest_stage_is() -> None:
+    even, uneven = (
+        reaction.writing(replace(swarm(model__stages=s, model__layers=9), storage_mbps=1.0))
+        for s in ([3, 3, 3], [1, 2, 6])
+    )
+    assert uneven > 1.9 * even
 
+
+def test_blocking_checkpoints_cost_their_writing() -> None:
     overlapped = replace(swarm("checkpoint"), storage_mbps=1.0)
     blocking = replace(overlapped, blocking=True)
     more = run(blocking, Churn()).seconds - run(overlapped, Churn()).seconds
