@@ -20,8 +20,9 @@ from planaria.node.model.shape import VALUE
 from planaria.node.run_file import RunFile
 from planaria.node.state.copies import snapshot_section
 from planaria.recovery.orders import all_orders
+from planaria.recovery.policy import holder_count
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import holder_count, steps_between
+from planaria.recovery.snapshot import steps_between
 from planaria_lab.emulation.links import Link, Network
 from planaria_lab.planning.handover import Handover
 from planaria_lab.simulator import reaction

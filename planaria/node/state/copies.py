@@ -43,6 +43,7 @@ from planaria.node.wire.frame_format import (
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.decide import RECENT
+from planaria.recovery.policy import holder_count
 from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
@@ -51,7 +52,6 @@ from planaria.recovery.snapshot import (
     SentWhole,
     UpdateError,
     ValuesError,
-    holder_count,
     steps_between,
 )
 from planaria.recovery.snapshot_pace import MOST, Pace, share_of_rows
