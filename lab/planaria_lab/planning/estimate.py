@@ -261,7 +261,8 @@ def _copies(swarm: Swarm, stage: int) -> float:
 
 def sent_bytes(swarm: Swarm, stage: int) -> float:
     """Maximum bytes that a node of the stage sends in a step. It sends an activation and a gradient
-    for each microbatch of its share, parts of the gradient to its replicas, and copies."""
+    for each microbatch of its share, parts of the gradient to its replicas, the gradient to its
+    twins, and copies."""
     replicas = swarm.replicas(stage)
     frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
     share = math.ceil(swarm.run.training.microbatches / replicas)
@@ -269,7 +270,8 @@ def sent_bytes(swarm: Swarm, stage: int) -> float:
     if replicas > 1:
         pieces, each = averaging_pieces(swarm, stage, replicas)
         averaged = 2 * (replicas - 1) / replicas * part_count(replicas) * pieces * each
-    return share * frames + averaged + _copies(swarm, stage)
+    twins = _twins_bytes(swarm, stage) if swarm.run.policy.twins else 0
+    return share * frames + averaged + twins + _copies(swarm, stage)
 
 
 def _uplinks_averaging(
@@ -310,13 +312,18 @@ def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:
 
 
 def _twins_gradient(swarm: Swarm, reach: Reach, stage: int) -> float:
-    """Seconds until the stage before has this stage's gradient for its twins. Each node there gets
-    it from one of the stage's replicas."""
+    """Seconds until the stage before has this stage's gradient for its twins."""
+    link = reach.between[stage][(stage - 1) % (swarm.config.stages + 1)]
+    size = _twins_bytes(swarm, stage) * ON_WIRE * BITS
+    return link.delay_ms / 1e3 + size / link.mbps
+
+
+def _twins_bytes(swarm: Swarm, stage: int) -> int:
+    """Maximum bytes of the gradient that a node of the stage sends for its twins. Each node of the
+    stage before gets it from one of the stage's replicas."""
     before = (stage - 1) % (swarm.config.stages + 1)
-    link = reach.between[stage][before]
-    size = VALUE * parameters(swarm.config, stage) * ON_WIRE * BITS
     holders = math.ceil(swarm.replicas(before) / swarm.replicas(stage))
-    return link.delay_ms / 1e3 + holders * size / link.mbps
+    return holders * VALUE * parameters(swarm.config, stage)
 
 
 # --- losses

@@ -19,7 +19,7 @@ from planaria_lab.convergence.compare import cost
 from planaria_lab.convergence.study import read_results
 from planaria_lab.emulation.links import Link
 from planaria_lab.planning import planner
-from planaria_lab.planning.estimate import LEARNING, transfer
+from planaria_lab.planning.estimate import LEARNING, sent_bytes, transfer
 from planaria_lab.planning.memory import needed, whole
 from planaria_lab.planning.planner import (
     RESERVE,
@@ -551,3 +551,13 @@ def test_a_transfer_takes_its_bytes_and_some_rounds() -> None:
     link = Link("a", "b", 50.0, 100.0)
     assert 8.0 < transfer(1e8, link) < 8.0 * 1500 / 1448 + 0.1 * 15
     assert transfer(100, link) < 0.2
+
+
+@pytest.mark.parametrize("policy", ["redundant", "checkpoint"])
+def test_a_node_sends_in_a_step_what_it_sends_in_the_simulation(policy: str) -> None:
+    for plan in plans(question(nodes=6, policies=(policy,))):
+        if max(plan.counts) == 1 and plan.run.training.microbatch == 1:
+            sent = simulate_step(plan.swarm).sent
+            for stage in range(len(plan.counts)):
+                simulated = sum(size for (node, _), size in sent.items() if node == f"{stage}.0")
+                assert sent_bytes(plan.swarm, stage) == pytest.approx(simulated, rel=0.01)
