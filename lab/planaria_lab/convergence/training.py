@@ -1,8 +1,7 @@
 """Training of a whole swarm in one process, without a network, by the daemon's functions.
 
 Model, windows and recovery are the daemon's. Each stage has one node. Stages are lost between two
-steps. By then all background transfers are complete: copies of stage 0 are of the last step, and a
-running snapshot has all its updates.
+steps. By then all background transfers are complete: a running snapshot has its last update.
 """
 
 from __future__ import annotations
