@@ -61,7 +61,6 @@ from planaria.recovery.snapshot import (
     steps_between,
 )
 from planaria.recovery.snapshot import decode as decode_update
-from planaria.recovery.snapshot_pace import MOST
 from planaria_lab.choices import Choice, ChosenSnapshot
 from planaria_lab.convergence.averaging import Replicas, Rounds
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
@@ -590,10 +589,12 @@ class TrainingSwarm:
         snapshot = snapshot_section(self.run, self.config)
         period = steps_between(snapshot.fraction, snapshot.period)
         for number, running in self.snapshots.items():
-            if running.sent.lacks_blocks or self.committed - running.taken_at >= period:
+            if running.taken_at < 0 or self.committed - running.taken_at >= period:
                 self._send(number, running)
 
     def _new_snapshot(self, number: int) -> Running:
+        """Return a snapshot that no holder has. Until it is whole, updates have the run file's
+        fraction of the rows: what a step's links carry, of which the policy may need less."""
         snapshot = snapshot_section(self.run, self.config)
         layout = layout_of(self.config, number)
         sent = ChosenSnapshot(
@@ -603,7 +604,7 @@ class TrainingSwarm:
             snapshot.codec,
             snapshot.moments,
             (self.run.seed, number),
-            MOST,
+            self.run.recovery.snapshot.fraction,
         )
         held = HeldSnapshot(layout, layout.tensors if snapshot.moments else 1)
         return Running(layout, sent, held)

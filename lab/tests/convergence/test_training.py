@@ -718,14 +718,15 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus, optimizer: str) -> None
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
-def test_a_new_holder_is_sent_an_eighth_of_the_rows_each_step_until_it_has_all(
-    corpus: Corpus,
+@pytest.mark.parametrize(("link", "steps"), [(1 / 8, 8), (0.04, 25)])
+def test_a_new_holder_is_sent_each_step_what_a_link_carries_until_it_has_all(
+    corpus: Corpus, link: float, steps: int
 ) -> None:
-    swarm = TrainingSwarm(run_with(policy="auto", snapshot__fraction=0.04), corpus)
+    swarm = TrainingSwarm(run_with(policy="auto", snapshot__fraction=link), corpus)
     for _ in range(3):
         swarm.step()
     swarm.lose([5])  # the holder of stage 2's snapshot
-    for _ in range(7):
+    for _ in range(steps - 1):
         swarm.step()
     assert swarm.snapshots[2].held.missing
     swarm.step()
