@@ -559,12 +559,16 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
         late = math.expm1(lost * writing)  # steps trained while a checkpoint was written
         return steps, (1 / share + late) * period / (recovery.checkpoint.every * usual) - 1
     cost = LEARNING[lesson(run)]
-    each = cost.behind
-    if run.policy.snapshots:
-        each += _stale(swarm, reach, usual)
+    each = behind_a_loss(swarm, reach, usual)
     if run.policy.swapped:
         steps += min(SWAPPED, run.steps)
     return steps / (1 - min(each * lost * usual, cost.most)), 0.0
+
+
+def behind_a_loss(swarm: Swarm, reach: Reach, usual: float) -> float:
+    """Steps that a lost stage costs in learning."""
+    cost = LEARNING[lesson(swarm.run)].behind
+    return cost + _stale(swarm, reach, usual) if swarm.run.policy.snapshots else cost
 
 
 def lesson(run: RunFile) -> str:
