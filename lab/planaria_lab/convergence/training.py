@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -265,7 +265,7 @@ class Running:
     sent: ChosenSnapshot
     held: HeldSnapshot
     taken_at: int = -1
-    bytes: int = 0
+    bytes: int = 0  # sent so far, to lost holders, too
     state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
 
 
@@ -862,11 +862,12 @@ class TrainingSwarm:
         if self.replicas is not None and self.rounds is None:
             for stage in lost:
                 self.replicas.forget(stage)
-        for number in self.snapshots:
+        for number, running in self.snapshots.items():
             if self._holders(number) <= lost:
-                self.snapshots[number] = self._new_snapshot(number)
+                new = self._new_snapshot(number)
+                self.snapshots[number] = replace(new, bytes=running.bytes)
             elif number in lost:
-                self.snapshots[number].sent = self._new_snapshot(number).sent
+                running.sent = self._new_snapshot(number).sent
 
     # --- relearning
 

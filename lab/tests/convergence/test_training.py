@@ -714,7 +714,9 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus, optimizer: str) -> None
     (line,) = swarm.lose([2])
     assert line["method"] == "snapshot" and 0 < line["staleness"] < 12
     assert line["perturbation"] > 0
+    sent = swarm.snapshots[2].bytes
     lines = swarm.lose([2, 5])  # each held the other's snapshot
+    assert swarm.snapshots[2].bytes == sent > 0  # as the row has it
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
