@@ -657,6 +657,7 @@ class _Run:
                 first.setdefault(place.stage, place)
         snapshot = snapshot_section(self.swarm.run, self.swarm.config)
         due = steps_between(snapshot.fraction, snapshot.period)
+        mean = self.committed - due / (2 * snapshot.fraction)  # step of the rows, as in Pace
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy.twins:
@@ -665,7 +666,8 @@ class _Run:
             for other_stage in held_at(place.stage, stages):
                 if self.policy.sends(other_stage, snapshot.first):
                     step = max(0, self.committed - due)
-                    yield Held("snapshot", Source(name, other_stage, step))
+                    source = Source(name, other_stage, step)
+                    yield Held("snapshot", source, mean_step=max(0.0, mean))
 
     def _last_duration(self) -> float:
         """Seconds of the last committed step; infinite if there is none."""

@@ -189,6 +189,14 @@ def test_the_drivers_loss_is_not_masked_and_its_successor_is_the_oldest() -> Non
     assert outcome.attempts_aborted == 3
 
 
+@pytest.mark.parametrize(("fraction", "method"), [(0.125, "snapshot"), (0.015, "checkfree")])
+def test_a_snapshot_of_old_rows_is_worse_than_a_guess(fraction: float, method: str) -> None:
+    changes = {"recovery__relearn__passes": 4, "recovery__snapshot__fraction": fraction}
+    lossy = swarm("auto", replicas=1, steps=100, **changes)
+    (loss,) = simulate_run(lossy, Churn(at=at("2@90"), replacement=2.0)).losses
+    assert [rebuilt.method for rebuilt in loss.rebuilt] == [method]
+
+
 @pytest.mark.parametrize("stages", [1, 4])
 def test_lost_adapters_begin_anew_and_stage_0_is_not_trained(stages: int) -> None:
     changes = {"training__lora__rank": 2, "recovery__snapshot__first": 0}
