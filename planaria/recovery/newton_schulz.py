@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
-from torch import Tensor
-
-from planaria.recovery.identical_arithmetic import squared_norm
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROUNDS: Final = 5
 QUINTIC: Final = (3.4445, -4.7750, 2.0315)
@@ -31,6 +31,8 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     itself is rounded in products only. So small singular values keep their directions, and the
     result is about as exact as in bfloat16.
     """
+    from planaria.recovery.identical_arithmetic import squared_norm  # loads torch
+
     norm = math.sqrt(squared_norm(matrix.flatten()))
     if norm == 0:
         return matrix
@@ -48,3 +50,11 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 def _rounded(x: Tensor, steps: float) -> Tensor:
     return x.mul(steps).round_().div_(steps)
+
+
+def orthogonalizing_flops(shapes: Iterable[Sequence[int]]) -> float:
+    """FLOPs of orthogonalizing tensors of these shapes for a Muon update: matrices, or batches of
+    them. Each round multiplies a matrix with itself, the resulting square with itself, and their
+    polynomial with the matrix."""
+    batches = [(math.prod(shape[:-2]), *sorted(shape[-2:])) for shape in shapes if len(shape) > 1]
+    return ROUNDS * math.fsum(count * (4.0 * m * m * n + 2.0 * m**3) for count, m, n in batches)

@@ -96,6 +96,12 @@ def holder_stage(stage: int, stages: int) -> int:
     return (stage + ring // 2) % ring
 
 
+def holder_count(stage: int, stages: int) -> int:
+    """How many nodes hold the snapshot of `stage`: of stage 0 two, since nothing else determines
+    it."""
+    return 1 if stage else min(2, stages)
+
+
 # Where the state comes from
 
 

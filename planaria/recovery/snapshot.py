@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from planaria.recovery.identical_arithmetic import exact
-from planaria.recovery.policy import holder_stage
+from planaria.recovery.policy import holder_count, holder_stage
 
 Codec = Literal["none", "int8"]
 
@@ -552,12 +552,6 @@ class CopyRoute(NamedTuple):
 
     sender: str
     holders: tuple[str, ...]
-
-
-def holder_count(stage: int, stages: int) -> int:
-    """How many nodes hold the snapshot of `stage`: of stage 0 two, since nothing else determines
-    it."""
-    return 1 if stage else min(2, stages)
 
 
 def route(

@@ -49,9 +49,11 @@ class Pace:
         """Least number of steps until the next update."""
         return self._period if self.kept else RECENT
 
-    def arrived(self, steps: int) -> bool:
-        """Record how many steps an update takes. Returns whether `kept` has changed."""
-        self._ages.append(max(steps, self._period) / (2 * self._fraction))
+    def arrived(self, steps: int, first: bool = False) -> bool:
+        """Record how many steps an update takes. `first`: the holder lacked rows, so it has up to
+        `MOST` of them. Returns whether `kept` has changed."""
+        shorter = min(1.0, self._fraction / MOST) if first else 1.0
+        self._ages.append(max(steps * shorter, self._period) / (2 * self._fraction))
         self.age = median(self._ages) if self.kept else self._ages[-1]
         slow = self.kept and len(self._ages) == UPDATES and self.age > self._limit
         fast_again = not self.kept and self.age <= MARGIN * self._limit

@@ -1,7 +1,7 @@
 """Tokens per second while a swarm is ready for losses, over those of plain training.
 
 A swarm of processes, started as `planaria up` starts them, switches its readiness off and on every
-five steps. Readiness is the boundary tensors for relearning and the copies of stage 0 (checkfree),
+five steps. Readiness is the boundary tensors for relearning and the snapshots of stages 0 and 1,
 and with checkfree+ also the swapped orders. Off is plain training, in which nothing is kept for
 other nodes. Each block of steps is compared with the block before it, so that changes of the
 machine's load cancel out.

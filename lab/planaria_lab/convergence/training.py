@@ -1,8 +1,7 @@
 """Training of a whole swarm in one process, without a network, by the daemon's functions.
 
 Model, windows and recovery are the daemon's. Each stage has one node. Stages are lost between two
-steps. By then all background transfers are complete: copies of stage 0 are of the last step, and a
-running snapshot has all its updates.
+steps. By then all background transfers are complete: a running snapshot has its last update.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -51,6 +50,7 @@ from planaria.recovery.checkfree import GuessSource
 from planaria.recovery.decide import decide
 from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import Learner, Muon, UpdateRule
+from planaria.recovery.newton_schulz import orthogonalizing_flops
 from planaria.recovery.orders import blocks, order, runs
 from planaria.recovery.relearning import PULL, sample_parts
 from planaria.recovery.snapshot import (
@@ -61,11 +61,9 @@ from planaria.recovery.snapshot import (
     steps_between,
 )
 from planaria.recovery.snapshot import decode as decode_update
-from planaria.recovery.snapshot_pace import MOST
 from planaria_lab.choices import Choice, ChosenSnapshot
 from planaria_lab.convergence.averaging import Replicas, Rounds
 from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState
-from planaria_lab.simulator.swarm import orthogonalizing_flops
 
 Omega = Literal["squared", "norm", "clipped", "uniform"]
 """Weight of a neighbour in CheckFree's average: the squared norm of its last gradient, as in nodes;
@@ -214,7 +212,8 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
     A token costs six operations for each weight in these passes.
     """
     shapes = list(trained_shapes(config, 1).values())
-    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes)
+    matrices = () if ablation.relearn_adam else (shape for shape in shapes if len(shape) == 2)
+    flops = orthogonalizing_flops(matrices)
     return flops / (6 * sum(map(math.prod, shapes)))
 
 
@@ -266,7 +265,7 @@ class Running:
     sent: ChosenSnapshot
     held: HeldSnapshot
     taken_at: int = -1
-    bytes: int = 0
+    bytes: int = 0  # sent so far, to lost holders, too
     state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
 
 
@@ -590,10 +589,12 @@ class TrainingSwarm:
         snapshot = snapshot_section(self.run, self.config)
         period = steps_between(snapshot.fraction, snapshot.period)
         for number, running in self.snapshots.items():
-            if running.sent.lacks_blocks or self.committed - running.taken_at >= period:
+            if running.taken_at < 0 or self.committed - running.taken_at >= period:
                 self._send(number, running)
 
     def _new_snapshot(self, number: int) -> Running:
+        """Return a snapshot that no holder has. Until it is whole, updates have the run file's
+        fraction of the rows: what a step's links carry, of which the policy may need less."""
         snapshot = snapshot_section(self.run, self.config)
         layout = layout_of(self.config, number)
         sent = ChosenSnapshot(
@@ -603,7 +604,7 @@ class TrainingSwarm:
             snapshot.codec,
             snapshot.moments,
             (self.run.seed, number),
-            MOST,
+            self.run.recovery.snapshot.fraction,
         )
         held = HeldSnapshot(layout, layout.tensors if snapshot.moments else 1)
         return Running(layout, sent, held)
@@ -861,11 +862,12 @@ class TrainingSwarm:
         if self.replicas is not None and self.rounds is None:
             for stage in lost:
                 self.replicas.forget(stage)
-        for number in self.snapshots:
+        for number, running in self.snapshots.items():
             if self._holders(number) <= lost:
-                self.snapshots[number] = self._new_snapshot(number)
+                new = self._new_snapshot(number)
+                self.snapshots[number] = replace(new, bytes=running.bytes)
             elif number in lost:
-                self.snapshots[number].sent = self._new_snapshot(number).sent
+                running.sent = self._new_snapshot(number).sent
 
     # --- relearning
 

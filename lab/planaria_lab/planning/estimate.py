@@ -20,8 +20,9 @@ from planaria.node.model.shape import VALUE
 from planaria.node.run_file import RunFile
 from planaria.node.state.copies import snapshot_section
 from planaria.recovery.orders import all_orders
+from planaria.recovery.policy import holder_count
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import holder_count, steps_between
+from planaria.recovery.snapshot import steps_between
 from planaria_lab.emulation.links import Link, Network
 from planaria_lab.planning.handover import Handover
 from planaria_lab.simulator import reaction
@@ -260,7 +261,8 @@ def _copies(swarm: Swarm, stage: int) -> float:
 
 def sent_bytes(swarm: Swarm, stage: int) -> float:
     """Maximum bytes that a node of the stage sends in a step. It sends an activation and a gradient
-    for each microbatch of its share, parts of the gradient to its replicas, and copies."""
+    for each microbatch of its share, parts of the gradient to its replicas, the gradient to its
+    twins, and copies."""
     replicas = swarm.replicas(stage)
     frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
     share = math.ceil(swarm.run.training.microbatches / replicas)
@@ -268,7 +270,8 @@ def sent_bytes(swarm: Swarm, stage: int) -> float:
     if replicas > 1:
         pieces, each = averaging_pieces(swarm, stage, replicas)
         averaged = 2 * (replicas - 1) / replicas * part_count(replicas) * pieces * each
-    return share * frames + averaged + _copies(swarm, stage)
+    twins = _twins_bytes(swarm, stage) if swarm.run.policy.twins else 0
+    return share * frames + averaged + twins + _copies(swarm, stage)
 
 
 def _uplinks_averaging(
@@ -309,13 +312,18 @@ def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:
 
 
 def _twins_gradient(swarm: Swarm, reach: Reach, stage: int) -> float:
-    """Seconds until the stage before has this stage's gradient for its twins. Each node there gets
-    it from one of the stage's replicas."""
+    """Seconds until the stage before has this stage's gradient for its twins."""
+    link = reach.between[stage][(stage - 1) % (swarm.config.stages + 1)]
+    size = _twins_bytes(swarm, stage) * ON_WIRE * BITS
+    return link.delay_ms / 1e3 + size / link.mbps
+
+
+def _twins_bytes(swarm: Swarm, stage: int) -> int:
+    """Maximum bytes of the gradient that a node of the stage sends for its twins. Each node of the
+    stage before gets it from one of the stage's replicas."""
     before = (stage - 1) % (swarm.config.stages + 1)
-    link = reach.between[stage][before]
-    size = VALUE * parameters(swarm.config, stage) * ON_WIRE * BITS
     holders = math.ceil(swarm.replicas(before) / swarm.replicas(stage))
-    return link.delay_ms / 1e3 + holders * size / link.mbps
+    return holders * VALUE * parameters(swarm.config, stage)
 
 
 # --- losses
@@ -551,12 +559,16 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
         late = math.expm1(lost * writing)  # steps trained while a checkpoint was written
         return steps, (1 / share + late) * period / (recovery.checkpoint.every * usual) - 1
     cost = LEARNING[lesson(run)]
-    each = cost.behind
-    if run.policy.snapshots:
-        each += _stale(swarm, reach, usual)
+    each = behind_a_loss(swarm, reach, usual)
     if run.policy.swapped:
         steps += min(SWAPPED, run.steps)
     return steps / (1 - min(each * lost * usual, cost.most)), 0.0
+
+
+def behind_a_loss(swarm: Swarm, reach: Reach, usual: float) -> float:
+    """Steps that a lost stage costs in learning."""
+    cost = LEARNING[lesson(swarm.run)].behind
+    return cost + _stale(swarm, reach, usual) if swarm.run.policy.snapshots else cost
 
 
 def lesson(run: RunFile) -> str:

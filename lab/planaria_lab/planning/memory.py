@@ -28,7 +28,7 @@ from planaria.node.state.copies import layout_of, snapshot_section
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frame_format import crossing_bytes
-from planaria.recovery.snapshot import holder_count
+from planaria.recovery.policy import holder_count
 from planaria.recovery.snapshot_pace import MOST
 from planaria_lab.simulator.swarm import (
     base_bytes,

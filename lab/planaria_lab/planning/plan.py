@@ -383,12 +383,14 @@ def replay_data(plan: Candidate, outcome: RunOutcome) -> dict[str, Any]:
 
 
 def behind(plan: Candidate, outcome: RunOutcome) -> float:
-    """Steps that rebuilt stages cost in learning, by `LEARNING` of estimate.py."""
-    from planaria_lab.planning.estimate import LEARNING, lesson
+    """Steps that rebuilt stages cost in learning, by estimate.py."""
+    from planaria_lab.planning.estimate import LEARNING, Reach, behind_a_loss, lesson
 
-    cost = LEARNING[lesson(plan.run)]
+    sites = [[machine.site for machine in machines] for machines in plan.nodes]
+    reach, usual = Reach.of(plan.swarm.network, sites), plan.estimate.usual
     guessed = sum(not rebuild.same_weights for loss in outcome.losses for rebuild in loss.rebuilt)
-    return min(cost.behind * guessed, cost.most * outcome.steps)
+    most = LEARNING[lesson(plan.run)].most * outcome.steps
+    return min(behind_a_loss(plan.swarm, reach, usual) * guessed, most)
 
 
 def _print_plan(

@@ -206,5 +206,5 @@ def entering(swarm: Swarm) -> float:
 
 def writing(swarm: Swarm) -> float:
     """Seconds of writing a checkpoint; all stages write at once."""
-    most = max(swarm.config.state_bytes(stage) for stage in (0, 1))
+    most = max(map(swarm.config.state_bytes, range(swarm.config.stages + 1)))
     return most * 8 / (swarm.storage_mbps * 1e6)

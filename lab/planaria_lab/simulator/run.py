@@ -19,7 +19,17 @@ import simpy
 
 from planaria.node.state.copies import snapshot_section
 from planaria.recovery.decide import decide
-from planaria.recovery.facts import Decision, Held, Left, Rebuild, RollBack, Source, Stop
+from planaria.recovery.facts import (
+    ANEW,
+    ORIGIN,
+    Decision,
+    Held,
+    Left,
+    Rebuild,
+    RollBack,
+    Source,
+    Stop,
+)
 from planaria.recovery.relearning import time_for
 from planaria.recovery.snapshot import steps_between
 from planaria_lab.simulator import reaction
@@ -614,9 +624,17 @@ class _Run:
         for (stage, number), node in self.nodes.items():
             if node.trains:
                 survivors.setdefault(stage, []).append(f"{stage}.{number}")
-        left = Left(self.swarm.config.stages, self.committed, survivors, held=[*self._held()])
-        strict = self.swarm.run.recovery.strict
-        relearns = bool(self.swarm.run.recovery.relearn.passes)
+        run, config = self.swarm.run, self.swarm.config
+        left = Left(
+            config.stages,
+            self.committed,
+            survivors,
+            held=[*self._held()],
+            origin=[node for nodes in survivors.values() for node in nodes if run.model.origin],
+            adapters=config.lora is not None,
+        )
+        strict = run.recovery.strict
+        relearns = bool(run.recovery.relearn.passes)
         decisions = {s: decide(s, left, self.policy, strict, relearns) for s in lost}
         stops = [decision.reason for decision in decisions.values() if isinstance(decision, Stop)]
         self.stopped = stops[0] if stops else ""
@@ -639,6 +657,7 @@ class _Run:
                 first.setdefault(place.stage, place)
         snapshot = snapshot_section(self.swarm.run, self.swarm.config)
         due = steps_between(snapshot.fraction, snapshot.period)
+        mean = self.committed - due / (2 * snapshot.fraction)  # step of the rows, as in Pace
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy.twins:
@@ -647,7 +666,8 @@ class _Run:
             for other_stage in held_at(place.stage, stages):
                 if self.policy.sends(other_stage, snapshot.first):
                     step = max(0, self.committed - due)
-                    yield Held("snapshot", Source(name, other_stage, step))
+                    source = Source(name, other_stage, step)
+                    yield Held("snapshot", source, mean_step=max(0.0, mean))
 
     def _last_duration(self) -> float:
         """Seconds of the last committed step; infinite if there is none."""
@@ -686,8 +706,11 @@ class _Run:
         return 2 * gather + longest + self.churn.warm_up
 
     def _sources(self, rebuild: Rebuild) -> list[Group]:
-        """Groups of the nodes from which the state is fetched."""
-        places = (LostPlace(*map(int, source.node.split("."))) for source in rebuild.sources)
+        """Groups of the nodes from which the state is fetched. If only frozen weights are fetched,
+        one node gives them."""
+        places = [LostPlace(*map(int, source.node.split("."))) for source in rebuild.sources]
+        if rebuild.method in (ANEW, ORIGIN):
+            places = [next(place for place, node in self.nodes.items() if node.trains)]
         counts = Counter(self.nodes[place].group for place in places)
         return [replace(self.swarm.groups[group], count=n) for group, n in counts.items()]
 

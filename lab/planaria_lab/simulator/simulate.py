@@ -98,16 +98,17 @@ def simulate(options: SimulateOptions) -> None:
     from dataclasses import replace
 
     from planaria.node.local.loss_schedule import read_trace
-    from planaria.node.model.shape import model_config
     from planaria.node.run_file import load
     from planaria_lab.emulation.links import WAN_LINKS, read_links
+    from planaria_lab.planning.asked import shaped
     from planaria_lab.simulator.churn import HOUR, Churn
     from planaria_lab.simulator.run import simulate_run
     from planaria_lab.simulator.step import simulate_step
     from planaria_lab.simulator.swarm import one_site, seconds_at, sites, uniform
 
-    run, site, seed = load(options.run_file), options.site, options.seed
-    config = model_config(run.model, run.model.vocabulary or options.vocabulary)
+    run, _ = shaped(load(options.run_file))
+    site, seed = options.site, options.seed
+    config = run.config_for(run.model.vocabulary or options.vocabulary)
     if site:
         uplinks = {} if options.uplink is None else dict.fromkeys(site, options.uplink)
         network = sites(read_links(options.table or WAN_LINKS), uplinks, site)

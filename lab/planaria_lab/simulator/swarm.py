@@ -6,8 +6,7 @@ from the run file and the shape of the model.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -22,7 +21,8 @@ from planaria.node.model.shape import (
 from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frame_format import crossing_bytes, encoded_size
-from planaria.recovery.newton_schulz import ROUNDS
+from planaria.recovery.facts import ANEW, INEXACT, ORIGIN
+from planaria.recovery.newton_schulz import orthogonalizing_flops
 from planaria.recovery.relearning import samples_at_a_time
 from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
@@ -331,13 +331,6 @@ def _unpacked_bytes(run: RunFile, config: ModelConfig, stage: int) -> float:
     return packed * (BYTES_OF_BASE[base] + 2 * width) if packed else 0.0
 
 
-def orthogonalizing_flops(shapes: Iterable[Sequence[int]]) -> float:
-    """FLOPs of orthogonalizing matrices of these shapes for a Muon update. Each round multiplies a
-    matrix with itself, the resulting square with itself, and their polynomial with the matrix."""
-    matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
-    return ROUNDS * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
-
-
 def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
     """Samples in a relearning update; all are of one microbatch."""
     return min(
@@ -366,10 +359,8 @@ def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) ->
     method. With adapters they include the frozen weights, as if the newcomer didn't have the
     model's folder."""
     base = base_bytes(config, stage)
-    match method:
-        case "checkfree" | "checkfree+" | "interpolate":
-            return base + VALUE * parameters(config, stage)
-        case "snapshot":
-            if not run.recovery.snapshot.moments:
-                return base + VALUE * parameters(config, stage)
+    if method in (ANEW, ORIGIN):
+        return base
+    if method in INEXACT or (method == "snapshot" and not run.recovery.snapshot.moments):
+        return base + VALUE * parameters(config, stage)
     return base + config.state_bytes(stage)  # replica, redundant, checkpoint, save

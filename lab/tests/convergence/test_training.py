@@ -241,7 +241,8 @@ def test_an_update_takes_five_rounds_of_three_products(corpus: Corpus) -> None:
 def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus) -> None:
     grown = {}
     for young in (True, False):
-        swarm = TrainingSwarm(run_with(), corpus, Ablation(relearn_young=young))
+        run = run_with(policy="checkfree")
+        swarm = TrainingSwarm(run, corpus, Ablation(relearn_young=young))
         for _ in range(12):
             swarm.step()
         before = swarm.stages[3].optimizer.weights.norm().item()
@@ -312,7 +313,8 @@ def test_what_adam_relearns_is_waited_for(corpus: Corpus) -> None:
 
 
 def test_the_first_stage_may_have_more_steps_in_place_of_passes(corpus: Corpus) -> None:
-    run = run_with(relearn__passes=2, relearn__steps=3, snapshot__first=0)
+    changes = {"relearn__passes": 2, "relearn__steps": 3, "snapshot__first": 0}
+    run = run_with(policy="checkfree", **changes)
     tokens = {}
     for more in (False, True):
         swarm = TrainingSwarm(run, corpus, Ablation(relearn_first_steps=more))
@@ -712,18 +714,21 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus, optimizer: str) -> None
     (line,) = swarm.lose([2])
     assert line["method"] == "snapshot" and 0 < line["staleness"] < 12
     assert line["perturbation"] > 0
+    sent = swarm.snapshots[2].bytes
     lines = swarm.lose([2, 5])  # each held the other's snapshot
+    assert swarm.snapshots[2].bytes == sent > 0  # as the row has it
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
-def test_a_new_holder_is_sent_an_eighth_of_the_rows_each_step_until_it_has_all(
-    corpus: Corpus,
+@pytest.mark.parametrize(("link", "steps"), [(1 / 8, 8), (0.04, 25)])
+def test_a_new_holder_is_sent_each_step_what_a_link_carries_until_it_has_all(
+    corpus: Corpus, link: float, steps: int
 ) -> None:
-    swarm = TrainingSwarm(run_with(policy="auto", snapshot__fraction=0.04), corpus)
+    swarm = TrainingSwarm(run_with(policy="auto", snapshot__fraction=link), corpus)
     for _ in range(3):
         swarm.step()
     swarm.lose([5])  # the holder of stage 2's snapshot
-    for _ in range(7):
+    for _ in range(steps - 1):
         swarm.step()
     assert swarm.snapshots[2].held.missing
     swarm.step()

@@ -15,12 +15,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planaria.node.run_file import dumps, loads, override
+from planaria.node.state.copies import snapshot_section
 from planaria_lab.convergence.compare import cost
 from planaria_lab.convergence.study import read_results
 from planaria_lab.emulation.links import Link
 from planaria_lab.planning import planner
-from planaria_lab.planning.estimate import LEARNING, transfer
+from planaria_lab.planning.estimate import LEARNING, sent_bytes, transfer
 from planaria_lab.planning.memory import needed, whole
+from planaria_lab.planning.plan import behind as replay_behind
 from planaria_lab.planning.planner import (
     RESERVE,
     Answer,
@@ -36,7 +38,7 @@ from planaria_lab.planning.planner import (
     stage_numbers,
     with_codecs,
 )
-from planaria_lab.simulator.churn import HOUR, Churn
+from planaria_lab.simulator.churn import HOUR, Churn, LostPlace
 from planaria_lab.simulator.run import simulate_run
 from planaria_lab.simulator.step import simulate_step
 from planaria_lab.simulator.swarm import parameters, sites
@@ -551,3 +553,24 @@ def test_a_transfer_takes_its_bytes_and_some_rounds() -> None:
     link = Link("a", "b", 50.0, 100.0)
     assert 8.0 < transfer(1e8, link) < 8.0 * 1500 / 1448 + 0.1 * 15
     assert transfer(100, link) < 0.2
+
+
+@pytest.mark.parametrize("policy", ["redundant", "checkpoint"])
+def test_a_node_sends_in_a_step_what_it_sends_in_the_simulation(policy: str) -> None:
+    for plan in plans(question(nodes=6, policies=(policy,))):
+        if max(plan.counts) == 1 and plan.run.training.microbatch == 1:
+            sent = simulate_step(plan.swarm).sent
+            for stage in range(len(plan.counts)):
+                simulated = sum(size for (node, _), size in sent.items() if node == f"{stage}.0")
+                assert sent_bytes(plan.swarm, stage) == pytest.approx(simulated, rel=0.01)
+
+
+def test_a_stage_from_a_snapshot_is_behind_by_the_age_of_its_rows_too() -> None:
+    asked = question(nodes=6, policies=("auto",))
+    plan = next(plan for plan in plans(asked) if plan.counts == (1,) * 5)
+    swarm = replace(plan.swarm, run=override(plan.run, steps=200))
+    churn = Churn(at={150: (LostPlace(2, None),)}, replacement=5.0)
+    outcome = simulate_run(swarm, churn)
+    assert [rebuilt.method for rebuilt in outcome.losses[0].rebuilt] == ["snapshot"]
+    rows = 1 / snapshot_section(plan.run, swarm.config).fraction
+    assert replay_behind(plan, outcome) >= LEARNING["snapshot"].behind + rows - 1e-9

@@ -195,9 +195,9 @@ policy = "snapshot"
 """
 
 
-def invoke(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+def invoke(tmp_path: Path, *arguments: str, run: str = RUN) -> tuple[int, str]:
     path = tmp_path / "run.toml"
-    path.write_text(RUN)
+    path.write_text(run)
     result = CliRunner().invoke(
         cli.app, ["lab", "simulate", "run", str(path), *arguments], env={"COLUMNS": "200"}
     )
@@ -209,6 +209,29 @@ def test_a_run_file_is_simulated(tmp_path: Path) -> None:
     assert status == 0, output
     assert "1 by snapshot" in output
     assert "10 (each node simulated)" in output
+
+
+def test_muon_and_adapters_are_simulated(tmp_path: Path) -> None:
+    def step(training: str) -> tuple[float, str]:
+        """Return the seconds of a step, and the bytes on all links."""
+        run = RUN.replace("batch = 8", f"batch = 8\n{training}")
+        options = ("--nodes", "2", "--flops", "1e9", "--vocabulary", "512")
+        status, output = invoke(tmp_path, *options, run=run)
+        assert status == 0, output
+        seconds = re.search(r"seconds +│ +([\d.]+)", output)
+        size = re.search(r"on all links +│ +(.*B)", output)
+        assert seconds and size
+        return float(seconds[1]), size[1]
+
+    adamw = step('optimizer = "adamw"')
+    assert step("")[0] > adamw[0]  # Muon orthogonalizes
+    assert step("[training.lora]\nrank = 2")[1] != adamw[1]  # adapters are averaged alone
+
+
+def test_the_shape_of_the_model_to_begin_from_is_simulated(tmp_path: Path) -> None:
+    run = RUN.replace('preset = "tiny"', f'from = "{tmp_path}/absent"')
+    status, output = invoke(tmp_path, run=run)
+    assert status != 0 and "there is no such folder" in output
 
 
 def test_a_bad_kill_and_sites_without_links_are_refused(tmp_path: Path) -> None:

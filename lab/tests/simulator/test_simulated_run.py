@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,26 @@ def test_the_drivers_loss_is_not_masked_and_its_successor_is_the_oldest() -> Non
     assert outcome.attempts_aborted == 3
 
 
+@pytest.mark.parametrize(("fraction", "method"), [(0.125, "snapshot"), (0.015, "checkfree")])
+def test_a_snapshot_of_old_rows_is_worse_than_a_guess(fraction: float, method: str) -> None:
+    changes = {"recovery__relearn__passes": 4, "recovery__snapshot__fraction": fraction}
+    lossy = swarm("auto", replicas=1, steps=100, **changes)
+    (loss,) = simulate_run(lossy, Churn(at=at("2@90"), replacement=2.0)).losses
+    assert [rebuilt.method for rebuilt in loss.rebuilt] == [method]
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_lost_adapters_begin_anew_and_stage_0_is_not_trained(stages: int) -> None:
+    changes = {"training__lora__rank": 2, "recovery__snapshot__first": 0}
+    adapters = swarm(replicas=1, model__stages=stages, **changes)
+    adapters = replace(adapters, config=adapters.run.config_for(512))
+    outcome = simulate_run(adapters, Churn(at=at("1@10 0@20"), replacement=2.0))
+    assert not outcome.stopped
+    rebuilt = [rebuilt for loss in outcome.losses for rebuilt in loss.rebuilt]
+    methods = [(rebuild.stage, rebuild.method) for rebuild in rebuilt]
+    assert methods == [(1, "adapters-anew"), (0, "origin")]
+
+
 def test_a_second_loss_in_a_step_that_goes_on() -> None:
     """If another replica is lost, the step goes on once more; if the last, it is given up."""
     lost = [TraceRow(9.0, False, "m7"), TraceRow(9.1, False, "m2"), TraceRow(12.0, True, "later")]
@@ -349,9 +370,15 @@ def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
     assert early.losses[0].rolled_back == 4  # to initial weights
 
 
-def test_blocking_checkpoints_cost_their_writing() -> None:
-    from dataclasses import replace
+def test_a_checkpoint_is_written_once_its_largest_stage_is() -> None:
+    even, uneven = (
+        reaction.writing(replace(swarm(model__stages=s, model__layers=9), storage_mbps=1.0))
+        for s in ([3, 3, 3], [1, 2, 6])
+    )
+    assert uneven > 1.9 * even
 
+
+def test_blocking_checkpoints_cost_their_writing() -> None:
     overlapped = replace(swarm("checkpoint"), storage_mbps=1.0)
     blocking = replace(overlapped, blocking=True)
     more = run(blocking, Churn()).seconds - run(overlapped, Churn()).seconds

@@ -461,7 +461,7 @@ def test_with_adapters_only_these_are_averaged_copied_and_sent() -> None:
     assert (parameters(config, 0), snapshot_bytes(run, config, 0)) == (0, 0)
     assert 0 < parameters(config, 1) < config.values_in(1) / 10
     assert fetched_bytes(run, config, 1, "replica") > 12 * parameters(config, 1)
-    assert fetched_bytes(run, config, 0, "stage0-copy") == 4 * config.values_in(0)
+    assert fetched_bytes(run, config, 0, "origin") == 4 * config.values_in(0)
     shared = simulate_step(replace(swarm(2, 2), run=run, config=config))
     assert shared.seconds > 0
 

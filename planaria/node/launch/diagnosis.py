@@ -13,7 +13,7 @@ from planaria.bootstrap.address_probe import NO_PROXY
 from planaria.node.averaging.coding import gradient_bytes
 from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
-from planaria.node.model.shape import COMPUTED, ModelConfig, trained_shapes
+from planaria.node.model.shape import COMPUTED, VALUE, ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved_bytes
 from planaria.node.wire.frame_format import crossing_bytes
@@ -280,13 +280,15 @@ def _bandwidth(facts: Facts) -> Finding:
 
 def bytes_a_step(run: RunFile) -> float:
     """Bytes that a body stage's node sends per step, with the initial number of replicas: two
-    boundaries' tensors, and its part of the stage's gradient, which each replica sends twice."""
+    boundaries' tensors, its part of the stage's gradient, which each replica sends twice, and the
+    gradient for a twin."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
     tokens = round(training.batch / replicas * config.context)
     boundaries = sum(crossing_bytes(config, tokens, run.wire))
     share = 2 * (replicas - 1) / replicas
     shapes = [trained_shapes(config, stage).values() for stage in range(config.stages + 1)]
-    return boundaries + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
+    twin = VALUE * max(config.trained) if run.policy.twins else 0
+    return boundaries + twin + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
 
 
 def _disk(facts: Facts) -> Finding:

@@ -15,9 +15,12 @@ import numpy as np
 from planaria.node.launch.errors import SwarmError
 from planaria.node.local.plan import SwarmPlan
 from planaria.node.machine.cores import available_cores
-from planaria.node.model.shape import COMPUTED
+from planaria.node.model.shape import COMPUTED, VALUE, trained_shapes
+from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved_bytes
 from planaria.node.transaction.in_flight_window import most_out
+from planaria.recovery.newton_schulz import orthogonalizing_flops
+from planaria.recovery.policy import holder_count
 
 ROCM: Final = Path("/dev/kfd")  # there if AMD's driver is
 NODES_A_CORE = 16
@@ -67,6 +70,7 @@ class SwarmNeeds(NamedTuple):
 
     nodes: int
     states: int  # bytes of weights, gradients and moments in main memory
+    kept: int  # bytes that it keeps in main memory for lost stages: snapshots or twins
     operations: float  # floating-point, per step, on processors; 0: on GPUs
     activations: int = 0  # bytes that a microbatch at each node keeps for its backward pass
     in_flight: int = 0  # microbatches that each node may keep
@@ -74,39 +78,58 @@ class SwarmNeeds(NamedTuple):
     @classmethod
     def of(cls, plan: SwarmPlan) -> SwarmNeeds:
         """Minimum resources of a swarm. A step multiplies and adds each parameter once a token
-        forward, and twice backward if it is trained; embeddings are lookups."""
+        forward, and twice backward if it is trained; embeddings are lookups. With Muon each node
+        orthogonalizes its stage's matrices, too."""
         run, config = plan.run, plan.run.config
         nodes = (config.stages + 1) * run.swarm.replicas
         has_gpu = Path("/proc/driver/nvidia").exists() or ROCM.exists()
         if plan.device not in ("auto", "cpu") or (plan.device == "auto" and has_gpu):
-            return cls(nodes, 0, 0.0)
+            return cls(nodes, 0, _kept_bytes(run, on_gpus=True), 0.0)
         states = run.swarm.replicas * sum(map(config.bytes_of, range(config.stages + 1)))
         matrices = config.values - config.parameters[0] + config.vocabulary * config.dim
         passes = 3 if config.lora is None else 2
         operations = 2.0 * passes * matrices * run.training.batch * config.context
-        kept = sum(saved_bytes(run, config, stage) for stage in range(config.stages + 1))
+        for stage in range(1, config.stages + 1) if config.muon else ():
+            shapes = trained_shapes(config, stage).values()
+            operations += run.swarm.replicas * orthogonalizing_flops(shapes)
+        saved = sum(saved_bytes(run, config, stage) for stage in range(config.stages + 1))
         share = math.ceil(run.training.microbatches / run.swarm.replicas)
         in_flight = min(share, most_out(run.training.in_flight, config.stages))
-        return cls(nodes, states, operations, run.swarm.replicas * kept, in_flight)
+        activations = run.swarm.replicas * saved
+        return cls(nodes, states, _kept_bytes(run), operations, activations, in_flight)
 
     @property
     def least_memory(self) -> int:
         """Minimum bytes of a swarm's processes, without computation."""
-        return self.nodes * NODE_BYTES + self.states
+        return self.nodes * NODE_BYTES + self.states + self.kept
 
     def memory(self, available: int) -> float:
         """Bytes of a swarm's processes, computation included. Nodes keep fewer microbatches than
         are in flight, at least one, where no more than `available` bytes are there."""
-        other = self.nodes * NODE_BYTES + COMPUTED * self.states
+        other = self.nodes * NODE_BYTES + COMPUTED * self.states + self.kept
         all_in_flight = other + self.in_flight * self.activations
         return min(all_in_flight, max(available, other + self.activations))
 
 
+def _kept_bytes(run: RunFile, on_gpus: bool = False) -> int:
+    """Bytes in main memory of what nodes keep for lost stages by the policy: twins; or snapshots,
+    and their senders' copies of the weights sent. Twins and copies are where a stage computes."""
+    config, policy, total = run.config, run.policy, 0
+    for stage in range(config.stages + 1):
+        if policy.twins and not on_gpus:
+            total += run.swarm.replicas * config.bytes_of(stage)
+        if policy.sends(stage, run.recovery.snapshot.first):
+            weights = VALUE * config.trained_in(stage)
+            held = config.state_bytes(stage) if run.recovery.snapshot.moments else weights
+            total += holder_count(stage, config.stages) * (held + (0 if on_gpus else weights))
+    return total
+
+
 def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
-    """Check that the machine has cores and memory for all nodes, with weights, gradients and
-    moments where they compute on its processors. Raises SwarmError."""
-    stages, replicas = plan.run.config.stages + 1, plan.run.swarm.replicas
-    load = SwarmNeeds.of(plan)
+    """Check that the machine has cores and memory for all nodes: for what they keep for lost stages
+    and, where they compute on its processors, weights, gradients and moments. Raises SwarmError."""
+    run, load = plan.run, SwarmNeeds.of(plan)
+    stages, replicas = run.config.stages + 1, run.swarm.replicas
     size = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
     remedy = "choose fewer --stages or --replicas, or skip this check with --oversubscribe"
     if load.nodes > NODES_A_CORE * machine.cores:
@@ -117,8 +140,9 @@ def check_processes(plan: SwarmPlan, machine: MachineSize) -> None:
     if load.least_memory > machine.memory:
         raise SwarmError(
             f"{size}, which need {_gib(load.least_memory)}, {_gib(load.states)} of it for weights, "
-            f"gradients and moments, but this machine has {_gib(machine.memory)}: choose a smaller "
-            f"model, or more machines; {remedy}"
+            f"gradients and moments, {_gib(load.kept)} for what recovery.policy = "
+            f"{run.recovery.policy} keeps, but this machine has {_gib(machine.memory)}: choose a "
+            f"smaller model, or more machines; {remedy}"
         )
 
 

@@ -43,6 +43,7 @@ from planaria.node.wire.frame_format import (
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.decide import RECENT
+from planaria.recovery.policy import holder_count
 from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
@@ -51,7 +52,6 @@ from planaria.recovery.snapshot import (
     SentWhole,
     UpdateError,
     ValuesError,
-    holder_count,
     steps_between,
 )
 from planaria.recovery.snapshot_pace import MOST, Pace, share_of_rows
@@ -367,21 +367,22 @@ class CopySender:
         await self._transfer(update, header, payload)
         await self._wait(update, lambda: update.kept, "the confirmation", commits)
 
-    def _judge_link(self, update: _Update, arrived: bool) -> None:
-        """Judge the link by an update: the next one leaves with the next commit."""
+    def _judge_link(self, update: _Update, arrived: bool, first: bool) -> None:
+        """Judge the link by an update: the next one leaves with the next commit. `first`: the
+        holder lacked rows."""
         pace = self._outgoing.pace
         steps = self._applied.step + 1 - update.step if arrived else RECENT
-        if pace is not None and pace.arrived(steps):
+        if pace is not None and pace.arrived(steps, first):
             self._on_pace(update.holder, pace)
 
     async def _send_update(self, update: _Update, recipient: _Recipient, state: StageState) -> None:
-        sent = recipient.sent
+        sent, first = recipient.sent, recipient.sent.lacks_blocks
         try:
             await self._deliver(update, sent, state, CONFIRMED)
-            self._judge_link(update, arrived=True)
+            self._judge_link(update, arrived=True, first=first)
             recipient.filling = sent.lacks_blocks
         except ComplaintError as lost:
-            self._judge_link(update, arrived=False)
+            self._judge_link(update, arrived=False, first=first)
             sent.lost(update.step)
             copied = f"the {self._outgoing.kind} of stage {self._outgoing.stage}"
             step, holder = update.step, update.holder

@@ -189,6 +189,8 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
     assert bytes_a_step(narrow) == 16 * 512 * (64 + 64 / 256 * 4 + 3 + 2 * 64)
     two = loads("[model]\npreset='small'\nvocabulary=2048\n[swarm]\nreplicas=2\n")
     assert bytes_a_step(two) == 2 * crossing + 4 * max(FIRST, BODY)
+    with_twins = override(RUN, recovery__policy="redundant")
+    assert bytes_a_step(with_twins) == 4 * crossing + 4 * max(FIRST, BODY)
     low = override(two, wire__averaging="lowrank", wire__rank=4)
     summed = bytes_a_step(low) - 2 * crossing
     assert 4 * max(FIRST, BODY) / 400 < summed < 4 * max(FIRST, BODY) / 200

@@ -82,11 +82,28 @@ def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
 
 def test_a_model_larger_than_this_machine_is_refused(tmp_path):
     run = loads("[model]\npreset = 'large'\nvocabulary = 65000")
-    says = r"7 stages with .* need 22.\d GiB, 22.\d GiB .* this machine has 16.0 GiB: .*--oversub"
+    plan = SwarmPlan(run, tmp_path, None, "cpu")
+    says = r"7 stages with .* need 48.\d GiB, 22.\d GiB .* this machine has 32.0 GiB: .*--oversub"
     with pytest.raises(SwarmError, match=says):
-        check_processes(SwarmPlan(run, tmp_path, None, "cpu"), MachineSize(16 * 2**30, 2))
-    check_processes(SwarmPlan(run, tmp_path, None, "cpu"), MachineSize(23 * 2**30, 2))
-    check_processes(SwarmPlan(run, tmp_path, None, "cuda:0"), MachineSize(2**30, 2))
+        check_processes(plan, MachineSize(32 * 2**30, 2))
+    check_processes(plan, MachineSize(49 * 2**30, 2))
+    with pytest.raises(
+        SwarmError, match=r"need 18.\d GiB, 0.0 GiB of it for weights.* has 16.0 GiB"
+    ):
+        check_processes(plan._replace(device="cuda:0"), MachineSize(16 * 2**30, 2))
+    check_processes(plan._replace(device="cuda:0"), MachineSize(20 * 2**30, 2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [("checkpoint", 22.8), ("checkfree", 33.7), ("redundant", 44.8), ("auto", 48.7)],
+)
+def test_what_a_policy_keeps_takes_memory(policy, least, tmp_path):
+    run = override(loads("[model]\npreset = 'large'\nvocabulary = 65000"), recovery__policy=policy)
+    plan = SwarmPlan(run, tmp_path, None, "cpu")
+    check_processes(plan, MachineSize(round((least + 0.1) * 2**30), 2))
+    with pytest.raises(SwarmError, match=f"recovery.policy = {policy} keeps"):
+        check_processes(plan, MachineSize(round((least - 0.1) * 2**30), 2))
 
 
 def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
@@ -94,20 +111,32 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     plan = SwarmPlan(run, tmp_path, None, "cpu")
     size, warning, time = forecast(plan, MachineSize(24 * 2**30, 2), lambda: 1e11)
     parameters = 1_619_101_696
-    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 67.5 GiB of")
+    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 85.7 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
-    minutes = 6 * parameters * 65536 / 2e11 / 60
+    square, wide = 6 * 2048**3, 4 * 2048**2 * 8192 + 2 * 2048**3
+    orthogonalizing = 5 * 24 * (4 * square + 3 * wide)  # by Muon
+    minutes = (6 * parameters * 65536 + orthogonalizing) / 2e11 / 60
     assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
-    assert len(list(forecast(plan, MachineSize(68 * 2**30, 2), lambda: 1e11))) == 2
-    on_gpu = list(forecast(plan._replace(device="cuda:0"), MachineSize(2**33, 2), lambda: 1 / 0))
+    assert len(list(forecast(plan, MachineSize(86 * 2**30, 2), lambda: 1e11))) == 2
+    on_gpu = list(forecast(plan._replace(device="cuda:0"), MachineSize(2**34, 2), lambda: 1 / 0))
     assert on_gpu == [
-        f"{parameters:,} parameters at 7 nodes, which take about 0.8 GiB of this "
-        "machine's 8.0 GiB of memory"
+        f"{parameters:,} parameters at 7 nodes, which take about 13.0 GiB of this "
+        "machine's 16.0 GiB of memory"
     ]
     assert speed_of_a_core() > 1e6
 
 
-@pytest.mark.parametrize(("machine", "swarm"), [(24, "17.5"), (16, "16.0"), (8, "10.1")])
+@pytest.mark.parametrize(("optimizer", "least"), [("muon", "7 min"), ("adamw", "12 s")])
+def test_each_replicas_muon_counts_in_the_least_time_of_a_step(optimizer, least, tmp_path):
+    training = f"[training]\noptimizer = '{optimizer}'\nbatch = 1\nmicrobatch = 1"
+    model = "[model]\npreset = 'medium'\nvocabulary = 2048\ncontext = 256\n"
+    run = loads(f"[swarm]\nreplicas = 2\n{model}{training}")
+    machine = MachineSize(2**36, 1)
+    _, time = forecast(SwarmPlan(run, tmp_path, None, "cpu"), machine, lambda: 5e10)
+    assert f"takes at least {least} here" in time
+
+
+@pytest.mark.parametrize(("machine", "swarm"), [(24, "22.2"), (16, "16.0"), (8, "14.8")])
 def test_a_swarm_keeps_as_many_microbatches_as_there_is_memory_for(machine, swarm, tmp_path):
     training = "[training]\nbatch = 8\nmicrobatch = 2"
     run = loads(f"[model]\npreset = 'medium'\nvocabulary = 2048\ncontext = 512\n{training}")

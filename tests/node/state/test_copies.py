@@ -270,6 +270,20 @@ def test_a_slow_link_gets_a_trial_in_fifty_steps_until_it_is_fast_again(paced: b
     assert updates == [*range(191 if paced else 171, 271)]
 
 
+def test_a_new_holders_first_updates_do_not_make_a_link_seem_slow() -> None:
+    """They have three times as many rows as later ones."""
+    world = World(paced=True, fraction=1 / 26, period=1, mbps=8e-6 * 500)
+    steps = []
+    for step in range(1, 61):
+        world.commit(step)
+        world.moment()
+        steps.append(world.step_held())
+    assert world.paces == []
+    first = next(step for step in steps if step is not None)
+    assert 5 < first < 50, "an eighth of the rows takes several steps"
+    assert steps[-1] is not None and steps[-1] > 55
+
+
 # Copies
 
 
