@@ -212,8 +212,9 @@ class Holdings:
         if self.boundary is not None:
             self.boundary.set_state_step(own.step, own.lineage)
             self.host.exchanges.start(self.boundary.narrow())
-        if self.sender is not None:
-            self.sender.committed(own)
+        for sender in (self.sender, self.depositor):
+            if sender is not None:
+                sender.committed(own)
         if self.holder is not None:
             self.holder.committed(own)
 

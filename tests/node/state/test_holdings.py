@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from planaria.node.model.shape import model_config
 from planaria.node.ports import OpenDisk
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.torch_stage import make_twin
+from planaria.node.state import copies
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves_on_disk import saves_on_disk
-from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
+from planaria.node.state.stage_state import TENSORS, Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -319,3 +321,31 @@ def test_a_twin_says_by_which_commit_its_step_was_made(tmp_path: Path) -> None:
     keeps.twin._reduced = (Ballot(3, 5), 1.0)
     keeps.apply(commit_of(1, Ballot(3, 5)), 0.1)
     assert made(keeps) == [("redundant", 2, 0, 1, Ballot(3, 5))]
+
+
+class Leaver(Host):
+    """The last node of stage 0. Node `a` takes what it is sent, and confirms nothing."""
+
+    stage = 0
+    net = VirtualNet(up={"a", "b"})
+
+    def own_state(self) -> StageState:
+        values = {name: torch.ones(1) for name in TENSORS}
+        last = commit_of(2, Ballot(3, 5))
+        return StageState(StateId.after(last, 0, 0, 2), values, 0.0, 0, last, 2)
+
+    def send(self, peer: str, frame: Any) -> bool:
+        kept = partial(pb.Kept, kind="deposit", transfer=frame.fields["transfer"])
+        for answer in [kept(received=frame.size), *([kept()] if peer == "b" else [])]:
+            message = pb.Message(kept=answer)
+            self.nodes.call_soon(lambda message=message: self.keeps.on_message(peer, message))
+        return True
+
+
+def test_stage_0_is_left_with_the_next_node_if_one_does_not_confirm_it() -> None:
+    host = Leaver(RUN)
+    host.keeps = Holdings(host, None, layout, Shelves(), None, None)
+    host.keeps.in_place(host.own_state().id)
+    leaving = host.exchanges.start(host.keeps.deposit(["a", "b"]))
+    assert host.nodes.outcome(leaving) == "b"
+    assert host.nodes.now >= copies.SILENCE
