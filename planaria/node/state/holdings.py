@@ -50,8 +50,8 @@ class SaveFolder:
 
     def __init__(self, kind: Kind, disk: Disk, every: int, run: RunFile) -> None:
         self.kind, self.disk, self.every, self._run = kind, disk, every, run
+        disk.remove([save.age for save in disk.listed() if self._is_undone(save)])
         self.refused = disk.damaged()
-        disk.remove([save.age for save in disk.listed(self.refused) if self._is_undone(save)])
 
     def _is_undone(self, save: StateId) -> bool:
         return self._run.is_undone(save.step, save.made.view)

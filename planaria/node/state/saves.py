@@ -112,18 +112,21 @@ class Saves:
             ages = [_parse_file_name(entry.name) for entry in entries if entry.is_file()]
         return sorted((save for save in ages if save is not None), reverse=True)
 
-    def sound(self) -> list[Age]:
-        """The saves that `load` accepts, newest first; the log names the others. Reads all of them,
-        at most a chunk in memory. Raises OSError when the folder can't be read."""
-        sound = []
+    def damaged(self) -> set[Age]:
+        """The saves that `load` refuses; the log names them. Reads the newest until `keep` are
+        sound, at most a chunk in memory: milestones may be many times as much. Raises OSError when
+        the folder can't be read."""
+        damaged, sound = set(), 0
         for save in self.listed():
+            if sound == self.keep:
+                break
             try:
                 self._read(save, keep_tensors=False)
+                sound += 1
             except SaveError as error:
                 log.warning("refused a save: %s", error)
-            else:
-                sound.append(save)
-        return sound
+                damaged.add(save)
+        return damaged
 
     def id_of(self, save: Age) -> StateId:
         """The id of a saved state, from the header alone. Raises SaveError."""
