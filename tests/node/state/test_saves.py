@@ -29,6 +29,7 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import save_file, saves_on_disk
+from planaria.node.state import saves as saves_of_a_stage
 from planaria.node.state.save_file import Contents
 from planaria.node.state.saves import Saves, file_name, find_saves, saved_run
 from planaria.node.state.saves_on_disk import SavesOnDisk
@@ -340,6 +341,24 @@ def test_no_more_is_read_for_damage_than_is_kept_besides_milestones(tmp_path: Pa
         path.write_bytes(bytes([*content, last ^ 1]))
     assert saves.damaged() == {Age(0, 20)}
     check_refused(saves, Age(0, 8))
+
+
+def test_a_header_is_read_once_until_the_file_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = written(tmp_path, state(4), state(8))
+    ids = [saves.id_of(save) for save in saves.listed()]
+    again = state(8, last=pb.Commit(step=8, ballot=pb.Ballot(view=4, attempt=1)))
+    saves.write(again)
+    opened_paths = []
+
+    def open_save(path: Path) -> Any:
+        opened_paths.append(path.name)
+        return save_file.open_save(path)
+
+    monkeypatch.setattr(saves_of_a_stage, "open_save", open_save)
+    assert [saves.id_of(save).made for save in saves.listed()] == [Ballot(4, 1), ids[1].made]
+    assert opened_paths == [file_name(Age(0, 8))]
 
 
 def test_any_other_length_is_found(tmp_path: Path) -> None:
