@@ -57,8 +57,9 @@ class SaveFolder:
         return self._run.is_undone(save.step, save.made.view)
 
     def listed(self) -> list[StateId]:
-        """The saves that count, newest first; the seat before may still have written one."""
-        return [save for save in self.disk.listed(self.refused) if not self._is_undone(save)]
+        """The newest saves that count, newest first; the seat before may still have written one."""
+        listed = self.disk.listed(self.refused)
+        return [save for save in listed if not self._is_undone(save)][:MOST_STEPS]
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
         """Load a save from disk. Raises SaveError; one that can't be loaded isn't offered again."""

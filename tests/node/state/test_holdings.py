@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.node.agent import transaction_rules
 from planaria.node.model.shape import model_config
 from planaria.node.ports import OpenDisk
 from planaria.node.run_file import RunFile, loads, override
@@ -20,6 +21,7 @@ from planaria.node.state import copies
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves_on_disk import saves_on_disk
 from planaria.node.state.stage_state import TENSORS, Age, SaveError, StageState, StateId
+from planaria.node.transaction.bounds import LISTED, fault_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -280,6 +282,16 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
     with pytest.raises(ComplaintError, match="step 4 is damaged"):
         loading.result()
     assert [save.step for save in keeps.listed()] == [2]
+
+
+def test_a_driver_takes_the_status_of_a_node_with_thousands_of_milestones(tmp_path: Path) -> None:
+    shelves = Shelves()
+    keeps = holdings(tmp_path, open_disk=shelves)
+    for step in range(2, 2 * LISTED + 4, 2):
+        shelves.by_folder["own"].write(state_of(step))
+    status = pb.Message(status=pb.Status(holdings=keeps.listed()))
+    assert fault_to_driver(status, transaction_rules(keeps.run, keeps.config)) == ""
+    assert status.status.holdings[0].step == 2 * LISTED + 2
 
 
 def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
