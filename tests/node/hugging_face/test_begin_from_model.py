@@ -130,6 +130,18 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
         taker.initial_state(2, 0)
 
 
+def test_who_has_the_checkpoint_gives_it_though_it_joins_a_run_that_has_begun(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    run = with_model(run_from(tmp_path, stages=3, context=24))
+    cpu, here = torch.device("cpu"), InitialStages(run, of(run), Checkpoint.open(tmp_path))
+    late = TorchStage("a", 1, here, cpu, begun=True)
+    assert (late.origin, late.weightless) == (True, False)
+    taker = TorchStage("b", 2, InitialStages(run, of(run)), cpu, begun=True)
+    assert (taker.origin, taker.weightless) == (False, True)
+    set_value(tmp_path, "model.layers.0.mlp.up_proj.weight", 1e-3)
+    assert not TorchStage("c", 1, here, cpu, begun=True).origin, "that is another checkpoint"
+
+
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     tmp_path, monkeypatch, base
