@@ -107,7 +107,8 @@ class Holdings:
             saves = run.saves
             self._add_files("save", save_dir, saves.every, saves.keep)
         if checkpoint_dir is not None:
-            self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
+            every, keep = run.recovery.checkpoint.every, 2 + run.saves.in_flight
+            self._add_files("checkpoint", checkpoint_dir, every, keep)
 
     def _set_up_copies(self, layout: Callable[[int], Layout]) -> None:
         """Set up sending and holding of snapshots and of what stage 0's last node leaves."""

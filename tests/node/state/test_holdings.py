@@ -142,6 +142,12 @@ def test_a_file_says_by_which_commit_its_step_was_made(
     ]
 
 
+def test_checkpoints_are_as_many_as_writes_in_flight_need(tmp_path: Path) -> None:
+    disk = saves_on_disk("run", STAGE, 5, at_once, flat(3))
+    keeps = holdings(tmp_path, "checkpoint", disk, saves__in_flight=5, saves__keep=7)
+    assert [files.kind for files in keeps.files] == ["save", "checkpoint"]
+
+
 def test_a_step_that_was_made_again_is_another(tmp_path: Path) -> None:
     keeps = holdings(tmp_path)
     orphan, again = commit_of(2, Ballot(3, 5)), commit_of(2, Ballot(4, 1))
