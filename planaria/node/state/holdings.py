@@ -113,9 +113,7 @@ class Holdings:
     def _set_up_copies(self, layout: Callable[[int], Layout]) -> None:
         """Set up sending and holding of snapshots and of what stage 0's last node leaves."""
         host, snapshot = self.host, snapshot_section(self.run, self.config)
-        trained = [
-            stage for stage in range(self.config.stages + 1) if self.config.trained[min(stage, 1)]
-        ]
+        trained = [of for of in range(self.config.stages + 1) if self.config.trained_in(of)]
         layouts: dict[tuple[CopyKind, int], Layout] = {
             ("snapshot", stage): layout(stage)
             for stage in trained

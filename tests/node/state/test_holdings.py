@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from planaria.node.agent import transaction_rules
-from planaria.node.model.shape import model_config
+from planaria.node.model.shape import Lora, Own, model_config
 from planaria.node.ports import OpenDisk
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.torch_stage import make_twin
 from planaria.node.state import copies
+from planaria.node.state.copies import layout_of
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves_on_disk import saves_on_disk
 from planaria.node.state.stage_state import TENSORS, Age, SaveError, StageState, StateId
@@ -339,6 +340,18 @@ def test_a_twin_says_by_which_commit_its_step_was_made(tmp_path: Path) -> None:
     keeps.twin._reduced = (Ballot(3, 5), 1.0)
     keeps.apply(commit_of(1, Ballot(3, 5)), 0.1)
     assert made(keeps) == [("redundant", 2, 0, 1, Ballot(3, 5))]
+
+
+def test_a_stage_whose_layers_have_no_adapters_needs_no_snapshot() -> None:
+    """As with adapters of attention, where some layers have none."""
+    attention, other = (("q_proj.weight", (8, 8)),), (("in_proj.weight", (8, 8)),)
+    own = Own("test:build", block=attention, others=(other,), kinds=(0, 1, 0))
+    host = Host(override(RUN, recovery__policy="snapshot"))
+    host.config = replace(host.config, own=own, lora=Lora(2, 4.0, ("q_proj",)))
+    assert [host.config.trained_in(stage) for stage in range(4)] == [0, 32, 0, 32]
+    keeps = Holdings(host, None, partial(layout_of, host.config), Shelves(), None, None)
+    assert keeps.sender is not None
+    assert keeps.holder is not None
 
 
 class Leaver(Host):
