@@ -76,15 +76,18 @@ def returned(
 ) -> SeatReleased | None:
     """The seat to return at the end of a move, or of a join beside a node with several seats. None:
     there is none, or the state is still copied, or their link not measured yet."""
+    for stage, pair in pairs.items():
+        asked = [node for node in pair if stage in node.requested]
+        keeps = min(asked, key=lambda node: len(node.stages), default=None)
+        if keeps is not None and stage in keeps.holds:  # the other need not copy it first
+            (gives,) = (node for node in pair if node is not keeps)
+            return SeatReleased(gives.node, stage, f"{keeps.node} has asked for stage {stage}")
     seats = {name: node.stages for name, node in nodes.items()}
-    copied = (s for s, pair in pairs.items() if all(s in node.holds for node in pair))
-    if (stage := next(copied, None)) is None:
+    copied = [s for s, pair in pairs.items() if all(s in node.holds for node in pair)]
+    if not copied:
         return None
+    stage = copied[0]
     older, newer = pairs[stage]
-    if asked := [node for node in pairs[stage] if stage in node.requested]:
-        keeps = min(asked, key=lambda node: len(node.stages))
-        gives = newer if keeps is older else older
-        return SeatReleased(gives.node, stage, f"{keeps.node} has asked for stage {stage}")
     between = {(older.node, newer.node), (newer.node, older.node)}
     if not outlook.rested and between.isdisjoint(outlook.links):
         return None

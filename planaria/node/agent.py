@@ -450,7 +450,7 @@ class Agent:
             if not commit.skipped:
                 self.averaging.feedback.commit(Ballot.of(commit.ballot))
             self.holdings.apply(commit, lr)
-            state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
+            state = replace(after, **learned._asdict())
             if task is not None:
                 task.renew()
                 state = replace(state, relearning=task.left)

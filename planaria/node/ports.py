@@ -132,7 +132,8 @@ class Disk(Protocol):
         read."""
 
     def damaged(self) -> set[Age]:
-        """Damaged saves, which `load` would refuse. Reads them all, in the compute thread."""
+        """Damaged saves, which `load` would refuse, among the newest. Reads as many as the folder
+        keeps besides milestones, in the compute thread."""
 
     def remove(self, saves: Collection[Age]) -> None:
         """Removes saves from the disk. What can't be removed stays."""

@@ -79,9 +79,9 @@ class Policy:
         return self.snapshots or (self.guesses and stage <= first)
 
     def keeper(self, stage: int, stages: int) -> int:
-        """The stage whose nodes keep data for a rebuild of `stage`: a snapshot, a twin, or, for a
-        guess, a neighbour's weights."""
-        held = self.snapshots or (self.guesses and not stage)
+        """The stage whose nodes keep data for a rebuild of `stage`: a snapshot (where stages are
+        guessed, of the first body stage), a twin, or, for a guess, a neighbour's weights."""
+        held = self.sends(stage, first=1)
         return holder_stage(stage, stages) if held else (stage - 1) % (stages + 1)
 
 

@@ -58,6 +58,8 @@ def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_
     assert taken.node == "a", "stage 0 keeps the snapshot of stage 2"
     sitters[2] = replace(sitters[2], speed=3.0)
     assert [taken.node for taken in assign(sitters, STAGES)] == ["c"], "twice as fast as all others"
+    sitters = [sitter("a", 0, room=4, speed=1.5), sitter("b", 2, room=4), sitter("c", 3, room=4)]
+    assert [taken.node for taken in assign(sitters, STAGES)] == ["c"], "it has stage 1's snapshot"
 
 
 def test_of_the_standbys_one_goes_of_whose_place_fewest_serve() -> None:

@@ -131,6 +131,11 @@ def test_who_asked_for_a_stage_keeps_its_seat_however_slow_it_is() -> None:
         (change,) = assign(nodes, 1, outlook=outlook_of(nodes, load((1,))))
         assert change == SeatReleased(loser, 1, change.why)
         assert change.why.endswith("has asked for stage 1")
+    nodes = [node("a", 0), node("b", 1, 2, holds=frozenset([2])), joiner("c", 1, **asked)]
+    (change,) = assign(nodes, 2, outlook=outlook_of(nodes, load((1, 1))))
+    assert change == SeatReleased("b", 1, "c has asked for stage 1"), "it need not copy the state"
+    nodes[2] = replace(nodes[2], holds=frozenset())
+    assert assign(nodes, 2, outlook=outlook_of(nodes, load((1, 1)))) == []
     nodes = [node("a", 1, **asked), joiner("b", 1, **asked), node("c", 0)]
     assert settled(nodes, load((1,))) == nodes, "they are replicas"
     nodes = [node("a", 0, 1, 2, layer=9.0, requested=frozenset([1])), node("b")]

@@ -319,6 +319,19 @@ def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
     assert last_cut(seat)[0] == pb.Cut(node="c", reason=why, cause=registry.CHECKSUM)
 
 
+def test_a_state_that_is_saved_when_it_leaves_is_the_one_saved_with_its_commit() -> None:
+    """So it isn't written again."""
+    seat, saved = Seat("b", begun=begin()), []
+    agent, member = seat.agent, seat.agent.member
+    agent.holdings.save = lambda state, *_, **__: saved.append(replace(state, tensors={}))
+    commit = pb.Commit(step=1, ballot=ATTEMPT.message(), clip_scale=[1.0], lr_scale=[1.0])
+    member.committed, member.last, member.changing = 1, commit, True
+    agent.carry_out([Apply(commit)])
+    seat.nodes.outcome(agent.exchanges.start(agent.own_saves.save_now()))
+    assert [state.id.step for state in saved] == [1, 1]
+    assert saved[0] == saved[1]
+
+
 def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:
     seat = Seat("b", begun=begin())
     before = len(seat.net.sent)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from planaria.bootstrap.client import JoinRefused, RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN
+from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node import serve
 from planaria.node.cli import app
 from planaria.node.launch.begin import Setup, check_reachable, check_writable
@@ -20,7 +24,8 @@ from planaria.node.launch.errors import NodeError
 from planaria.node.launch.instance import Instance, find_instance, release_key
 from planaria.node.launch.node_options import Addresses, NodeOptions
 from planaria.node.model.shape import model_config
-from planaria.node.run_file import loads
+from planaria.node.node import NodePlace
+from planaria.node.run_file import dumps, loads
 from planaria.node.serve import (
     Departure,
     _live_until,
@@ -183,6 +188,41 @@ async def test_a_node_that_crashes_leaves() -> None:
     with pytest.raises(SaveError):
         await _live_until(node, Departure())  # type: ignore[arg-type]
     assert node.why == "it crashed: saves of another run"
+
+
+async def test_who_joins_again_asks_for_what_it_has_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[int]] = []
+
+    class Rejoining:
+        view, abandoned, is_outdated = View(), "", False
+
+        def __init__(self, name: str, place: NodePlace, *_: object) -> None:
+            asked.append(place.saves)
+
+        async def live(self) -> str:
+            if len(asked) > 1:
+                raise JoinRefused("the test is over")
+            save = tmp_path / "saves/stage-2/step-00000010-0.safetensors"
+            save.parent.mkdir(parents=True)
+            save.touch()
+            return "rejoin: its lease has expired"
+
+        async def leave(self, why: str) -> None: ...
+
+    class Registry:
+        async def describe(self, deadline: float) -> Description:
+            raise JoinRefused("the test is over")
+
+    run = loads("[model]\nvocabulary = 8")
+    options = setup(save_dir=tmp_path / "saves", out=tmp_path / "out")
+    described = Description(run="run-1", run_file=dumps(run))
+    monkeypatch.setattr(serve, "Node", Rejoining)
+    monkeypatch.setattr(serve, "Pauses", lambda *_: SimpleNamespace(after=lambda _: 0.0))
+    with pytest.raises(RegistryUnreachable):
+        await serve.serve(options, Registry(), described, run, None)  # type: ignore[arg-type]
+    assert asked == [[], [2]]
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -93,8 +93,9 @@ class InitialStages(NamedTuple):
     def stage_or_zeros(self, stage: int, begun: bool = False) -> tuple[Stage, bool]:
         """The stage, and whether all but its adapters are zeros: this machine lacks the weights, or
         the run has `begun`. In that case the node gets another state, and drawing this one would
-        take longer than all other preparation of a seat."""
-        if begun and self.config.lora is None:
+        take longer than all other preparation of a seat. A checkpoint is read even then: the node
+        may have to give it to others."""
+        if begun and self.config.lora is None and self.checkpoint is None:
             return empty_stage(self.config, stage, self.own), True
         try:
             return self.stage(stage), False

@@ -53,7 +53,7 @@ log = logging.getLogger("planaria")
 
 class TorchStage:
     """One stage on `device`, in its state before the first step. Stage 0 needs the `corpus`. It
-    is `weightless` once the run has `begun`, and if the run's checkpoint isn't on this machine.
+    is `weightless` if the run's checkpoint isn't on this machine; without one, if it has `begun`.
 
     It is made and used in the compute thread, except the sizes of its tensors.
     """

@@ -50,15 +50,16 @@ class SaveFolder:
 
     def __init__(self, kind: Kind, disk: Disk, every: int, run: RunFile) -> None:
         self.kind, self.disk, self.every, self._run = kind, disk, every, run
+        disk.remove([save.age for save in disk.listed() if self._is_undone(save)])
         self.refused = disk.damaged()
-        disk.remove([save.age for save in disk.listed(self.refused) if self._is_undone(save)])
 
     def _is_undone(self, save: StateId) -> bool:
         return self._run.is_undone(save.step, save.made.view)
 
     def listed(self) -> list[StateId]:
-        """The saves that count, newest first; the seat before may still have written one."""
-        return [save for save in self.disk.listed(self.refused) if not self._is_undone(save)]
+        """The newest saves that count, newest first; the seat before may still have written one."""
+        listed = self.disk.listed(self.refused)
+        return [save for save in listed if not self._is_undone(save)][:MOST_STEPS]
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
         """Load a save from disk. Raises SaveError; one that can't be loaded isn't offered again."""
@@ -106,14 +107,13 @@ class Holdings:
             saves = run.saves
             self._add_files("save", save_dir, saves.every, saves.keep)
         if checkpoint_dir is not None:
-            self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
+            every, keep = run.recovery.checkpoint.every, 2 + run.saves.in_flight
+            self._add_files("checkpoint", checkpoint_dir, every, keep)
 
     def _set_up_copies(self, layout: Callable[[int], Layout]) -> None:
         """Set up sending and holding of snapshots and of what stage 0's last node leaves."""
         host, snapshot = self.host, snapshot_section(self.run, self.config)
-        trained = [
-            stage for stage in range(self.config.stages + 1) if self.config.trained[min(stage, 1)]
-        ]
+        trained = [of for of in range(self.config.stages + 1) if self.config.trained_in(of)]
         layouts: dict[tuple[CopyKind, int], Layout] = {
             ("snapshot", stage): layout(stage)
             for stage in trained
@@ -212,8 +212,9 @@ class Holdings:
         if self.boundary is not None:
             self.boundary.set_state_step(own.step, own.lineage)
             self.host.exchanges.start(self.boundary.narrow())
-        if self.sender is not None:
-            self.sender.committed(own)
+        for sender in (self.sender, self.depositor):
+            if sender is not None:
+                sender.committed(own)
         if self.holder is not None:
             self.holder.committed(own)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -47,6 +48,17 @@ class Rebuilt(NamedTuple):
     relearning_task: BackgroundRelearning | None = None  # the rest of the relearning
 
 
+def counted_as_of(step: int, state: StageState) -> StageState:
+    """The state, to count as of `step`. It may be of a later one that the run has undone; then
+    nothing in it is later any more, as in any state of that step."""
+    return replace(
+        state,
+        boosted_at=min(state.boosted_at, step),
+        optimizer_step=min(state.optimizer_step, step),
+        last=state.last if state.last.step <= step else pb.Commit(),
+    )
+
+
 class Rebuilding:
     """Gets this node's seat, or its twin, a state."""
 
@@ -68,7 +80,7 @@ class Rebuilding:
         self.fetched = 0
         frozen_bytes = await self._fetch_frozen(ballot, sync)
         deliveries = await self._fetch_sources(ballot, sync)
-        states = [delivery.state for delivery in deliveries]
+        states = [counted_as_of(sync.step, delivery.state) for delivery in deliveries]
         put_in_place = partial(self.arithmetic.put_in_place, sync, states)
         relearned: pb.Relearned | None = None
         relearning_task: BackgroundRelearning | None = None

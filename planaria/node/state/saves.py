@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
@@ -112,24 +112,31 @@ class Saves:
             ages = [_parse_file_name(entry.name) for entry in entries if entry.is_file()]
         return sorted((save for save in ages if save is not None), reverse=True)
 
-    def sound(self) -> list[Age]:
-        """The saves that `load` accepts, newest first; the log names the others. Reads all of them,
-        at most a chunk in memory. Raises OSError when the folder can't be read."""
-        sound = []
+    def damaged(self) -> set[Age]:
+        """The saves that `load` refuses; the log names them. Reads the newest until `keep` are
+        sound, at most a chunk in memory: milestones may be many times as much. Raises OSError when
+        the folder can't be read."""
+        damaged, sound = set(), 0
         for save in self.listed():
+            if sound == self.keep:
+                break
             try:
                 self._read(save, keep_tensors=False)
+                sound += 1
             except SaveError as error:
                 log.warning("refused a save: %s", error)
-            else:
-                sound.append(save)
-        return sound
+                damaged.add(save)
+        return damaged
 
     def id_of(self, save: Age) -> StateId:
-        """The id of a saved state, from the header alone. Raises SaveError."""
-        with open_save(self._path(save)) as (_, fields):
-            state_id = state_in(fields).id
-            return replace(state_id, stage=self.stage, lineage=save.lineage, step=save.step)
+        """The id of a saved state, from the header alone, which is read once. Raises SaveError."""
+        path = self._path(save)
+        try:
+            file = path.stat()
+        except OSError as error:
+            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+        state_id = _id_in(path, file.st_ino, file.st_mtime_ns)
+        return replace(state_id, stage=self.stage, lineage=save.lineage, step=save.step)
 
     def load(self, save: Age) -> StageState:
         """Reads a save. Raises SaveError if it is missing, unreadable, damaged, or of another run
@@ -241,6 +248,14 @@ class Saves:
                     f"{save.lineage} of stage {self.stage} of {self.run}: remove it"
                 )
             return replace(state, tensors=dict(read_tensors(path, file, fields, keep_tensors)))
+
+
+@lru_cache(maxsize=1 << 12)
+def _id_in(path: Path, inode: int, changed: int) -> StateId:
+    """The id in a save's header. `inode`, `changed`: of the file, which may be replaced. Raises
+    SaveError."""
+    with open_save(path) as (_, fields):
+        return state_in(fields).id
 
 
 def find_saves(*folders: Path) -> list[SaveFile]:

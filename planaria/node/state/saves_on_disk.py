@@ -196,7 +196,7 @@ class SavesOnDisk:
 
     def damaged(self) -> set[Age]:
         with waiting_for_disk():
-            return set(self._saves.listed()) - set(self._saves.sound())
+            return self._saves.damaged()
 
     def remove(self, saves: Collection[Age]) -> None:
         for save in saves:

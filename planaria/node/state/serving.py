@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from planaria.node.state.feeding import StatePins
@@ -13,6 +15,8 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.facts import ORIGIN
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from planaria.node.agent import Agent
 
 REQUESTED_AGAIN: Final = 30.0
@@ -68,8 +72,19 @@ class StateService:
             return None
         self._requested = seat.exchanges.now
         if stage not in self._checkpoint:
-            self._checkpoint[stage] = seat.arithmetic.checkpoint_state(stage)
+            state = seat.arithmetic.checkpoint_state(stage)
+            read = state.read and partial(self._read, state.read)
+            self._checkpoint[stage] = replace(state, read=read)
         return self._checkpoint[stage]
+
+    def _read(self, read: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
+        """Read values of the checkpoint, in the compute thread. Once that fails, other nodes are to
+        give it. Raises ValueError."""
+        try:
+            return read(start, stop)
+        except ValueError:
+            self._seat.member.origin = False
+            raise
 
     def _find(self, kind: str, stage: int, step: int) -> StageState | None:
         """The state that another node requests; None: it isn't here."""

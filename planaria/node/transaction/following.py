@@ -45,9 +45,11 @@ class FollowingJoiner:
     feeders: dict[Ballot, str] = field(default_factory=dict)  # by attempt, until it is here
 
     def begun(self, ballot: Ballot, begin: pb.Begin, node: str) -> None:
-        """Notes an attempt of the others, and who feeds `node` its gradient."""
+        """Notes an attempt of the others, and who feeds `node` its gradient, unless that has come
+        before: it takes another link than the driver's messages."""
         self.attempt = ballot, begin.step
-        self.feeders[ballot] = feeders(begin).get(node, NOBODY)
+        if ballot not in self.gradients:
+            self.feeders.setdefault(ballot, feeders(begin).get(node, NOBODY))
 
     def came(self, ballot: Ballot, feeder: str) -> None:
         """Notes that an attempt's gradient has arrived. Links keep order, so the feeder's earlier

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,11 @@ from planaria.node.model.shape import FINE_TUNING, ModelConfig, model_config, na
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
 from planaria.node.stage.initial import InitialStages, NotHereError
 from planaria.node.stage.torch_stage import TorchStage
+from planaria.node.state.serving import StateService
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
+from tests.harness.network import Nodes
 from tests.node.hugging_face.test_folders import exported, logits_of, some_tokens
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2
 
@@ -130,6 +134,18 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
         taker.initial_state(2, 0)
 
 
+def test_who_has_the_checkpoint_gives_it_though_it_joins_a_run_that_has_begun(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    run = with_model(run_from(tmp_path, stages=3, context=24))
+    cpu, here = torch.device("cpu"), InitialStages(run, of(run), Checkpoint.open(tmp_path))
+    late = TorchStage("a", 1, here, cpu, begun=True)
+    assert (late.origin, late.weightless) == (True, False)
+    taker = TorchStage("b", 2, InitialStages(run, of(run)), cpu, begun=True)
+    assert (taker.origin, taker.weightless) == (False, True)
+    set_value(tmp_path, "model.layers.0.mlp.up_proj.weight", 1e-3)
+    assert not TorchStage("c", 1, here, cpu, begun=True).origin, "that is another checkpoint"
+
+
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     tmp_path, monkeypatch, base
@@ -154,6 +170,31 @@ def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(NotHereError, match="can't be read"):
         state.read(0, 8)
+
+
+def test_who_can_not_read_the_checkpoint_any_more_has_none(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    run = with_model(run_from(tmp_path, stages=3, context=24))
+    nodes, sent, here = Nodes(), [], InitialStages(run, of(run), Checkpoint.open(tmp_path))
+    giver = TorchStage("a", 0, here, torch.device("cpu"))
+    seat = SimpleNamespace(
+        **{"stage": 0, "run": run, "config": of(run), "arithmetic": giver, "tensors": tensors},
+        exchanges=nodes.new(),
+        send=lambda peer, item: sent.append(item),
+        member=SimpleNamespace(origin=giver.origin, weightless=False, hang=""),
+    )
+    service = StateService(seat)
+    request = {"kind": "origin", "stage": 2}
+    service.on_message("b", pb.Message(state_request=pb.StateRequest(**request)))
+    service.on_message("b", pb.Message(shard_request=pb.ShardRequest(**request, size=8)))
+    nodes.catch_up()
+    assert sent[0].state_manifest.error == "" and sent[1].kind == "state" and seat.member.origin
+    (tmp_path / WEIGHTS).unlink()
+    shard = pb.ShardRequest(**request, size=8, offset=4 * of(run).values_in(2) - 8)
+    service.on_message("b", pb.Message(shard_request=shard))
+    nodes.catch_up()
+    assert "can't be read" in sent[2].shard_refusal.reason
+    assert not seat.member.origin, "another node is to give it"
 
 
 def test_a_large_model_has_time_to_be_read_and_that_is_said(tmp_path, monkeypatch, caplog) -> None:

@@ -94,7 +94,9 @@ def save(kept: KeptRun, slot: str, stage: int, *steps: int) -> None:
 
 def at(kept: KeptRun, slot: str, stage: int) -> list[Age]:
     assert kept.saves is not None
-    return opened(kept.saves / slot, kept.id, kept.run.model.config, stage).sound()
+    saves = opened(kept.saves / slot, kept.id, kept.run.model.config, stage)
+    assert not saves.damaged()
+    return saves.listed()
 
 
 def slots_of(kept: KeptRun) -> list[str]:

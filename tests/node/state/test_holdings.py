@@ -5,19 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from planaria.node.model.shape import model_config
+from planaria.node.agent import transaction_rules
+from planaria.node.model.shape import Lora, Own, model_config
 from planaria.node.ports import OpenDisk
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.torch_stage import make_twin
+from planaria.node.state import copies
+from planaria.node.state.copies import layout_of
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves_on_disk import saves_on_disk
-from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
+from planaria.node.state.stage_state import TENSORS, Age, SaveError, StageState, StateId
+from planaria.node.transaction.bounds import LISTED, fault_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -136,6 +141,12 @@ def test_a_file_says_by_which_commit_its_step_was_made(
         for kind in kinds
         for step, ballot in ((4, Ballot(3, 8)), (2, Ballot(3, 5)))
     ]
+
+
+def test_checkpoints_are_as_many_as_writes_in_flight_need(tmp_path: Path) -> None:
+    disk = saves_on_disk("run", STAGE, 5, at_once, flat(3))
+    keeps = holdings(tmp_path, "checkpoint", disk, saves__in_flight=5, saves__keep=7)
+    assert [files.kind for files in keeps.files] == ["save", "checkpoint"]
 
 
 def test_a_step_that_was_made_again_is_another(tmp_path: Path) -> None:
@@ -280,6 +291,16 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
     assert [save.step for save in keeps.listed()] == [2]
 
 
+def test_a_driver_takes_the_status_of_a_node_with_thousands_of_milestones(tmp_path: Path) -> None:
+    shelves = Shelves()
+    keeps = holdings(tmp_path, open_disk=shelves)
+    for step in range(2, 2 * LISTED + 4, 2):
+        shelves.by_folder["own"].write(state_of(step))
+    status = pb.Message(status=pb.Status(holdings=keeps.listed()))
+    assert fault_to_driver(status, transaction_rules(keeps.run, keeps.config)) == ""
+    assert status.status.holdings[0].step == 2 * LISTED + 2
+
+
 def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
     shelves = Shelves()
     keeps = holdings(tmp_path, "checkpoint", shelves)
@@ -319,3 +340,43 @@ def test_a_twin_says_by_which_commit_its_step_was_made(tmp_path: Path) -> None:
     keeps.twin._reduced = (Ballot(3, 5), 1.0)
     keeps.apply(commit_of(1, Ballot(3, 5)), 0.1)
     assert made(keeps) == [("redundant", 2, 0, 1, Ballot(3, 5))]
+
+
+def test_a_stage_whose_layers_have_no_adapters_needs_no_snapshot() -> None:
+    """As with adapters of attention, where some layers have none."""
+    attention, other = (("q_proj.weight", (8, 8)),), (("in_proj.weight", (8, 8)),)
+    own = Own("test:build", block=attention, others=(other,), kinds=(0, 1, 0))
+    host = Host(override(RUN, recovery__policy="snapshot"))
+    host.config = replace(host.config, own=own, lora=Lora(2, 4.0, ("q_proj",)))
+    assert [host.config.trained_in(stage) for stage in range(4)] == [0, 32, 0, 32]
+    keeps = Holdings(host, None, partial(layout_of, host.config), Shelves(), None, None)
+    assert keeps.sender is not None
+    assert keeps.holder is not None
+
+
+class Leaver(Host):
+    """The last node of stage 0. Node `a` takes what it is sent, and confirms nothing."""
+
+    stage = 0
+    net = VirtualNet(up={"a", "b"})
+
+    def own_state(self) -> StageState:
+        values = {name: torch.ones(1) for name in TENSORS}
+        last = commit_of(2, Ballot(3, 5))
+        return StageState(StateId.after(last, 0, 0, 2), values, 0.0, 0, last, 2)
+
+    def send(self, peer: str, frame: Any) -> bool:
+        kept = partial(pb.Kept, kind="deposit", transfer=frame.fields["transfer"])
+        for answer in [kept(received=frame.size), *([kept()] if peer == "b" else [])]:
+            message = pb.Message(kept=answer)
+            self.nodes.call_soon(lambda message=message: self.keeps.on_message(peer, message))
+        return True
+
+
+def test_stage_0_is_left_with_the_next_node_if_one_does_not_confirm_it() -> None:
+    host = Leaver(RUN)
+    host.keeps = Holdings(host, None, layout, Shelves(), None, None)
+    host.keeps.in_place(host.own_state().id)
+    leaving = host.exchanges.start(host.keeps.deposit(["a", "b"]))
+    assert host.nodes.outcome(leaving) == "b"
+    assert host.nodes.now >= copies.SILENCE

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from planaria.node.state.boundary import FetchedTensors, WantedTensors
 from planaria.node.state.rebuild import Rebuilding, Rebuilt
 from planaria.node.state.relearn import RelearningBlock, RelearningTerms
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import Delivery, WantedState
+from planaria.node.state.transfer import Delivery, Manifest, WantedState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
@@ -270,6 +271,27 @@ def test_what_is_there_already_counts_in_the_lineage_that_the_run_goes_back_to()
     world.own = state(STAGE, STEP + 1)  # it has applied a commit since it was queried
     with pytest.raises(ComplaintError, match="step 7 is requested, but step 8 is in memory"):
         world.rebuilds(sync("memory", ("me", STAGE), lineage=4))
+
+
+@pytest.mark.parametrize("of_the_run", [{"last": LAST}, {}])
+def test_in_a_save_of_an_undone_step_nothing_is_later_than_the_step_that_it_counts_as_of(
+    of_the_run: dict[str, pb.Commit],
+) -> None:
+    """Else who copies it from this node takes that for a lie, and accuses it."""
+    world = World()
+    world.put_in_place = lambda _, states: Learned(b"", 2.0, states[0].optimizer_step)
+    undone = state(STAGE, STEP + 2, boosted_at=STEP + 1)
+    world.given[STAGE] = replace(undone, last=pb.Commit(step=STEP + 2))
+    _, rebuilt = done(world.rebuilds(sync("save", ("me", STAGE), lineage=1, **of_the_run)))
+    manifest = pb.StateManifest(
+        step=STEP,
+        tensors=msgpack.packb([["weights", "float32", [3]]]),
+        size=12,
+        boosted_at=rebuilt.boosted_at,
+        optimizer_step=rebuilt.optimizer_step,
+        last=rebuilt.last,
+    )
+    assert Manifest.parse(manifest, STEP, [{"weights": 3}]).optimizer_step == STEP
 
 
 @pytest.mark.parametrize("method", ["weights", "joiner"])

@@ -29,6 +29,7 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import save_file, saves_on_disk
+from planaria.node.state import saves as saves_of_a_stage
 from planaria.node.state.save_file import Contents
 from planaria.node.state.saves import Saves, file_name, find_saves, saved_run
 from planaria.node.state.saves_on_disk import SavesOnDisk
@@ -81,6 +82,11 @@ def written(folder: Path, *states: StageState, keep: int = 4) -> Saves:
     return saves
 
 
+def sound(saves: Saves) -> list[Age]:
+    damaged = saves.damaged()
+    return [save for save in saves.listed() if save not in damaged]
+
+
 def temporaries(saves: Saves) -> list[Path]:
     return list(saves.folder.glob(".*"))
 
@@ -97,7 +103,7 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_save_comes_back_as_it_was_though_it_is_written_twice(tmp_path: Path) -> None:
     given = state(40, lineage=2, relearning=7)
     saves = written(tmp_path, given, given)
-    assert saves.listed() == saves.sound() == [Age(lineage=2, step=40)]
+    assert saves.listed() == sound(saves) == [Age(lineage=2, step=40)]
     assert same(saves.load(Age(2, 40)), given)
     latest, save = sorted(saves.folder.iterdir())
     assert (latest.name, save.name) == ("latest", "step-00000040-2.safetensors")
@@ -319,10 +325,40 @@ def test_a_damaged_save_is_named_and_the_one_before_is_used(
     path.write_bytes(content)
     saves = opened(tmp_path)
     assert saves.listed() == [Age(0, 8), Age(0, 4)]
-    assert saves.sound() == [Age(0, 4)]
+    assert sound(saves) == [Age(0, 4)]
     assert [(record.levelname, str(path) in record.message) for record in caplog.records] == [
         ("WARNING", True)
     ]
+
+
+def test_no_more_is_read_for_damage_than_is_kept_besides_milestones(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, RUN, STAGE, 2, flat(5), milestones=4)
+    for step in range(4, 24, 4):
+        saves.write(state(step))
+    for step in (8, 20):
+        path = saves.folder / file_name(Age(0, step))
+        *content, last = path.read_bytes()
+        path.write_bytes(bytes([*content, last ^ 1]))
+    assert saves.damaged() == {Age(0, 20)}
+    check_refused(saves, Age(0, 8))
+
+
+def test_a_header_is_read_once_until_the_file_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = written(tmp_path, state(4), state(8))
+    ids = [saves.id_of(save) for save in saves.listed()]
+    again = state(8, last=pb.Commit(step=8, ballot=pb.Ballot(view=4, attempt=1)))
+    saves.write(again)
+    opened_paths = []
+
+    def open_save(path: Path) -> Any:
+        opened_paths.append(path.name)
+        return save_file.open_save(path)
+
+    monkeypatch.setattr(saves_of_a_stage, "open_save", open_save)
+    assert [saves.id_of(save).made for save in saves.listed()] == [Ballot(4, 1), ids[1].made]
+    assert opened_paths == [file_name(Age(0, 8))]
 
 
 def test_any_other_length_is_found(tmp_path: Path) -> None:
@@ -376,7 +412,7 @@ def test_a_save_in_the_wrong_place_is_refused(
     (misplaced.folder / file_name(other.id.age)).rename(
         saves.folder / "step-00000008-0.safetensors"
     )
-    assert saves.sound() == [Age(0, 4)]
+    assert sound(saves) == [Age(0, 4)]
     check_refused(saves, Age(0, 8), problem)
 
 
@@ -384,7 +420,7 @@ def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) ->
     written(tmp_path, state(4))
     with pytest.raises(SaveError, match=r"of the run demo-1f, not of other: name another folder"):
         opened(tmp_path, run="other")
-    assert opened(tmp_path).sound() == [Age(0, 4)]
+    assert sound(opened(tmp_path)) == [Age(0, 4)]
 
 
 def test_a_folder_is_of_the_run_of_its_newest_save_that_can_be_read(tmp_path: Path) -> None:
@@ -411,7 +447,7 @@ def test_the_pointer_is_not_trusted(tmp_path: Path, content: str | None) -> None
     pointer.unlink()
     if content is not None:
         pointer.write_text(content)
-    assert opened(tmp_path).sound() == [Age(0, 8), Age(0, 4)]
+    assert sound(opened(tmp_path)) == [Age(0, 8), Age(0, 4)]
 
 
 def test_the_pointer_stays_at_the_newest(tmp_path: Path) -> None:
@@ -475,10 +511,10 @@ def test_a_write_that_fails_leaves_what_was_there(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
         patch.setattr(operation, fail)
         saves.write(state(12))
-    assert saves.sound() == [Age(0, 8), Age(0, 4)]
+    assert sound(saves) == [Age(0, 8), Age(0, 4)]
     assert not temporaries(saves)
     saves.write(state(16))
-    assert saves.sound() == [Age(0, 16), Age(0, 8)]
+    assert sound(saves) == [Age(0, 16), Age(0, 8)]
 
 
 class Reports:
@@ -504,7 +540,7 @@ def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path
             writer.write(state(step))
             writer.finish(60)
     assert reports.saved == [Age(0, 4), Age(0, 12)]
-    assert saves.sound() == [Age(0, 12), Age(0, 4)]
+    assert sound(saves) == [Age(0, 12), Age(0, 4)]
     assert reports.errors == [
         f"saving step 8 of stage 3 in {saves.folder} failed: File too large; check the disk. "
         "Earlier saves stay, and the next one is tried"
@@ -581,7 +617,7 @@ def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
     ]
     gated.gate.set()
     writer.finish(60)
-    assert gated.sound() == [Age(0, 20), Age(0, 4)]  # the newest is not left out
+    assert sound(gated) == [Age(0, 20), Age(0, 4)]  # the newest is not left out
 
 
 def test_closing_names_a_last_step_that_was_left_out(gated: GatedSaves) -> None:
@@ -645,7 +681,7 @@ def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
 
     monkeypatch.setattr(writer._changed, "wait_for", opening)
     writer.finish(60)
-    assert gated.sound() == [Age(0, 8), Age(0, 4)]
+    assert sound(gated) == [Age(0, 8), Age(0, 4)]
 
 
 def test_closing_names_what_was_not_written_and_how_long_it_had(
@@ -702,7 +738,7 @@ def test_what_a_dead_writer_left_is_removed_and_a_live_one_s_is_not(
     saves.write(state(8))
     assert len(seen) == 1
     assert left not in seen
-    assert saves.sound() == [Age(0, 8)]
+    assert sound(saves) == [Age(0, 8)]
 
 
 def run_as_script(*arguments: str) -> Any:
@@ -729,7 +765,7 @@ def test_a_writer_killed_at_any_byte_loses_no_save(tmp_path: Path) -> None:
 def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path) -> None:
     assert run_as_script("share", str(tmp_path)) == 4
     saves = opened(tmp_path, keep=3)
-    assert saves.sound() == [Age(0, 30), Age(0, 29), Age(0, 28)]
+    assert sound(saves) == [Age(0, 30), Age(0, 29), Age(0, 28)]
     assert all(same(saves.load(save), state(save.step)) for save in saves.listed())
 
 
@@ -749,7 +785,7 @@ def test_a_file_that_is_taken_for_a_dead_writers_is_begun_anew(
     monkeypatch.setattr(fcntl, "flock", late)
     saves.write(state(1))
     assert taken
-    assert saves.sound() == [Age(0, 1)]
+    assert sound(saves) == [Age(0, 1)]
     assert not temporaries(saves)
 
 
@@ -809,14 +845,14 @@ def kill_writers(folder: Path, kill: Callable[[int], None], points: range) -> in
             saves.write(new)
 
         if not killed(write):
-            assert opened(folder, keep=2).sound() == [new.id.age, old.id.age]
+            assert sound(opened(folder, keep=2)) == [new.id.age, old.id.age]
             return died
         saves = opened(folder, keep=2)
         assert not temporaries(saves)
-        sound = saves.sound()
-        assert sound == saves.listed()
-        assert old.id.age in sound[:2]  # nothing that was saved is lost
-        assert all(same(saves.load(save), state(save.step)) for save in sound)
+        whole = sound(saves)
+        assert whole == saves.listed()
+        assert old.id.age in whole[:2]  # nothing that was saved is lost
+        assert all(same(saves.load(save), state(save.step)) for save in whole)
     raise AssertionError(f"every writer was killed, up to {points[-1]}")
 
 

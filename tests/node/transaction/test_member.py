@@ -529,6 +529,26 @@ def test_a_query_between_two_commits_is_answered_before_the_next_is_applied():
     assert status(effects[:1]).committed == 8
 
 
+def test_gradients_that_overtake_the_drivers_messages_count_and_no_other_feeder_is_awaited():
+    seat = Follows()
+    seat.gradient(2)
+    seat.gradient(3)
+    seat.begun(2, 8)
+    seat.begun(3, 9, commit(8, Ballot(1, 2)))
+    seat.begun(4, 10, commit(9, Ballot(1, 3)))
+    assert seat.gradient(4) == []
+    assert seat.member.link_lost("other") == []
+    assert adopts(seat.arrives()) == [(2, 8)]
+    assert adopts(seat.member.applied(b"8")) == [(3, 9)]
+
+
+def test_a_gradient_that_will_not_come_is_not_awaited_when_its_attempt_begins_later():
+    seat = Follows()
+    assert seat.member.gradient_missed(Ballot(1, 2)) == []
+    seat.begun(2, 8)
+    assert "failed" in bodies(seat.begun(3, 9, commit(8, Ballot(1, 2))))
+
+
 @pytest.mark.parametrize(
     "how", ["missed commit", "feeder lost", "overtaken", "too many", "fetch", "relearned"]
 )
