@@ -590,9 +590,9 @@ class _Membership:
                     )
                     return "evicted"
                 self.view = view
+                self.on_view(view)
                 if self._is_absent():
                     return "evicted"
-                self.on_view(view)
         finally:
             stream.cancel()
         return "it ended the stream of views"

@@ -111,11 +111,12 @@ async def test_the_block_of_addresses_is_that_which_the_registry_sees(
     assert [m.block for m in second.reply.view.members] == ["", "203.0.113.0/24"]
 
 
-async def test_the_evicted_are_told_why(place: Any) -> None:
+async def test_the_evicted_are_told_why_and_get_the_view_without_them(place: Any) -> None:
     a = await place.node("a")
     other = place.client()
     await other.join(joining("new", "a:1"), identity("a"))
     assert "restarted: new joined from a:1" in await asyncio.wait_for(a.evicted, TIMEOUT)
+    assert names(a.view) == {"new"}, "which says whether the run's settings have changed"
     await asyncio.wait_for(a.keeping, TIMEOUT)
 
 
