@@ -64,8 +64,8 @@ class Enrolment:
         self._authority = to_pem(invitation.authority)
 
     async def come(self, deadline: float = 30.0) -> Certified:
-        """Gets this node a certificate: the kept one if it fits run, role and identity, else one by
-        the invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and
+        """Gets this node a certificate: the kept one if it fits run, role, stage and identity, else
+        one by the invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and
         OSError."""
         stored = self._read()
         if stored is not None and not stored.is_due(self._now()):
@@ -111,7 +111,9 @@ class Enrolment:
             is_issued = is_issued_by(pair.certificate, self._authority)
         except ValueError:
             return None
-        mine = (who.instance, who.role) == (self._identity.instance, self._invitation.role)
+        invited = self._invitation
+        stage = invited.stage if invited.HasField("stage") else None
+        mine = who == (invited.role, self._identity.instance, stage)
         return pair if is_issued and mine and pair.authority == self._authority else None
 
     async def _ask(self, secret: bytes, deadline: float) -> CertifiedKey:

@@ -126,6 +126,16 @@ async def test_an_invite_is_all_that_mutual_tls_takes(tmp_path: Path) -> None:
                     await client.describe(deadline=0.5)
 
 
+async def test_an_invite_for_another_stage_counts_instead_of_the_kept_certificate(
+    tmp_path: Path,
+) -> None:
+    file, identity = tmp_path / "certificate.pem", Identity.generate()
+    async with running() as run:
+        for stage in (1, 2, None):
+            certified = await Enrolment(run.invitation(stage=stage), identity, file).come()
+            assert certified.pair.who == (Role.NODE, identity.instance, stage)
+
+
 async def test_an_answer_that_cannot_be_read_is_no_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
