@@ -531,8 +531,6 @@ class Membership:
         """Goes on from a view that a node has shown, unless it is invalid."""
         former = list(self.members.by_name)
         try:
-            if problem := self._watermark.impossible(view.committed):
-                raise ValueError(problem)
             self.restore(view, now)
         except ValueError as error:
             self.history.note(f"a node's view is rejected: {error}")

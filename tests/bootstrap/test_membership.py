@@ -29,6 +29,7 @@ from planaria.bootstrap.registry_pb2 import (
     SHAPE,
     SILENT,
     Cause,
+    Change,
     Complaint,
     JoinReply,
     JoinRequest,
@@ -1887,12 +1888,12 @@ def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str)
     assert all(seat.committed <= 7 for member in described for seat in member.report.seats)
 
 
-def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:
-    shown = issued(number=9, committed=101, members=full().view.members)
+def test_a_view_with_more_steps_than_the_run_file_has_is_learned_from() -> None:
+    change = Change(number=1, settings=["steps=200"], step=100)
+    shown = issued(number=9, committed=101, members=full().view.members, changes=[change])
     swarm = Swarm(steps=100)
     swarm.after(swarm.machine.stream_opened(Renewal(node="n0", run="r", view=shown), swarm.now))
-    assert swarm.nodes() == []
-    assert "can't be committed in a run of 100 steps" in swarm.machine.history.decisions[-1]
+    assert swarm.nodes() == ["n0", "n1", "n2"]
 
 
 HERE, THERE, ELSEWHERE = "203.0.113.0/24", "198.51.100.0/24", "2001:db8::/64"
