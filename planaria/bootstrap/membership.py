@@ -110,21 +110,24 @@ class Membership:
         joins costs little more than that of one."""
         return max(now, self._issued + SECONDS_PER_MEMBER * len(self.members))
 
-    def stream_opened(self, renewal: pb.Renewal, now: float) -> list[Effect]:
-        """Processes the first renewal of a KeepAlive stream, which replaces an older stream.
-
-        A registry without its journal learns the membership from the view in the renewal. Raises
-        Refused for another run, and for a view that the run's key has not signed.
-        """
+    def learn(self, renewal: pb.Renewal, now: float) -> list[Effect]:
+        """Goes on from the view in the first renewal of a KeepAlive stream, if this registry lacks
+        its journal. Raises Refused for another run, and for a view that the run's key has not
+        signed."""
         if renewal.run and renewal.run != self.rules.run:
             raise not_served(self.rules.run, renewal.run)
         self._check_shown(renewal)
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
-        effects = self.lease_renewed(renewal, now)
+        return self._take_effects()
+
+    def stream_opened(self, renewal: pb.Renewal, now: float) -> list[Effect]:
+        """Processes the first renewal of a KeepAlive stream, which replaces an older stream. Learns
+        from it before, as `learn` does."""
+        learned, effects = self.learn(renewal, now), self.lease_renewed(renewal, now)
         node = self.members.by_name.get(renewal.node)
         opened = [] if node is None else self._leases.stream_opened(node)
-        return [*self._take_effects(), *opened, *effects]
+        return [*learned, *opened, *effects]
 
     def lease_renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
