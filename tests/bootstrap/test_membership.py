@@ -1770,9 +1770,11 @@ def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey
     evil = "bad\n2026-01-01 INFO all is well\x1b[2J"
     safe = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
     seat = SeatReport(stage=0, message=evil, phase=evil)
-    swarm.renew("n1", report=Report(seats=[seat], trouble=evil))
+    said = Report(seats=[seat], trouble=evil, seen=[LinkReport(peer=evil)])
+    swarm.renew("n1", report=said)
     report = swarm.machine.describe(swarm.now).members[1].report
     assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (safe, safe, safe)
+    assert report.seen[0].peer == safe
     swarm.suspect("n0", "n2", NUMBERS, evil)
     swarm.leave("n1", why=evil)
     description = swarm.machine.describe(swarm.now)
