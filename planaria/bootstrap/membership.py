@@ -155,7 +155,7 @@ class Membership:
         if name == self.view.driver:
             self._watermark.reach(max(map(age_of, report.seats), default=(0, 0)))
         if self.rules.load is not None:
-            node.note_speeds(self.rules.load)
+            node.note_speeds(self.rules.load, self.members.by_name)
         node.holds = {seat.stage for seat in report.seats if self._watermark.has_state(seat)}
         complaints, unlisted = report.complaints, report.unlisted
         if complaints or unlisted or self._unreachable.any:

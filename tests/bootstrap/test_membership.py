@@ -416,6 +416,19 @@ def test_speeds_that_can_not_be_change_nothing(stage: int, seconds: float) -> No
     assert "a step is expected to take 2.7 s" in swarm.view.reason
 
 
+def test_links_to_former_members_leave_room_for_those_to_newcomers() -> None:
+    swarm = beside(mbps=1000)
+    for number in range(20):
+        swarm.join(name := f"x{number}", standby=True)
+        report_of(swarm, "a", LinkReport(peer=name, rtt_ms=1, mbps=1))
+        swarm.leave(name)
+    report_of(swarm, "a", LinkReport(peer="b", rtt_ms=20, mbps=8))
+    members = swarm.machine.members
+    known = members.outlook(members.candidates(swarm.now), swarm.now)
+    assert known is not None
+    assert known.link("a", "b").rate == 10**6
+
+
 def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
     swarm, moved = beside(mbps=1000), []
     for number in range(400):
