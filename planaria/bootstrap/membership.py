@@ -310,13 +310,12 @@ class Membership:
         self._quarantine.restore(view.quarantined, now)
         self._awaited.restore(view.awaited, now)
         self._unsettled = True
+        restored = f"restored view {view.number} with {len(view.members)} nodes"
         if self.members:  # otherwise no member could return
             self.isolation.quiet_until = now + self.rules.grace
+            restored += f"; no new view for {self.rules.grace:g} s"
         self._leases.restart()
-        self.history.note(
-            f"restored view {view.number} with {len(view.members)} nodes; "
-            f"no new view for {self.rules.grace:g} s"
-        )
+        self.history.note(restored)
 
     def paused(self, seconds: float, now: float) -> None:
         """Extends leases by a pause of the registry (suspended, starved), in which no renewal

@@ -1466,6 +1466,7 @@ def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
 def test_a_journal_without_members_asks_for_no_grace() -> None:
     swarm = Swarm(stages=2)
     swarm.machine.restore(issued(number=9, committed=7, reason="all had ended"), swarm.now)
+    assert swarm.machine.history.decisions[-1] == "restored view 9 with 0 nodes"
     swarm.join("a", 0)
     assert (swarm.view.number, swarm.view.committed) == (10, 7)
 
