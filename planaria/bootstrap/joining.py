@@ -268,7 +268,7 @@ class Joining:
         saved = [
             s
             for s in request.saves
-            if s in fits
+            if s in carried
             and not (self._members.has_holder(s) if started else staff.count[s] and s not in newest)
         ]
         if saved := saved[: request.room or 1]:

@@ -305,6 +305,19 @@ def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
     assert seats(swarm)["c"] == [0, 3, 4], "as many as it has room for, the newest"
 
 
+def test_a_node_that_only_dials_gets_the_seat_of_its_saves_though_a_relay_has_to_help() -> None:
+    swarm = Swarm(stages=5, start_grace=1)
+    swarm.join("n", 0, room=2)
+    for stage, node in enumerate("abcde", 1):
+        swarm.join(node, stage, address="" if node in "ab" else None)
+    swarm.open(*"nabcde")
+    swarm.tell(*"nabcde", committed=7)
+    swarm.leave("a", why="killed")
+    assert seats(swarm)["n"] == [0, 1], "which has no state of stage 1"
+    swarm.join("f", address="", saves=[1])
+    assert swarm.stage("f") == 1, "beside b at stage 2, which only dials, too"
+
+
 def awaiting(owner: bool = True, **rules: float) -> Swarm:
     """Return a swarm that lost node a, with stages 0, 2, 3, 4 and saves of step 10; b has room."""
     swarm = Swarm(stages=4, start_grace=1, lease=30, **rules)
