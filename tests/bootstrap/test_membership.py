@@ -305,6 +305,19 @@ def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
     assert seats(swarm)["c"] == [0, 3, 4], "as many as it has room for, the newest"
 
 
+def test_saves_count_also_where_a_stage_has_all_the_nodes_that_have_work() -> None:
+    """`max_replicas` is 1 if a step has one microbatch."""
+    swarm = Swarm(stages=2, max_replicas=1, start_grace=1)
+    swarm.seat(a=0, b=1, c=2)
+    swarm.join("x", standby=True)
+    swarm.open(*"abcx")
+    swarm.tell(*"abc", committed=7)
+    swarm.leave("b", why="killed")
+    assert swarm.stage("x") == 1, "which has no state"
+    swarm.join("d", saves=[1])
+    assert swarm.stage("d") == 1
+
+
 def test_a_node_that_only_dials_gets_the_seat_of_its_saves_though_a_relay_has_to_help() -> None:
     swarm = Swarm(stages=5, start_grace=1)
     swarm.join("n", 0, room=2)
