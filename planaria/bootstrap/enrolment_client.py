@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPT: Final = 5.0  # seconds per address
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
-LATER: Final = 600.0  # seconds until a failed renewal is retried
+LATER: Final = 600.0  # seconds until a failed renewal is retried, and between two looks
 SOONEST: Final = 1.0  # minimum seconds between two renewals
 
 _MARK: Final = b"-----BEGIN "
@@ -86,7 +86,10 @@ class Enrolment:
         """Keeps renewing this node's certificate until cancelled."""
         while True:
             wait = certified.pair.ends - LIFETIME / 2 - self._now()
-            await asyncio.sleep(max(SOONEST, wait))
+            # The loop's clock stands still while the machine sleeps.
+            await asyncio.sleep(min(max(SOONEST, wait), LATER))
+            if not certified.pair.is_due(self._now()):
+                continue
             try:
                 certified.renew(await self._ask(b"", ATTEMPT * 2))
                 log.info("the certificate is renewed, for %g hours", LIFETIME / 3600)
