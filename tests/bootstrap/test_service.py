@@ -123,6 +123,16 @@ async def test_the_evicted_are_told_why_and_get_the_view_without_them(place: Any
     await asyncio.wait_for(a.keeping, TIMEOUT)
 
 
+async def test_reasons_of_any_length_are_heard(place: Any) -> None:
+    a, b, _ = [await place.node(name, stage=stage) for stage, name in enumerate("abc")]
+    why = "\u26a0 a long traceback" * 1000
+    await a.client.leave("a", why)
+    assert names(place.registry.describe().view) == {"b", "c"}
+    b.client.suspect("c", why)
+    decisions = place.registry.machine.history.decisions
+    await until(lambda: any("c is suspected by b: \u26a0 a long" in text for text in decisions))
+
+
 async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(place: Any) -> None:
     nodes = [await place.node(name, stage=stage) for stage, name in enumerate("abc")]
     client = place.client()
