@@ -456,8 +456,8 @@ class Membership:
         """Issues a view if anything has changed."""
         if self._changes:
             self._staff(now)
-            seats = self.members.seat_reports()
-            if self._driving.started and self._watermark.is_lost(seats):
+            seats, reported = self.members.seat_reports(), now >= self.isolation.quiet_until
+            if self._driving.started and reported and self._watermark.is_lost(seats):
                 self._driving.started = False
                 self._changes.append(
                     "no node has the run's state any more: waiting for nodes as at the start"

@@ -1497,6 +1497,18 @@ def test_a_journal_without_members_asks_for_no_grace() -> None:
     assert (swarm.view.number, swarm.view.committed) == (10, 7)
 
 
+def test_an_order_before_nodes_report_to_a_restarted_registry_leaves_them_their_driver() -> None:
+    before = Swarm(stages=1, replicas=2)
+    before.seat(a=0, b=1, c=0, d=1)
+    before.open(*"abcd")
+    before.tell(*"abcd", committed=7)
+    before.leave("d")
+    assert (before.view.driver, before.view.committed) == ("a", 7)
+    swarm = restarted(before, stages=1, replicas=2)
+    swarm.after(swarm.machine.command("pause", "", swarm.now)[1])
+    assert swarm.view.driver == "a"
+
+
 def test_a_restarted_registry_goes_on_after_the_grace() -> None:
     before = full()
     swarm = Swarm(stages=2, lease=5)
