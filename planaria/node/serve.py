@@ -147,7 +147,8 @@ async def serve(
         pauses, was_member = Pauses(1.0, 30.0), False
         collect_often()
         while not departure.noticed.is_set():
-            node: DaemonNode = Node(new_identity(place.name), place, local, client, DaemonMachine)
+            name, here = new_identity(place.name), with_saves(place)
+            node: DaemonNode = Node(name, here, local, client, DaemonMachine)
             living[:] = [node]
             began = loop.time()
             try:
@@ -410,15 +411,9 @@ def seats_that_fit(device: torch.device, config: ModelConfig) -> int:
 
 
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
-    """The node's addresses, stage and saves, by its options. Raises RegistryUnreachable without a
-    route to the registry."""
+    """The node's addresses and stage, by its options. Raises RegistryUnreachable without a route to
+    the registry."""
     options, addresses = setup.options, setup.addresses
-    saves: list[int] = []
-    if options.stage is None and options.saves is not None:
-        saves = saved_stages(options.saves)
-        if saves:
-            listed = ", ".join(map(str, saves))
-            log.info("asking for stage %s, of which %s has saves", listed, options.saves)
     place = NodePlace(
         stage=options.stage,
         listen=str(addresses.listen),
@@ -432,7 +427,6 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
         credentials=setup.credentials,
         insecure=options.insecure,
         standby=options.standby,
-        saves=saves,
     )
     if addresses.dials_only:
         return replace(place, listen=None, advertise="")
@@ -443,6 +437,16 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
         )
         return replace(place, advertise=str(address))
     return place
+
+
+def with_saves(place: NodePlace) -> NodePlace:
+    """The place with the stages that its folder has saves of now. Raises OSError."""
+    if place.stage is not None or place.save_dir is None:
+        return place
+    if saves := saved_stages(place.save_dir):
+        listed = ", ".join(map(str, saves))
+        log.info("asking for stage %s, of which %s has saves", listed, place.save_dir)
+    return replace(place, saves=saves)
 
 
 async def find_address(addresses: Addresses, cloud: str) -> Advertised:

@@ -55,6 +55,25 @@ async def test_a_run_is_paused_and_goes_on_and_is_stopped_for_good(
         await here.committed(beyond=max(last) + 1)
 
 
+async def test_a_node_that_was_evicted_asks_for_the_stage_that_it_has_saved_since_its_start(
+    data: Path, tmp_path: Path
+) -> None:
+    with machines(tmp_path, data, 1, saves__every=1) as here:
+        here.start_registry("127.0.0.1:0")
+        operator = await here.invite("operator")
+        for name, role in (("a", "owner"), ("b", "node")):
+            invite = encode(await here.invite(role))
+            here.start_node(name, invite, None, *here.saved(name), "--seats", "1")
+        step = 1
+        while not find_saves(tmp_path / "b" / "saves"):
+            step = await here.committed(beyond=step)
+        reply = await here.command("status", "--json", join=operator)
+        described = json.loads(reply[reply.index("{") :])
+        nodes = [each["member"]["node"] for each in described["members"]]
+        await here.command("evict", next(n for n in nodes if n.startswith("b")), join=operator)
+        await here.logged("b", "stage 1, for which it has saves")
+
+
 async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_path: Path) -> None:
     with machines(tmp_path, data, 1, saves__every=2, saves__keep=99) as here:
         address = await here.registry_with_journal()
