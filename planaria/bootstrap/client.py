@@ -23,7 +23,7 @@ from planaria.bootstrap.escaping import first_misspelt
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, parse
-from planaria.bootstrap.truncation import shorten_all, truncated_report
+from planaria.bootstrap.truncation import shorten, shorten_all, truncated_report
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ CONFIRMED = 5.0  # seconds between an eviction's notice and its view, in either 
 MESSAGE_BYTES = 16 * 2**20  # equal to the service's limit
 REPORT_BYTES = 15 * 2**10  # share of the service's RENEWAL_BYTES
 LONGEST_TEXT = 5_000  # characters per text field of a registry: terminals are slow
+LONGEST_WHY = 500  # characters of a reason: the service takes 2 KiB
 LINE_BYTES = 4  # maximum encoding overhead per event line
 MOST_QUEUED = 1000  # events queued while the registry is unreachable
 
@@ -238,7 +239,8 @@ class RegistryClient:
         because its peers close their links."""
         if self._node == self._left:
             return
-        suspicion = pb.Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
+        suspicion = pb.Suspicion(accuser=self._node, accused=accused, cause=cause)
+        suspicion.why = shorten(why, LONGEST_WHY)
         self.sign(suspicion)
         task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
         self._tasks[task] = None
@@ -248,7 +250,7 @@ class RegistryClient:
         """Announces the node's departure, after which `on_evicted` is not called. An unreachable
         registry detects the departure itself."""
         self._left = node
-        goodbye = pb.LeaveRequest(node=node, why=why)
+        goodbye = pb.LeaveRequest(node=node, why=shorten(why, LONGEST_WHY))
         self.sign(goodbye)
         try:
             await self._call("Leave", goodbye, LEAVE_DEADLINE)
@@ -590,9 +592,9 @@ class _Membership:
                     )
                     return "evicted"
                 self.view = view
+                self.on_view(view)
                 if self._is_absent():
                     return "evicted"
-                self.on_view(view)
         finally:
             stream.cancel()
         return "it ended the stream of views"

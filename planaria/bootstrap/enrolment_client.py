@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPT: Final = 5.0  # seconds per address
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
-LATER: Final = 600.0  # seconds until a failed renewal is retried
+LATER: Final = 600.0  # seconds until a failed renewal is retried, and between two looks
 SOONEST: Final = 1.0  # minimum seconds between two renewals
 
 _MARK: Final = b"-----BEGIN "
@@ -64,8 +64,8 @@ class Enrolment:
         self._authority = to_pem(invitation.authority)
 
     async def come(self, deadline: float = 30.0) -> Certified:
-        """Gets this node a certificate: the kept one if it fits run, role and identity, else one by
-        the invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and
+        """Gets this node a certificate: the kept one if it fits run, role, stage and identity, else
+        one by the invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and
         OSError."""
         stored = self._read()
         if stored is not None and not stored.is_due(self._now()):
@@ -86,7 +86,10 @@ class Enrolment:
         """Keeps renewing this node's certificate until cancelled."""
         while True:
             wait = certified.pair.ends - LIFETIME / 2 - self._now()
-            await asyncio.sleep(max(SOONEST, wait))
+            # The loop's clock stands still while the machine sleeps.
+            await asyncio.sleep(min(max(SOONEST, wait), LATER))
+            if not certified.pair.is_due(self._now()):
+                continue
             try:
                 certified.renew(await self._ask(b"", ATTEMPT * 2))
                 log.info("the certificate is renewed, for %g hours", LIFETIME / 3600)
@@ -111,7 +114,9 @@ class Enrolment:
             is_issued = is_issued_by(pair.certificate, self._authority)
         except ValueError:
             return None
-        mine = (who.instance, who.role) == (self._identity.instance, self._invitation.role)
+        invited = self._invitation
+        stage = invited.stage if invited.HasField("stage") else None
+        mine = who == (invited.role, self._identity.instance, stage)
         return pair if is_issued and mine and pair.authority == self._authority else None
 
     async def _ask(self, secret: bytes, deadline: float) -> CertifiedKey:

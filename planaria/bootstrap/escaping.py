@@ -69,7 +69,7 @@ def make_readable(report: Report) -> None:
     report.trouble = readable(report.trouble)
     for seat in report.seats:
         seat.phase, seat.message = readable(seat.phase), readable(seat.message)
-    for link in report.links:
+    for link in (*report.links, *report.seen):
         link.peer = readable(link.peer)
     for complaint in report.complaints:
         complaint.peer = readable(complaint.peer)

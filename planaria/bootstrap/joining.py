@@ -258,17 +258,20 @@ class Joining:
         saves."""
         request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
+        able = [s for s in numbers if s or self._rules.serves_stage_0(attempt.owner, request.data)]
+        unrelayed = [s for s in able if self._members.unreachable(request.address, s) is None]
+        reached = able if self._members.has_relay() else unrelayed
         wanted = [s for s in numbers if staff.has_room(s, self._rules.max_replicas)]
-        served = [s for s in wanted if s or self._rules.serves_stage_0(attempt.owner, request.data)]
-        direct = [s for s in served if self._members.unreachable(request.address, s) is None]
-        carried = served if self._members.has_relay() else direct
+        served, direct, carried = (
+            [s for s in some if s in wanted] for some in (able, unrelayed, reached)
+        )
         vacant = [s for s in (*direct, *carried) if not staff.count[s]]
         fits = direct or carried
         started, newest = self._driving.started, request.saves[:1]
         saved = [
             s
             for s in request.saves
-            if s in fits
+            if s in (reached if started else carried)
             and not (self._members.has_holder(s) if started else staff.count[s] and s not in newest)
         ]
         if saved := saved[: request.room or 1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -67,9 +67,9 @@ class NodeRecord:
         self.stages = stages_of(self.member)
         self.since = dict.fromkeys(self.stages, self.renewed)
 
-    def note_speeds(self, load: Load) -> None:
-        """Remembers what its newest report has of its speed and links: a standby has neither.
-        Figures that can't be are ignored."""
+    def note_speeds(self, load: Load, members: Container[str]) -> None:
+        """Remembers what its newest report has of its speed, and of its links to `members`: a
+        standby has neither. Figures that can't be are ignored."""
         measured = {
             seat.stage: seat.seconds
             for seat in self.report.seats
@@ -80,9 +80,10 @@ class NodeRecord:
         if layers := sum(load.layers[stage - 1] for stage in measured):
             layer = sum(measured.values()) / layers
             self.layer += (NEWS if self.layer else 1.0) * (layer - self.layer)
+        self.links = {peer: speed for peer, speed in self.links.items() if peer in members}
         for link in (*self.report.seen, *self.report.links):
             room = link.peer in self.links or len(self.links) < MOST_WEIGHED
-            if room and link.mbps >= 0 <= link.rtt_ms < math.inf:
+            if room and link.peer in members and link.mbps >= 0 <= link.rtt_ms < math.inf:
                 rate = link.mbps * 1e6 / 8 or math.inf
                 self.links[link.peer] = LinkSpeed(link.rtt_ms / 2e3, rate)
 

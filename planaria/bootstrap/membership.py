@@ -110,21 +110,24 @@ class Membership:
         joins costs little more than that of one."""
         return max(now, self._issued + SECONDS_PER_MEMBER * len(self.members))
 
-    def stream_opened(self, renewal: pb.Renewal, now: float) -> list[Effect]:
-        """Processes the first renewal of a KeepAlive stream, which replaces an older stream.
-
-        A registry without its journal learns the membership from the view in the renewal. Raises
-        Refused for another run, and for a view that the run's key has not signed.
-        """
+    def learn(self, renewal: pb.Renewal, now: float) -> list[Effect]:
+        """Goes on from the view in the first renewal of a KeepAlive stream, if this registry lacks
+        its journal. Raises Refused for another run, and for a view that the run's key has not
+        signed."""
         if renewal.run and renewal.run != self.rules.run:
             raise not_served(self.rules.run, renewal.run)
         self._check_shown(renewal)
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
-        effects = self.lease_renewed(renewal, now)
+        return self._take_effects()
+
+    def stream_opened(self, renewal: pb.Renewal, now: float) -> list[Effect]:
+        """Processes the first renewal of a KeepAlive stream, which replaces an older stream. Learns
+        from it before, as `learn` does."""
+        learned, effects = self.learn(renewal, now), self.lease_renewed(renewal, now)
         node = self.members.by_name.get(renewal.node)
         opened = [] if node is None else self._leases.stream_opened(node)
-        return [*self._take_effects(), *opened, *effects]
+        return [*learned, *opened, *effects]
 
     def lease_renewed(self, renewal: pb.Renewal, now: float) -> list[Effect]:
         """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
@@ -152,7 +155,7 @@ class Membership:
         if name == self.view.driver:
             self._watermark.reach(max(map(age_of, report.seats), default=(0, 0)))
         if self.rules.load is not None:
-            node.note_speeds(self.rules.load)
+            node.note_speeds(self.rules.load, self.members.by_name)
         node.holds = {seat.stage for seat in report.seats if self._watermark.has_state(seat)}
         complaints, unlisted = report.complaints, report.unlisted
         if complaints or unlisted or self._unreachable.any:
@@ -307,13 +310,12 @@ class Membership:
         self._quarantine.restore(view.quarantined, now)
         self._awaited.restore(view.awaited, now)
         self._unsettled = True
+        restored = f"restored view {view.number} with {len(view.members)} nodes"
         if self.members:  # otherwise no member could return
             self.isolation.quiet_until = now + self.rules.grace
+            restored += f"; no new view for {self.rules.grace:g} s"
         self._leases.restart()
-        self.history.note(
-            f"restored view {view.number} with {len(view.members)} nodes; "
-            f"no new view for {self.rules.grace:g} s"
-        )
+        self.history.note(restored)
 
     def paused(self, seconds: float, now: float) -> None:
         """Extends leases by a pause of the registry (suspended, starved), in which no renewal
@@ -454,8 +456,8 @@ class Membership:
         """Issues a view if anything has changed."""
         if self._changes:
             self._staff(now)
-            seats = self.members.seat_reports()
-            if self._driving.started and self._watermark.is_lost(seats):
+            seats, reported = self.members.seat_reports(), now >= self.isolation.quiet_until
+            if self._driving.started and reported and self._watermark.is_lost(seats):
                 self._driving.started = False
                 self._changes.append(
                     "no node has the run's state any more: waiting for nodes as at the start"
@@ -531,8 +533,6 @@ class Membership:
         """Goes on from a view that a node has shown, unless it is invalid."""
         former = list(self.members.by_name)
         try:
-            if problem := self._watermark.impossible(view.committed):
-                raise ValueError(problem)
             self.restore(view, now)
         except ValueError as error:
             self.history.note(f"a node's view is rejected: {error}")

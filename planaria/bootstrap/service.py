@@ -452,6 +452,7 @@ class RegistryServer:
                 reason = f"the report has {size} bytes; the maximum is {RENEWAL_BYTES}"
                 raise Refused("INVALID_ARGUMENT", reason)
             self._check_signed(first, first.node, stream)
+            self._carry_out(self.machine.learn(first, self._loop.time()))  # may replace the machine
             effects = self.machine.stream_opened(first, self._loop.time())
             if (former := self._streams.get(first.node)) is not None:
                 former.close()

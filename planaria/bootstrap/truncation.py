@@ -19,8 +19,7 @@ CUTS_LISTED: Final = 1000
 
 def truncated_report(report: Report, most: int) -> Report:
     """Truncates a node's report to `most` bytes. Drops samples and rebuilds, shortens text, then
-    drops from the end link measurements, complaints and finally seats. The node's own figures
-    remain."""
+    drops from the end link speeds, complaints and finally seats. The node's own figures remain."""
     if report.ByteSize() <= most:
         return report
     fits = Report()
@@ -32,7 +31,8 @@ def truncated_report(report: Report, most: int) -> Report:
     fits.trouble = shorten(fits.trouble, length)
     for seat in fits.seats:
         seat.message, seat.phase = shorten(seat.message, length), shorten(seat.phase, length)
-    _drop_last(fits, fits.links, most)
+    for speeds in (fits.links, fits.seen):
+        _drop_last(fits, speeds, most)
     fits.unlisted += _drop_last(fits, fits.complaints, most)
     if fits.ByteSize() > most:
         _drop_last(fits, fits.seats, most)

@@ -432,8 +432,7 @@ class Node(Generic[M]):
             return
         self.observers.bar(view.banned)
         own = next((member for member in view.members if member.node == self.node), None)
-        if own is None:
-            self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
+        if own is None:  # `evicted` follows, and says why
             return
         if self.is_outdated:
             self.spawn(self._end("the run has other settings"))

@@ -27,7 +27,7 @@ from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
-from planaria.bootstrap.rules import PROTOCOL, MembershipRules
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle
 from planaria.bootstrap.service import Limits, RegistryServer
 from tests.stubs import RegistryStub
 
@@ -156,11 +156,12 @@ async def serving(
     credentials: Credentials = PLAIN,
     limits: Limits | None = None,
     authority: Authority = AUTHORITY,
+    resettle: Resettle | None = None,
 ) -> AsyncIterator[Place]:
     admission = Admission(None, certifies=False)
     admission.authority = authority
     with Journal(journal, rules.run, KEY) if journal else nullcontext() as kept:
-        registry = RegistryServer(rules, RUN_FILE, kept, limits or Limits(), admission)
+        registry = RegistryServer(rules, RUN_FILE, kept, limits or Limits(), admission, resettle)
         port = await registry.start(f"127.0.0.1:{port}", credentials)
         place = Place(registry, port, [], credentials, AsyncExitStack())
         try:

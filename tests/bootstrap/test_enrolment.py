@@ -12,9 +12,18 @@ from typing import Any
 
 import grpc
 import pytest
+import virtual_time
 
 from planaria.bootstrap.admission import Admission
-from planaria.bootstrap.authority import LIFETIME, Authority, Role, to_der
+from planaria.bootstrap.authority import (
+    LIFETIME,
+    Authority,
+    CertifiedKey,
+    Request,
+    Role,
+    Who,
+    to_der,
+)
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN, Certified, Credentials, channel
 from planaria.bootstrap.enrolment import EnrolmentServer
@@ -126,6 +135,16 @@ async def test_an_invite_is_all_that_mutual_tls_takes(tmp_path: Path) -> None:
                     await client.describe(deadline=0.5)
 
 
+async def test_an_invite_for_another_stage_counts_instead_of_the_kept_certificate(
+    tmp_path: Path,
+) -> None:
+    file, identity = tmp_path / "certificate.pem", Identity.generate()
+    async with running() as run:
+        for stage in (1, 2, None):
+            certified = await Enrolment(run.invitation(stage=stage), identity, file).come()
+            assert certified.pair.who == (Role.NODE, identity.instance, stage)
+
+
 async def test_an_answer_that_cannot_be_read_is_no_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,6 +189,40 @@ async def test_certificates_are_renewed_without_the_secret(
         assert (await Enrolment(invitation, identity, file).come()).pair.ends > first.ends
         async with run.client(Credentials.of(old)) as client:  # the registry's is new, too
             assert (await client.describe()).run == "r"
+
+
+def test_a_machine_that_has_slept_renews_its_certificate_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop's clock stands still while a laptop sleeps."""
+    authority, identity, slept = Authority.make(0), Identity.generate(), [0.0]
+
+    async def sleep_and_wake() -> None:
+        loop = asyncio.get_running_loop()
+
+        def clock() -> float:
+            return loop.time() + slept[0]
+
+        def issued() -> CertifiedKey:
+            request, who = Request.of(identity), Who(Role.NODE, identity.instance)
+            certificate = authority.issue(request.request, who, clock())
+            return CertifiedKey(request.key, certificate, authority.certificate)
+
+        async def ask(secret: bytes, deadline: float) -> CertifiedKey:
+            return issued()
+
+        invitation = Invitation(authority=to_der(authority.certificate))
+        enrolment, certified = Enrolment(invitation, identity, None, clock), Certified(issued())
+        monkeypatch.setattr(enrolment, "_ask", ask)
+        renewing = asyncio.create_task(enrolment.keep_renewed(certified))
+        await asyncio.sleep(3600)
+        slept[0] = 2 * LIFETIME
+        await asyncio.sleep(3600)
+        assert not certified.pair.is_over(clock())
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+
+    virtual_time.run(sleep_and_wake())
 
 
 async def test_a_command_that_takes_long_has_its_certificate_renewed(

@@ -29,6 +29,7 @@ from planaria.bootstrap.registry_pb2 import (
     SHAPE,
     SILENT,
     Cause,
+    Change,
     Complaint,
     JoinReply,
     JoinRequest,
@@ -304,6 +305,32 @@ def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
     assert seats(swarm)["c"] == [0, 3, 4], "as many as it has room for, the newest"
 
 
+def test_saves_count_also_where_a_stage_has_all_the_nodes_that_have_work() -> None:
+    """`max_replicas` is 1 if a step has one microbatch."""
+    swarm = Swarm(stages=2, max_replicas=1, start_grace=1)
+    swarm.seat(a=0, b=1, c=2)
+    swarm.join("x", standby=True)
+    swarm.open(*"abcx")
+    swarm.tell(*"abc", committed=7)
+    swarm.leave("b", why="killed")
+    assert swarm.stage("x") == 1, "which has no state"
+    swarm.join("d", saves=[1])
+    assert swarm.stage("d") == 1
+
+
+def test_a_node_that_only_dials_gets_the_seat_of_its_saves_though_a_relay_has_to_help() -> None:
+    swarm = Swarm(stages=5, start_grace=1)
+    swarm.join("n", 0, room=2)
+    for stage, node in enumerate("abcde", 1):
+        swarm.join(node, stage, address="" if node in "ab" else None)
+    swarm.open(*"nabcde")
+    swarm.tell(*"nabcde", committed=7)
+    swarm.leave("a", why="killed")
+    assert seats(swarm)["n"] == [0, 1], "which has no state of stage 1"
+    swarm.join("f", address="", saves=[1])
+    assert swarm.stage("f") == 1, "beside b at stage 2, which only dials, too"
+
+
 def awaiting(owner: bool = True, **rules: float) -> Swarm:
     """Return a swarm that lost node a, with stages 0, 2, 3, 4 and saves of step 10; b has room."""
     swarm = Swarm(stages=4, start_grace=1, lease=30, **rules)
@@ -413,6 +440,19 @@ def test_speeds_that_can_not_be_change_nothing(stage: int, seconds: float) -> No
     rest(swarm)
     assert seats(swarm) == {"a": [0, 2, 3, 4], "b": [1, 2]}
     assert "a step is expected to take 2.7 s" in swarm.view.reason
+
+
+def test_links_to_former_members_leave_room_for_those_to_newcomers() -> None:
+    swarm = beside(mbps=1000)
+    for number in range(20):
+        swarm.join(name := f"x{number}", standby=True)
+        report_of(swarm, "a", LinkReport(peer=name, rtt_ms=1, mbps=1))
+        swarm.leave(name)
+    report_of(swarm, "a", LinkReport(peer="b", rtt_ms=20, mbps=8))
+    members = swarm.machine.members
+    known = members.outlook(members.candidates(swarm.now), swarm.now)
+    assert known is not None
+    assert known.link("a", "b").rate == 10**6
 
 
 def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
@@ -1452,8 +1492,21 @@ def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
 def test_a_journal_without_members_asks_for_no_grace() -> None:
     swarm = Swarm(stages=2)
     swarm.machine.restore(issued(number=9, committed=7, reason="all had ended"), swarm.now)
+    assert swarm.machine.history.decisions[-1] == "restored view 9 with 0 nodes"
     swarm.join("a", 0)
     assert (swarm.view.number, swarm.view.committed) == (10, 7)
+
+
+def test_an_order_before_nodes_report_to_a_restarted_registry_leaves_them_their_driver() -> None:
+    before = Swarm(stages=1, replicas=2)
+    before.seat(a=0, b=1, c=0, d=1)
+    before.open(*"abcd")
+    before.tell(*"abcd", committed=7)
+    before.leave("d")
+    assert (before.view.driver, before.view.committed) == ("a", 7)
+    swarm = restarted(before, stages=1, replicas=2)
+    swarm.after(swarm.machine.command("pause", "", swarm.now)[1])
+    assert swarm.view.driver == "a"
 
 
 def test_a_restarted_registry_goes_on_after_the_grace() -> None:
@@ -1769,9 +1822,11 @@ def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey
     evil = "bad\n2026-01-01 INFO all is well\x1b[2J"
     safe = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
     seat = SeatReport(stage=0, message=evil, phase=evil)
-    swarm.renew("n1", report=Report(seats=[seat], trouble=evil))
+    said = Report(seats=[seat], trouble=evil, seen=[LinkReport(peer=evil)])
+    swarm.renew("n1", report=said)
     report = swarm.machine.describe(swarm.now).members[1].report
     assert (report.seats[0].message, report.seats[0].phase, report.trouble) == (safe, safe, safe)
+    assert report.seen[0].peer == safe
     swarm.suspect("n0", "n2", NUMBERS, evil)
     swarm.leave("n1", why=evil)
     description = swarm.machine.describe(swarm.now)
@@ -1887,12 +1942,12 @@ def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str)
     assert all(seat.committed <= 7 for member in described for seat in member.report.seats)
 
 
-def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:
-    shown = issued(number=9, committed=101, members=full().view.members)
+def test_a_view_with_more_steps_than_the_run_file_has_is_learned_from() -> None:
+    change = Change(number=1, settings=["steps=200"], step=100)
+    shown = issued(number=9, committed=101, members=full().view.members, changes=[change])
     swarm = Swarm(steps=100)
     swarm.after(swarm.machine.stream_opened(Renewal(node="n0", run="r", view=shown), swarm.now))
-    assert swarm.nodes() == []
-    assert "can't be committed in a run of 100 steps" in swarm.machine.history.decisions[-1]
+    assert swarm.nodes() == ["n0", "n1", "n2"]
 
 
 HERE, THERE, ELSEWHERE = "203.0.113.0/24", "198.51.100.0/24", "2001:db8::/64"

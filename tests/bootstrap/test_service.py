@@ -8,8 +8,9 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
+    Change,
     Complaint,
     Difference,
     ExamineRequest,
@@ -50,13 +52,14 @@ from planaria.bootstrap.registry_pb2 import (
     NewView,
     Renewal,
     Report,
+    Seat,
     SeatReport,
     Splice,
     Suspicion,
     View,
     WatchRequest,
 )
-from planaria.bootstrap.rules import PROTOCOL, MembershipRules
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettled
 from planaria.bootstrap.service import (
     LOAD_BYTES,
     NAME_BYTES,
@@ -67,7 +70,7 @@ from planaria.bootstrap.service import (
 )
 from planaria.bootstrap.transport import Broken
 from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
-from tests.bootstrap.conftest import KEY, identity, joining, signed, until
+from tests.bootstrap.conftest import KEY, RULES, identity, joining, signed, until
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; reached only by a hang
@@ -111,12 +114,23 @@ async def test_the_block_of_addresses_is_that_which_the_registry_sees(
     assert [m.block for m in second.reply.view.members] == ["", "203.0.113.0/24"]
 
 
-async def test_the_evicted_are_told_why(place: Any) -> None:
+async def test_the_evicted_are_told_why_and_get_the_view_without_them(place: Any) -> None:
     a = await place.node("a")
     other = place.client()
     await other.join(joining("new", "a:1"), identity("a"))
     assert "restarted: new joined from a:1" in await asyncio.wait_for(a.evicted, TIMEOUT)
+    assert names(a.view) == {"new"}, "which says whether the run's settings have changed"
     await asyncio.wait_for(a.keeping, TIMEOUT)
+
+
+async def test_reasons_of_any_length_are_heard(place: Any) -> None:
+    a, b, _ = [await place.node(name, stage=stage) for stage, name in enumerate("abc")]
+    why = "\u26a0 a long traceback" * 1000
+    await a.client.leave("a", why)
+    assert names(place.registry.describe().view) == {"b", "c"}
+    b.client.suspect("c", why)
+    decisions = place.registry.machine.history.decisions
+    await until(lambda: any("c is suspected by b: \u26a0 a long" in text for text in decisions))
 
 
 async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(place: Any) -> None:
@@ -494,6 +508,28 @@ async def test_a_view_is_shown_to_a_registry_that_has_none_as_new_and_to_no_othe
         place.nodes = nodes
         await until_described(place, lambda d: names(d.view) == {"a"})
     assert {*shown} == {0, a.view.number}
+
+
+async def test_a_registry_without_its_journal_goes_on_under_the_settings_of_a_nodes_view(
+    serve: Serve,
+) -> None:
+    def resettle(run_file: str, changes: Iterable[Change]) -> Resettled:
+        return Resettled(run_file, replace(rules, steps=20), 1, [])
+
+    rules = replace(RULES, steps=10)
+    seat, change = Seat(stage=0), Change(number=1, settings=["steps=20"], step=10)
+    member = Member(node="a", key=identity("a").public, seats=[seat], joined=1)
+    view = View(run="r", number=9, members=[member], committed=12, changes=[change])
+    sign(view, KEY, View())
+    renewal = Renewal(node="a", run="r", shown=9, view=view)
+    renewal.report.seats.add(stage=0, committed=12)
+    async with serve(rules, resettle=resettle) as place:
+        stream = place.stub().KeepAlive()
+        await stream.write(signed(renewal, "a"))
+        await stream.read()
+        (described,) = place.registry.describe().members
+        assert described.report == renewal.report
+        assert place.registry.machine.members.by_name["a"].streaming
 
 
 async def test_nodes_train_on_while_their_registry_is_back_without_its_key(

@@ -42,6 +42,7 @@ REPORTS = st.builds(
     unlisted=st.integers(0, 5),
     seats=st.lists(st.builds(SeatReport, message=WORDS, phase=WORDS), max_size=30),
     links=st.lists(st.builds(LinkReport, peer=WORDS), max_size=10),
+    seen=st.lists(st.builds(LinkReport, peer=WORDS), max_size=10),
     complaints=st.lists(st.builds(Complaint, peer=WORDS), max_size=10),
     rebuilds=st.lists(st.builds(Rebuild, method=WORDS), max_size=3),
     samples=st.lists(st.builds(Sample, text=WORDS), max_size=3),

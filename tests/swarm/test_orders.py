@@ -91,6 +91,8 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
         assert re.search(r"the learning rate at step \d+ goes from .* to ", reply)
         await here.logged("a", "the run has other settings; joining again")
         newest = await here.committed(beyond=41)
+        log = here.processes.log("a").read_text()
+        assert log.count("joined as a-") == 2, "once under each settings"
         headers = [json.loads(path.open().readline()) for path in tmp_path.glob("*/ledger-*")]
         after = max(headers, key=lambda header: header.get("changes", 0))
         (earlier,) = after["earlier"]

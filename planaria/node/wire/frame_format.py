@@ -59,6 +59,7 @@ PAYLOAD_LIMIT: Final = 4 << 30  # bytes
 TENSOR_LIMIT: Final = 4096  # tensors in a frame
 DIMENSION_LIMIT: Final = 8
 NAME_LIMIT: Final = 64  # characters in the name of a field
+SEAT_LIMIT: Final = 192  # ... in the id of a seat, of which its node's takes up to 128
 EXTENT_LIMIT: Final = 1 << 48  # values of a tensor, were its empty dimensions of extent 1
 FORMS_NAMED: Final = 3  # in an error message
 UINT64: Final = 1 << 64
@@ -238,9 +239,9 @@ class Frame:
         if not isinstance(descriptors, list) or len(descriptors) > TENSOR_LIMIT:
             raise WireError(f"the descriptors are no list of at most {TENSOR_LIMIT}")
         for seat in seats:
-            if not isinstance(seat, str) or len(seat) > NAME_LIMIT:
+            if not isinstance(seat, str) or len(seat) > SEAT_LIMIT:
                 raise WireError(
-                    f"a seat is named by at most {NAME_LIMIT} characters, not {str(seat)[:80]!r}"
+                    f"a seat is named by at most {SEAT_LIMIT} characters, not {str(seat)[:80]!r}"
                 )
         parsed = [Descriptor.parse(raw) for raw in descriptors]
         frame = cls(kind, (view, attempt), fields, parsed, payload, *seats)

@@ -292,9 +292,9 @@ class Links(LinkTable):
 
     async def _dial_if_worth(self, node: str) -> None:
         """Dial a peer. A link that is relayed sleeps meanwhile, so look for the peer before."""
-        link = self.by_peer.get(node)
+        peer, link = self.members[node], self.by_peer.get(node)
         if link is None or link.connection is None or await self.look_for(node):
-            await self._dial(self.members[node])
+            await self._dial(peer)  # unless it has left meanwhile
         else:
             await asyncio.sleep(DIRECTLY)
 

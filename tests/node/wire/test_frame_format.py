@@ -245,7 +245,7 @@ def test_a_frame_comes_back_from_its_head_and_payload() -> None:
         (["state", 1, 1, {}, [[]], "1", "0"], "a descriptor is"),
         (["state", 1, 1, {"a": ["b" * 1000] * 70}, [], "1", "0"], "at most 65536"),
         (["state", 1, 1, {}, [], 1, "0"], "a seat is named by"),
-        (["state", 1, 1, {}, [], "1", "0" * 65], "a seat is named by"),
+        (["state", 1, 1, {}, [], "1", "0" * 193], "a seat is named by"),
     ],
 )
 def test_bad_heads_are_refused(head: object, why: str) -> None:

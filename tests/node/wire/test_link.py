@@ -25,6 +25,7 @@ from planaria.node.wire.frame_format import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.greetings import ADD, DIAL, PROTOCOL, Greetings
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
+from planaria.node.wire.relays import Relay
 from planaria.node.wire.session import DialRefused, Hello, Silence
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
@@ -758,6 +759,24 @@ async def test_a_link_does_not_rest_that_one_side_could_not_wake(
         before = b.links.bytes_in
         await until(lambda: b.links.bytes_in > before + 500)  # of heartbeats
         assert not (rest(a, "b") or rest(b, "a"))
+
+
+async def test_a_relayed_peer_that_leaves_while_it_is_looked_for_is_not_dialled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def look_for(links: Links, peer: str) -> bool:
+        links.set_peers(2, [a.peer(), c.peer()], ["c"])
+        return True
+
+    monkeypatch.setattr(Links, "look_for", look_for)
+    a, b, c = map(Node, "abc")
+    async with started(a, b, c, listen="abc"):
+        b.address = "127.0.0.1:1"
+        view(1, a, b, c)
+        for node in (a, b, c):
+            node.links.set_relays([Relay("a", "b", "c")])
+        await until(lambda: a.links.view == 2 and "b" not in a.links._dialling)
+    assert "crashed" not in caplog.text
 
 
 async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None:

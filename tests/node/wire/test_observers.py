@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,15 @@ async def test_who_may_not_ask_is_told_why(wrong: dict[str, str], why: str) -> N
         with pytest.raises(NoAnswerError, match=why):
             await client.pin("hidden/2", 5)
         assert not client.send("node/1", SHOWN)
+
+
+async def test_a_seat_of_a_node_with_the_longest_name_is_asked_by_frames() -> None:
+    seat = f"{'n' * 128}/10.100000"
+    async with node() as (_, address), asking(address) as client:
+        client.reach(seat, "node", address)
+        asked = replace(SHOWN, seat=seat, sender=seat)
+        assert client.send(seat, asked)
+        assert await client.heard.get() == (seat, asked)  # type: ignore[attr-defined]
 
 
 async def test_nobody_there_is_said() -> None:
