@@ -190,6 +190,22 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    "command, status", [("stop", 130), ("status", 130), ("status --watch", 0), ("page", 0)]
+)
+def test_only_what_goes_on_until_ctrl_c_succeeds_by_it(
+    command: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planaria.bootstrap.client.RegistryClient.check_one_run", interrupted)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(SystemExit) as end:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        app([*command.split(), "--join", place])
+    assert end.value.code == status
+
+
+@pytest.mark.parametrize(
     "command", ["up --out {out}", "bootstrap --listen 127.0.0.1:0 --run {out}", "page {out}"]
 )
 def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
