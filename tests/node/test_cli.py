@@ -220,6 +220,13 @@ def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
     assert not list(tmp_path.iterdir())
 
 
+def test_up_names_only_remedies_that_it_has_for_a_page_that_others_could_read() -> None:
+    result = CliRunner().invoke(app, ["up", "--http", "0.0.0.0:0"])
+    assert result.exit_code == 1
+    assert "planaria up shows its page on this machine only" in result.output
+    assert "--insecure" not in result.output and "--token" not in result.output
+
+
 REFUSED = {
     "--join nonsense": "has no port",
     "--join http://a:1": "begins with http://: leave that out",

@@ -25,7 +25,12 @@ def up_command(options: UpOptions) -> None:
     from planaria.node.run_file import PRIVATE, RunFile, load
 
     check_tracker(options.swarm.track)
-    Security().page_address(options.swarm.http, insecure=False)
+    page = Security().page_address(options.swarm.http, insecure=True)
+    if page is not None and not page.listen.is_loopback:
+        raise SwarmError(
+            f"--http {page.listen}: planaria up shows its page on this machine only. Give "
+            "127.0.0.1:PORT, and forward that port to where you look at it, for example by ssh -L"
+        )
     changes, losses = options.changes, options.losses
     if options.resume is not None:
         if options.save_dir is not None:
