@@ -194,6 +194,8 @@ async def serve(
                 description, tracked = await client.describe(), place.experiment
                 run = loads(description.run_file, "the registry's run file")
                 place, local = await prepare_place(named, folder, description, run, corpus, device)
+                if tracked is not None:
+                    tracked.tell({"run_file": description.run_file})
                 place = replace(place, experiment=tracked)
                 continue
             with suppress(TimeoutError):
