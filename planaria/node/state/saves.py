@@ -16,7 +16,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -243,9 +243,13 @@ class Saves:
             return replace(state, tensors=dict(read_tensors(path, file, fields, keep_tensors)))
 
 
-def find_saves(*folders: Path) -> list[SaveFile]:
-    """Saves of any stage and run in nodes' save folders, or in parents of those; the log names
-    unusable ones."""
+def _refuse(path: Path, why: str) -> None:
+    log.warning("refused a save: %s", why)
+
+
+def find_saves(*folders: Path, refuse: Callable[[Path, str], None] = _refuse) -> list[SaveFile]:
+    """Saves of any stage and run in nodes' save folders, or in parents of those. `refuse` gets
+    unusable ones, and why; the log names them."""
     saves = []
     for folder in folders:
         for path in sorted({*folder.glob("stage-*/step-*"), *folder.glob("*/stage-*/step-*")}):
@@ -254,7 +258,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
             try:
                 save = SaveFile.open(path)
             except SaveError as error:
-                log.warning("refused a save: %s", error)
+                refuse(path, str(error))
                 continue
             state_id = save.state.id
             if (f"stage-{state_id.stage}", file_name(state_id.age)) == (
@@ -264,7 +268,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
                 saves.append(save)
             else:
                 contents = f"{file_name(state_id.age)} of stage {state_id.stage}"
-                log.warning("refused a save: %s contains %s", path, contents)
+                refuse(path, f"{path} contains {contents}")
     return saves
 
 
