@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Replay(PageSource):
         self._begin()
 
     def _begin(self) -> None:
-        self._next = 0
+        self._next, self._shown = 0, -math.inf
         self._scene = Scene(self.run)
 
     def now(self) -> dict[str, Any]:
@@ -56,8 +57,9 @@ class Replay(PageSource):
 
     def at(self, moment: float) -> dict[str, Any]:
         """The page's state at that moment; see `page_state`."""
-        if self._next and moment < self._all[self._next - 1][0]:
+        if moment < self._shown:
             self._begin()
+        self._shown = moment
         while self._next < len(self._all) and self._all[self._next][0] <= moment:
             self._scene.play(self._all[self._next][1])
             self._next += 1

@@ -89,6 +89,9 @@ def test_back_is_as_good_as_forth() -> None:
 def test_money_is_that_of_then() -> None:
     # A node costs 1 a second: there are 2 from 1.0 to 4.0, 1 until 5.0 and 2 until 6.0.
     assert replay().at(6.0)["progress"]["spent"] == pytest.approx(2 * 3.0 + 1 + 2 * 1.0, abs=0.01)
+    run, moments = replay(), (6.1, 6.9, 6.2, 6.9)  # between two events
+    spent = [run.at(moment)["progress"]["spent"] for moment in moments]
+    assert spent == [replay().at(moment)["progress"]["spent"] for moment in moments]
 
 
 def test_a_folder_is_read_while_it_is_written_and_afterwards(tmp_path: Path) -> None:
