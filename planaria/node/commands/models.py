@@ -245,7 +245,7 @@ def _check_model(folder: Path) -> None:
 
 
 def _show(text: str) -> None:
-    console.print(text, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 @flattened
