@@ -17,6 +17,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from planaria.bootstrap.enrolment_pb2 import EnrolledReply
+from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription
 from planaria.node import cli
 from planaria.node.cli import BY_USE, app
 from planaria.node.launch import supervisor
@@ -203,6 +205,25 @@ def test_only_what_goes_on_until_ctrl_c_succeeds_by_it(
         place = f"127.0.0.1:{server.getsockname()[1]}"
         app([*command.split(), "--join", place])
     assert end.value.code == status
+
+
+def test_members_have_addresses_of_ipv6_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answered(client: object, *_: object) -> object:
+        return EnrolledReply()
+
+    async def described(client: object) -> Description:
+        member = Member(node="box", address="[fd00::1]:7401")
+        return Description(members=[MemberDescription(member=member, instance="aa")])
+
+    async def one_run(client: object) -> None: ...
+
+    registry = "planaria.bootstrap.client.RegistryClient"
+    monkeypatch.setattr(f"{registry}.check_one_run", one_run)
+    monkeypatch.setattr(f"{registry}.command", answered)
+    monkeypatch.setattr(f"{registry}.describe", described)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        assert "[fd00::1]:7401" in listed("members", "--join", place)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Column, Table
 
 from planaria.node.commands.terminal import console, interruptible, say, tracking
@@ -59,7 +60,7 @@ def data_prepare(
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
         if not written:
-            console.print(f"{out} already has this data")
+            say(f"{out} already has this data")
         _print_corpus(corpus)
     if options.tokenizer is None and corpus.vocabulary < options.vocabulary:
         say(
@@ -156,7 +157,7 @@ def _print_data_of_run(file: Path) -> None:
     for path, share in zip(corpus_folders(run.data), shares, strict=True):
         trained = run.steps * run.training.batch * share.turns / turns
         table.add_row(
-            str(path),
+            escape(str(path)),
             f"{share.turns / turns:.1%}",
             f"{share.samples:,}",
             f"{trained:,.0f}",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from planaria.bootstrap import enrolment_pb2 as pb
@@ -127,7 +128,7 @@ def members_command(join: Join, security: Security) -> None:
                 instance,
                 "banned" if instance in listed.banned else role,
                 readable(member.node) if member else "",
-                readable(member.address) if member else "",
+                escape(readable(member.address)) if member else "",
                 entry.invite if entry else "",
             )
         console.print(table)

@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def test_preparing_again_changes_nothing(data: Path) -> None:
     result = planaria("data", "prepare", PERSUASION, "--out", data, "--vocabulary", 400)
     assert result.exit_code == 1
     assert "--force" in result.stderr
+
+
+def test_a_folder_is_named_as_it_is(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    folder, run = tmp_path / "[en]", tmp_path / "run.toml"
+    shutil.copytree(data, folder)
+    run.write_text(f'[data]\npath = "{folder}"\n')
+    again = planaria("data", "prepare", PERSUASION, "--out", folder, "--vocabulary", 512)
+    assert f"{folder} already has this data" in again.output
+    assert f" {folder} " in planaria("data", "inspect", run).output
 
 
 def test_what_was_read_and_left_out_is_said(tmp_path: Path) -> None:
