@@ -41,7 +41,8 @@ def up_command(options: UpOptions) -> None:
         resumed = read_plan(options.resume, options.data or ())
         file, run = options.run_file, resumed.run
         wanted = changes.applied_to(run if file is None else with_settings_of(load(file), run))
-        plan = resumed._replace(out=options.out or resumed.out, at=options.at)
+        device = options.device or resumed.device
+        plan = resumed._replace(out=options.out or resumed.out, at=options.at, device=device)
         run = continued_run(resumed.kept._replace(out=plan.out), wanted, options.at is not None)
         plan = plan._replace(run=run.model_copy(update={PRIVATE: wanted.notify}))
     else:
@@ -54,7 +55,8 @@ def up_command(options: UpOptions) -> None:
         run = changes.applied_to(RunFile() if file is None else load(file))
         shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
         with shown as progress:
-            plan = plan_run(run, options.out, options.save_dir, options.device, say, progress)
+            device = options.device or "auto"
+            plan = plan_run(run, options.out, options.save_dir, device, say, progress)
     plan = plan._replace(options=options.swarm)
     kills = [parse_kill(text, plan.run) for text in losses.kill or []]
     drawn = choose_losses(plan.run, losses.loss_rate, losses.trace, losses.speedup)
