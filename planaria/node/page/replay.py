@@ -84,7 +84,7 @@ class Scene:
         self.nodes: dict[str, pb.Member] = {}
         self._steps: dict[str, int] = {}  # seat -> newest step in its weights
         self._seats: dict[str, int] = {}  # seat -> stage
-        self._processes: dict[int, str] = {}  # process id -> its newest node
+        self._processes: dict[tuple[str, int], str] = {}  # host, process id -> its newest node
         self._driver = ""
         self._ending = False
 
@@ -114,8 +114,8 @@ class Scene:
         node = node_of(entry.node or "")
         match entry.event:
             case events.Joined(pid=pid, host=host) if entry.node is not None:
-                self._drop(self._processes.get(pid, ""))
-                self._processes[pid] = node
+                self._drop(self._processes.get((host, pid), ""))
+                self._processes[host, pid] = node
                 self.nodes[node] = pb.Member(node=node, host=host)
             case events.Serving(stage=stage, device=device) if node in self.nodes:
                 self.nodes[node].device = device or ""

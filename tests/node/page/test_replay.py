@@ -107,6 +107,17 @@ def test_of_a_resumed_run_only_the_nodes_since_then_are_there(ended: bool) -> No
     assert shown["progress"]["spent"] == pytest.approx(2 * (8.0 if ended else 2.0) + 2 * 2.0)
 
 
+def test_processes_of_two_hosts_may_have_one_number() -> None:
+    """In containers, each node's process has the same."""
+    hosts = {"aaaa": "box", "bbbb": "vm"}
+    part = [each for each in EVENTS if each["time"] < 4.0]
+    part = [
+        each | {"pid": 1, "host": hosts[each["node"]]} if "host" in each else each for each in part
+    ]
+    shown = Replay(RUN, part, [], "mine").now()
+    assert states(shown) == [("running", ["aaaa"]), ("running", ["bbbb"])]
+
+
 def test_a_registry_that_is_replaced_leaves_the_nodes() -> None:
     exited = event(3.1, "up", "exited", slot="registry", pid=1, log="l", how="died") | {
         "node": None
