@@ -207,13 +207,20 @@ def test_only_what_goes_on_until_ctrl_c_succeeds_by_it(
     assert end.value.code == status
 
 
-def test_members_have_addresses_of_ipv6_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("node", ["box", "a-host-with-a-long-name-7f3a1c"])
+def test_members_have_whole_instances_and_addresses(
+    node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns: `planaria allow` needs the instance."""
+    instance = "0123456789abcdef0123456789abcdef"
+    monkeypatch.setenv("COLUMNS", "80")
+
     async def answered(client: object, *_: object) -> object:
         return EnrolledReply()
 
     async def described(client: object) -> Description:
-        member = Member(node="box", address="[fd00::1]:7401")
-        return Description(members=[MemberDescription(member=member, instance="aa")])
+        member = Member(node=node, address="[fd00::1]:7401")
+        return Description(members=[MemberDescription(member=member, instance=instance)])
 
     async def one_run(client: object) -> None: ...
 
@@ -223,7 +230,8 @@ def test_members_have_addresses_of_ipv6_as_they_are(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(f"{registry}.describe", described)
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
-        assert "[fd00::1]:7401" in listed("members", "--join", place)
+        output = listed("members", "--join", place)
+    assert instance in output and "[fd00::1]" in output
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from planaria.bootstrap import enrolment_pb2 as pb
 from planaria.bootstrap.escaping import readable
@@ -119,7 +119,8 @@ def members_command(join: Join, security: Security) -> None:
         described = await client.describe()
         members = {entry.instance: entry.member for entry in described.members}
         enrolled = {entry.instance: entry for entry in listed.enrolled}
-        table = Table("instance", "as", "node", "address", "invite")
+        folded = (Column(name, overflow="fold") for name in ("as", "node", "address", "invite"))
+        table = Table(Column("instance", no_wrap=True), *folded)
         for instance in dict.fromkeys([*members, *enrolled, *listed.banned]):
             member, entry = members.get(instance), enrolled.get(instance)
             own_role = "owner" if member and member.owner else "node"
