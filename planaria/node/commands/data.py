@@ -149,7 +149,7 @@ def _print_data_of_run(file: Path) -> None:
     run = resolve(load(file))
     data, config = open_data(run.data), run.model.config
     table = Table(
-        "corpus",
+        Column("corpus", overflow="fold"),
         *(Column(name, justify="right") for name in ("share", "samples", "trained on", "epochs")),
     )
     shares = data.shares(config.context)

@@ -52,13 +52,14 @@ def test_preparing_again_changes_nothing(data: Path) -> None:
 def test_a_folder_is_named_as_it_is(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("COLUMNS", "80")
     folder, run = tmp_path / "[en]", tmp_path / "run.toml"
     shutil.copytree(data, folder)
     run.write_text(f'[data]\npath = "{folder}"\n')
     again = planaria("data", "prepare", PERSUASION, "--out", folder, "--vocabulary", 512)
     assert f"{folder} already has this data" in again.output
-    assert f" {folder} " in planaria("data", "inspect", run).output
+    rows = [line.split("│") for line in planaria("data", "inspect", run).output.splitlines()]
+    assert "".join(row[1].strip() for row in rows if len(row) == 7) == str(folder)
 
 
 def test_what_was_read_and_left_out_is_said(tmp_path: Path) -> None:
