@@ -155,7 +155,7 @@ def _print_data_of_run(file: Path) -> None:
     shares = data.shares(config.context)
     turns = sum(share.turns for share in shares)
     for path, share in zip(corpus_folders(run.data), shares, strict=True):
-        trained = run.steps * run.training.batch * share.turns / turns
+        trained = run.batches.samples_until(run.steps) * share.turns / turns
         table.add_row(
             escape(str(path)),
             f"{share.turns / turns:.1%}",

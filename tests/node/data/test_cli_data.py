@@ -49,6 +49,16 @@ def test_preparing_again_changes_nothing(data: Path) -> None:
     assert "--force" in result.stderr
 
 
+def test_a_runs_samples_are_those_of_its_batches(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'steps = 50\n[data]\npath = "{data}"\n[training]\nbatch = 6\nmicrobatch = 3\n'
+        '[[changes]]\nstep = 4\nwas = ["training.batch=8", "training.microbatch=2"]\n'
+    )
+    output = planaria("data", "inspect", run).output
+    assert re.search(rf"│ +{4 * 8 + 46 * 6} │", output), output
+
+
 def test_a_folder_is_named_as_it_is(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
