@@ -480,6 +480,11 @@ def _known_policy(name: str) -> str:
     return name
 
 
+def _none_if_empty(value: Any) -> Any:
+    """None for the value of `KEY=`, as a change of settings notes that there was none."""
+    return None if value == "" else value
+
+
 class RecoverySection(Section):
     """What to do when a whole stage is lost."""
 
@@ -490,7 +495,7 @@ class RecoverySection(Section):
     masking: Literal["reassign", "abort"] = Field(
         default="reassign", description="when a stage keeps a replica"
     )
-    wait_for_saves: float | None = Field(
+    wait_for_saves: Annotated[float | None, BeforeValidator(_none_if_empty)] = Field(
         default=None,
         ge=0,
         le=86_400,
@@ -899,8 +904,9 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def format_setting(key: str, value: Any) -> str:
-    """A setting as KEY=VALUE, as `parse_setting` reads it; `key` with dots."""
-    return f"{key}={tomli_w.dumps({'value': value}).partition('=')[2].strip()}"
+    """A setting as KEY=VALUE, as `parse_setting` reads it; `key` with dots. None is `KEY=`."""
+    written = "" if value is None else tomli_w.dumps({"value": value}).partition("=")[2].strip()
+    return f"{key}={written}"
 
 
 def flatten(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:

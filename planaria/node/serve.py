@@ -53,6 +53,7 @@ from planaria.node.machine.device import (
     memory_of,
     why_no_bf16,
 )
+from planaria.node.machine.processes import stop_signals
 from planaria.node.model import learning_rate
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint
@@ -130,9 +131,11 @@ async def serve(
 
         departure = Departure()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            name = signal.Signals(number).name
-            loop.add_signal_handler(number, departure.tell, options.grace, name)
+
+        def signalled(stop: asyncio.Future[int]) -> None:
+            departure.tell(options.grace, signal.Signals(stop.result()).name)
+
+        stop_signals().add_done_callback(signalled)
 
         def noticed(notice: Notice) -> None:
             departure.tell(notice.grace(options.grace), notice.event)
@@ -195,6 +198,8 @@ async def serve(
                 description, tracked = await client.describe(), place.experiment
                 run = loads(description.run_file, "the registry's run file")
                 place, local = await prepare_place(named, folder, description, run, corpus, device)
+                if tracked is not None:
+                    tracked.tell({"run_file": description.run_file})
                 place = replace(place, experiment=tracked)
                 continue
             with suppress(TimeoutError):

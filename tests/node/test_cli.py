@@ -17,6 +17,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from planaria.bootstrap.enrolment_pb2 import EnrolledReply
+from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription
 from planaria.node import cli
 from planaria.node.cli import BY_USE, app
 from planaria.node.launch import supervisor
@@ -190,6 +192,49 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    "command, status", [("stop", 130), ("status", 130), ("status --watch", 0), ("page", 0)]
+)
+def test_only_what_goes_on_until_ctrl_c_succeeds_by_it(
+    command: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planaria.bootstrap.client.RegistryClient.check_one_run", interrupted)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(SystemExit) as end:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        app([*command.split(), "--join", place])
+    assert end.value.code == status
+
+
+@pytest.mark.parametrize("node", ["box", "a-host-with-a-long-name-7f3a1c"])
+def test_members_have_whole_instances_and_addresses(
+    node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns: `planaria allow` needs the instance."""
+    instance = "0123456789abcdef0123456789abcdef"
+    monkeypatch.setenv("COLUMNS", "80")
+
+    async def answered(client: object, *_: object) -> object:
+        return EnrolledReply()
+
+    async def described(client: object) -> Description:
+        member = Member(node=node, address="[fd00::1]:7401")
+        return Description(members=[MemberDescription(member=member, instance=instance)])
+
+    async def one_run(client: object) -> None: ...
+
+    registry = "planaria.bootstrap.client.RegistryClient"
+    monkeypatch.setattr(f"{registry}.check_one_run", one_run)
+    monkeypatch.setattr(f"{registry}.command", answered)
+    monkeypatch.setattr(f"{registry}.describe", described)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        output = listed("members", "--join", place)
+    assert instance in output and "[fd00::1]" in output
+
+
+@pytest.mark.parametrize(
     "command", ["up --out {out}", "bootstrap --listen 127.0.0.1:0 --run {out}", "page {out}"]
 )
 def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
@@ -202,6 +247,13 @@ def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
     assert result.exit_code == 1
     assert f"can't serve HTTP at {taken}" in result.output and "--http HOST:PORT" in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_up_names_only_remedies_that_it_has_for_a_page_that_others_could_read() -> None:
+    result = CliRunner().invoke(app, ["up", "--http", "0.0.0.0:0"])
+    assert result.exit_code == 1
+    assert "planaria up shows its page on this machine only" in result.output
+    assert "--insecure" not in result.output and "--token" not in result.output
 
 
 REFUSED = {

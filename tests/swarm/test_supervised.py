@@ -118,8 +118,9 @@ def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited
         asked = ["node", "--join", join, *place.folders, "--restart", "no"]
         nodes = [place.start(f"node-{n}", *asked) for n in range(3)]
         place.until(lambda: place.lines.events("finished", "out/*/events-*.jsonl"))
-        for node in nodes:
-            node.terminate()
+        signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+        for node, number in zip(nodes, signals, strict=True):
+            node.send_signal(number)
         assert [node.wait(DEADLINE) for node in nodes] == [0, 0, 0]
     finally:
         place.end()

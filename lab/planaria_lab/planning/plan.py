@@ -228,7 +228,7 @@ def plan(options: PlanOptions) -> None:
         _print_replayed(replayed)
     if out is not None:
         hint = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
-        console.print(hint, soft_wrap=True, markup=False, emoji=False)
+        console.print(hint, soft_wrap=True, markup=False)
 
 
 # --- traces
@@ -464,7 +464,7 @@ def _print_stages(question: Question, plan: Candidate) -> None:
     used = {*chain.from_iterable(plan.nodes)}
     if unused := [machine for machine in question.machines if machine not in used]:
         text = f"not needed: {_named(unused)}"
-        console.print(text, soft_wrap=True, markup=False, emoji=False)
+        console.print(text, soft_wrap=True, markup=False)
 
 
 def _named(machines: Sequence[Machine]) -> str:
@@ -525,7 +525,7 @@ def _print_others(result: Answer) -> None:
         )
     console.print(sheet)
     for line in result.refused[:3]:
-        console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)
+        console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False)
     if len(result.refused) > 3:
         console.print(f"{len(result.refused) - 3} more don't fit")
 

@@ -4,7 +4,7 @@ With R replicas, sorted by node id, replica i owns the i-th of R equal parts of 
 Each replica sends its values of a part to the owner. The owner adds them in the order of the node
 ids and sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner
 also goes on with the decoded bits: replicas stay bit-identical. Error feedback (error_feedback.py)
-adds what int8 and lowrank leave out, of a contribution and of a sum, to the next step.
+adds what int8, int4 and lowrank leave out, of contributions and sums, to the next step.
 
 More than eight replicas are laid out in rows (bootstrap/neighbours.py). Each then needs about 2
 sqrt(R) links instead of R. In each row the same parts have an owner, which adds up its row's

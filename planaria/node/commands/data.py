@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Column, Table
 
 from planaria.node.commands.terminal import console, interruptible, say, tracking
@@ -59,7 +60,7 @@ def data_prepare(
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
         if not written:
-            console.print(f"{out} already has this data")
+            say(f"{out} already has this data")
         _print_corpus(corpus)
     if options.tokenizer is None and corpus.vocabulary < options.vocabulary:
         say(
@@ -148,15 +149,15 @@ def _print_data_of_run(file: Path) -> None:
     run = resolve(load(file))
     data, config = open_data(run.data), run.model.config
     table = Table(
-        "corpus",
+        Column("corpus", overflow="fold"),
         *(Column(name, justify="right") for name in ("share", "samples", "trained on", "epochs")),
     )
     shares = data.shares(config.context)
     turns = sum(share.turns for share in shares)
     for path, share in zip(corpus_folders(run.data), shares, strict=True):
-        trained = run.steps * run.training.batch * share.turns / turns
+        trained = run.batches.samples_until(run.steps) * share.turns / turns
         table.add_row(
-            str(path),
+            escape(str(path)),
             f"{share.turns / turns:.1%}",
             f"{share.samples:,}",
             f"{trained:,.0f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,7 +47,8 @@ def status_command(
     from planaria.node.page.status_page import status
 
     credentials = credentials_for(join, security)
-    ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
+    with suppress(KeyboardInterrupt) if watch else nullcontext():
+        ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
 
 
 @flattened
@@ -81,7 +82,8 @@ def logs_command(
         say = partial(console.out, highlight=False)
         await print_logs(client, converse, node, lines, follow, say)
 
-    ask_registry(join, credentials, show)
+    with suppress(KeyboardInterrupt) if follow else nullcontext():
+        ask_registry(join, credentials, show)
 
 
 @flattened
@@ -161,7 +163,8 @@ def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
     async def follow(client: RegistryClient) -> None:
         await serve_remote(client, place, partial(_print_address, "the run"))
 
-    ask_registry(join, credentials, follow)
+    with suppress(KeyboardInterrupt):
+        ask_registry(join, credentials, follow)
 
 
 def _print_address(subject: str, url: str) -> None:

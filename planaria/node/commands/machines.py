@@ -279,6 +279,6 @@ def doctor_command(options: DoctorOptions) -> None:
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for about, verdict, text in finding_lines(all_findings):
         line = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(text)}"
-        console.print(line, soft_wrap=True, highlight=False, emoji=False)
+        console.print(line, soft_wrap=True, highlight=False)
     if (status := worst_grade(all_findings)) is not Grade.OK:
         raise typer.Exit(int(status))

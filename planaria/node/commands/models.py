@@ -211,17 +211,13 @@ def _reply_living(
     the first reply. Raises KeyboardInterrupt when the reply is interrupted."""
     from planaria.node.hugging_face.through_swarm import reply_living
 
-    complete = False
-
     async def ask(client: RegistryClient) -> None:
-        nonlocal complete
-        await reply_living(client, credentials, data, reply, _show, downloads)
-        complete = True
+        try:
+            await reply_living(client, credentials, data, reply, _show, downloads)
+        finally:
+            console.print()
 
     ask_registry(join, credentials, ask)
-    console.print()
-    if not complete:
-        raise KeyboardInterrupt
 
 
 def _converse(answer: Callable[[str], None]) -> None:
@@ -249,7 +245,7 @@ def _check_model(folder: Path) -> None:
 
 
 def _show(text: str) -> None:
-    console.print(text, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 @flattened

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from planaria.bootstrap import enrolment_pb2 as pb
 from planaria.bootstrap.escaping import readable
@@ -118,7 +119,8 @@ def members_command(join: Join, security: Security) -> None:
         described = await client.describe()
         members = {entry.instance: entry.member for entry in described.members}
         enrolled = {entry.instance: entry for entry in listed.enrolled}
-        table = Table("instance", "as", "node", "address", "invite")
+        folded = (Column(name, overflow="fold") for name in ("as", "node", "address", "invite"))
+        table = Table(Column("instance", no_wrap=True), *folded)
         for instance in dict.fromkeys([*members, *enrolled, *listed.banned]):
             member, entry = members.get(instance), enrolled.get(instance)
             own_role = "owner" if member and member.owner else "node"
@@ -127,7 +129,7 @@ def members_command(join: Join, security: Security) -> None:
                 instance,
                 "banned" if instance in listed.banned else role,
                 readable(member.node) if member else "",
-                readable(member.address) if member else "",
+                escape(readable(member.address)) if member else "",
                 entry.invite if entry else "",
             )
         console.print(table)

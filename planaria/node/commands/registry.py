@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -76,7 +75,7 @@ def ask_registry(
     credentials: Credentials,
     question: Callable[[RegistryClient], Coroutine[object, object, None]],
 ) -> None:
-    """Ask the registry, without a time limit, until it has answered or Ctrl-C."""
+    """Ask the registry, without a time limit, until it has answered. Raises KeyboardInterrupt."""
     from planaria.bootstrap.client import RegistryClient
     from planaria.node.launch.enrolled import addresses_of, renewed
 
@@ -92,8 +91,7 @@ def ask_registry(
         finally:
             await client.close()
 
-    with suppress(KeyboardInterrupt):
-        run_on_loop(ask())
+    run_on_loop(ask())
 
 
 def run_on_loop(work: Coroutine[object, object, T]) -> T:

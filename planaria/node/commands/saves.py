@@ -75,21 +75,25 @@ def saves_command(
     ] = None,
 ) -> None:
     """List a run's saves: which steps are complete, and their sizes."""
-    from planaria.node.report.log_stream import begin_log
     from planaria.node.state.saves import find_saves
     from planaria.node.state.stage_state import SaveError
 
-    begin_log()
     places = [place for folder in folders for place in (folder, *_save_places(folder))]
     steps: dict[str, dict[int, list[SaveFile]]] = {}
-    damaged = 0
-    for save in {save.path.resolve(): save for save in find_saves(*places)}.values():
+    damaged = set[Path]()
+
+    def refuse(path: Path, why: str) -> None:
+        if path.exists() and path.resolve() not in damaged:  # a run that goes on removes saves
+            warn(why)
+            damaged.add(path.resolve())
+
+    found = {save.path.resolve(): save for save in find_saves(*places, refuse=refuse)}
+    for save in found.values():
         if verify:
             try:
                 save.check()
             except SaveError as error:
-                warn(str(error))
-                damaged += 1
+                refuse(save.path, str(error))
                 continue
         steps.setdefault(save.run, {}).setdefault(save.state.id.step, []).append(save)
     if not steps and not damaged:
@@ -144,7 +148,7 @@ def _prune(steps: Mapping[str, dict[int, list[SaveFile]]], keep: int) -> None:
 
 
 def _megabytes(saves: Iterable[SaveFile]) -> str:
-    return f"{sum(save.path.stat().st_size for save in saves) / 1e6:,.1f}"
+    return f"{sum(save.size for save in saves) / 1e6:,.1f}"
 
 
 def _save_places(folder: Path) -> list[Path]:

@@ -59,12 +59,12 @@ def fail(why: str) -> NoReturn:
 
 
 def warn(text: str) -> None:
-    errors.print(text, style="yellow", markup=False, highlight=False, emoji=False, soft_wrap=True)
+    errors.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(why: str) -> None:
     text = f"[bold red]error:[/] {escape(why)}"
-    errors.print(text, soft_wrap=True, highlight=False, emoji=False)
+    errors.print(text, soft_wrap=True, highlight=False)
 
 
 @contextmanager

@@ -25,7 +25,12 @@ def up_command(options: UpOptions) -> None:
     from planaria.node.run_file import PRIVATE, RunFile, load
 
     check_tracker(options.swarm.track)
-    Security().page_address(options.swarm.http, insecure=False)
+    page = Security().page_address(options.swarm.http, insecure=True)
+    if page is not None and not page.listen.is_loopback:
+        raise SwarmError(
+            f"--http {page.listen}: planaria up shows its page on this machine only. Give "
+            "127.0.0.1:PORT, and forward that port to where you look at it, for example by ssh -L"
+        )
     changes, losses = options.changes, options.losses
     if options.resume is not None:
         if options.save_dir is not None:
@@ -36,7 +41,8 @@ def up_command(options: UpOptions) -> None:
         resumed = read_plan(options.resume, options.data or ())
         file, run = options.run_file, resumed.run
         wanted = changes.applied_to(run if file is None else with_settings_of(load(file), run))
-        plan = resumed._replace(out=options.out or resumed.out, at=options.at)
+        device = options.device or resumed.device
+        plan = resumed._replace(out=options.out or resumed.out, at=options.at, device=device)
         run = continued_run(resumed.kept._replace(out=plan.out), wanted, options.at is not None)
         plan = plan._replace(run=run.model_copy(update={PRIVATE: wanted.notify}))
     else:
@@ -49,7 +55,8 @@ def up_command(options: UpOptions) -> None:
         run = changes.applied_to(RunFile() if file is None else load(file))
         shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
         with shown as progress:
-            plan = plan_run(run, options.out, options.save_dir, options.device, say, progress)
+            device = options.device or "auto"
+            plan = plan_run(run, options.out, options.save_dir, device, say, progress)
     plan = plan._replace(options=options.swarm)
     kills = [parse_kill(text, plan.run) for text in losses.kill or []]
     drawn = choose_losses(plan.run, losses.loss_rate, losses.trace, losses.speedup)

@@ -159,17 +159,21 @@ async def _in_time(
         return UnknownFact(f"{subject} has not answered in {seconds:.3g} s")
 
 
-async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
+async def _in_thread(work: Callable[..., T], *arguments: object) -> T | UnknownFact:
     """Run `work` in a daemon thread: a hanging disk must not delay the process's end."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: asyncio.Future[T | UnknownFact] = loop.create_future()
 
-    def settle(result: T) -> None:
+    def settle(result: T | UnknownFact) -> None:
         if not done.done():
             done.set_result(result)
 
     def run() -> None:
-        result = work(*arguments)
+        result: T | UnknownFact
+        try:
+            result = work(*arguments)
+        except OSError as error:
+            result = UnknownFact(str(error), Grade.PROBLEM)
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result)
 

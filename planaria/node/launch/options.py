@@ -157,11 +157,12 @@ def parse_name(text: str) -> str:
 
 
 MACHINE = "This machine"
+DEVICES = "auto|cpu|cuda:N|mps|xpu:N"
 OneDevice = Annotated[
     str,
     typer.Option(
         parser=parse_device,
-        metavar="auto|cpu|cuda:N|mps|xpu:N",
+        metavar=DEVICES,
         help="Device to compute on.",
         rich_help_panel=MACHINE,
     ),

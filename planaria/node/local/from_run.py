@@ -15,12 +15,17 @@ from planaria.node.run_file import RunFile, override
 def begin_from_run(run: RunFile, say: Callable[[str], object], track: Track) -> RunFile:
     """The run file, with a model's folder in place of another run's, where it names one: the model
     is exported beside that run's results, once. Raises SwarmError, ExportError, CorpusError."""
-    folder, _, step = (run.model.origin or "").partition("@")
-    if not folder or not (Path(folder) / PLAN).is_file():
+    origin = run.model.origin or ""
+    folder, _, step = (origin, "", "") if _is_run(origin) else origin.rpartition("@")
+    if not _is_run(folder):
         return run
     if step and not (step.isascii() and step.isdigit()):
         raise SwarmError(f"model.from = {run.model.origin}: write {folder}@800 for step 800")
     return override(run, model__from=str(_export_once(Path(folder), step, say, track)))
+
+
+def _is_run(folder: str) -> bool:
+    return folder != "" and (Path(folder) / PLAN).is_file()
 
 
 def _export_once(folder: Path, step: str, say: Callable[[str], object], track: Track) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from planaria.node.launch.errors import SwarmError
 from planaria.node.local.plan import SwarmPlan
-from planaria.node.machine.cores import available_cores
+from planaria.node.machine.cores import available_cores, total_memory
 from planaria.node.model.shape import COMPUTED, VALUE, trained_shapes
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved_bytes
@@ -61,8 +60,7 @@ class MachineSize(NamedTuple):
 
     @classmethod
     def this(cls) -> MachineSize:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(memory, available_cores())
+        return cls(total_memory(), available_cores())
 
 
 class SwarmNeeds(NamedTuple):

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from planaria.node.launch.options import (
+    DEVICES,
     FILES,
     LOOPBACK,
     MACHINE,
     Http,
     Log,
-    OneDevice,
     Price,
     Seats,
     Tracked,
+    parse_device,
 )
 from planaria.recovery.policy import POLICIES
 
@@ -198,5 +199,14 @@ class UpOptions:
             help="With --resume: go back to the saves of this step. `planaria saves` lists them.",
         ),
     ] = None
-    device: OneDevice = "auto"
+    device: Annotated[
+        str | None,
+        typer.Option(
+            parser=parse_device,
+            metavar=DEVICES,
+            show_default="auto; with --resume, as before",
+            help="Device to compute on.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None
     swarm: SwarmOptions

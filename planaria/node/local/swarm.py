@@ -270,6 +270,7 @@ class _Swarm:
                     self.run_text = self.description.run_file
                     self.run = loads(self.run_text)
                     self.story.steps = self.run.steps
+                    self._keep({"run_file": self.run_text})
             await asyncio.sleep(DESCRIBE)
 
     def _awaited(self) -> str:
@@ -356,7 +357,7 @@ class _Swarm:
                     self.screen.say(*news)
 
     def _keep(self, line: Mapping[str, Any]) -> None:
-        """Pass a line of a log on to the experiment tracker."""
+        """Pass a line of a log, or a changed run file, on to the experiment tracker."""
         if self.experiment is not None:
             self.experiment.tell(line)
             if self.experiment_works and self.experiment.trouble:

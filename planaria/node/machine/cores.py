@@ -1,4 +1,4 @@
-"""Number of processors available to this process."""
+"""Processors and memory available to this process."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def available_cores(root: Path = Path("/")) -> int:
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError, ZeroDivisionError):  # no such file, or no quota ("max")
         return cores
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """The machine's memory in bytes, limited by its container's (`memory.max` of cgroups, version
+    2). `root`: of the files."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(memory, int((root / "sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or no limit ("max")
+        return memory

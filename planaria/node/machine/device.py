@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Final
 
 import torch
 from torch.nn import functional
+
+from planaria.node.machine.cores import total_memory
 
 SPEED_TAKES: Final = 0.1
 """Seconds of one speed measurement: the period of a CPU quota in Linux."""
@@ -59,11 +60,11 @@ def why_no_bf16(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Total memory of the device in bytes; MPS uses the machine's."""
+    """Total memory of the device in bytes; a CPU and MPS use the machine's."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     if properties is not None:
         return int(properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total_memory()
 
 
 def empty_pinned(like: torch.Tensor) -> torch.Tensor:

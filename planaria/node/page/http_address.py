@@ -36,7 +36,8 @@ class PageAddress:
         if not (self.listen.is_loopback or self.insecure or (self.token and self.keys)):
             raise CredentialsError(
                 f"{self.option} {self.listen} can be reached from other machines: give --token and "
-                "TLS, serve it on 127.0.0.1, or accept that others may read it with --insecure"
+                "TLS, serve it on 127.0.0.1, or accept that others may read it with --insecure "
+                "(planaria bootstrap: --insecure-http, with which nodes keep TLS)"
             )
         self.bind().close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Replay(PageSource):
         self._begin()
 
     def _begin(self) -> None:
-        self._next = 0
+        self._next, self._shown = 0, -math.inf
         self._scene = Scene(self.run)
 
     def now(self) -> dict[str, Any]:
@@ -56,13 +57,14 @@ class Replay(PageSource):
 
     def at(self, moment: float) -> dict[str, Any]:
         """The page's state at that moment; see `page_state`."""
-        if self._next and moment < self._all[self._next - 1][0]:
+        if moment < self._shown:
             self._begin()
+        self._shown = moment
         while self._next < len(self._all) and self._all[self._next][0] <= moment:
             self._scene.play(self._all[self._next][1])
             self._next += 1
         history = self._scene.history
-        history.count_node_seconds(len(self._scene.nodes), moment)
+        self._scene.count_node_seconds(moment)
         rate = history.story.tokens_per_second
         began, ended = self.span
         when = Moment(moment, began, ended if moment >= ended else None, rate, self.price)
@@ -74,31 +76,46 @@ class Scene:
 
     def __init__(self, run: RunFile) -> None:
         self.history = History(run.steps)
+        self._exited = False  # the registry, with no start since
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        """Begin a start of the swarm, as `parts_of_run` does: no node is left of the one before."""
         self.nodes: dict[str, pb.Member] = {}
         self._steps: dict[str, int] = {}  # seat -> newest step in its weights
         self._seats: dict[str, int] = {}  # seat -> stage
-        self._processes: dict[int, str] = {}  # process id -> its newest node
+        self._processes: dict[tuple[str, int], str] = {}  # host, process id -> its newest node
         self._driver = ""
         self._ending = False
 
     def play(self, line: Mapping[str, Any]) -> None:
         """Apply an event or a ledger line."""
-        self.history.count_node_seconds(len(self.nodes), float(line["time"]))
+        entry = events.parse(line) if "kind" in line else None
+        match entry and entry.event:
+            case events.Started(slot="registry"):
+                if not self._exited:
+                    self._begin_part()
+                self._exited = False
+            case events.Exited(slot=slot):
+                self._exited = slot == "registry"
+        self.count_node_seconds(float(line["time"]))
         if "kind" not in line:
             self.history.record(Line(**line))  # type: ignore[typeddict-item]
-            return
-        entry = events.parse(line)
-        if entry is not None:
+        elif entry is not None:
             self._hear(entry)
             if not self._ending or isinstance(entry.event, _AT_THE_END):
                 self.history.hear(entry)
+
+    def count_node_seconds(self, now: float) -> None:
+        """Count the node-seconds since the last call, until the swarm is being ended."""
+        self.history.count_node_seconds(0 if self._ending else len(self.nodes), now)
 
     def _hear(self, entry: events.Entry) -> None:
         node = node_of(entry.node or "")
         match entry.event:
             case events.Joined(pid=pid, host=host) if entry.node is not None:
-                self._drop(self._processes.get(pid, ""))
-                self._processes[pid] = node
+                self._drop(self._processes.get((host, pid), ""))
+                self._processes[host, pid] = node
                 self.nodes[node] = pb.Member(node=node, host=host)
             case events.Serving(stage=stage, device=device) if node in self.nodes:
                 self.nodes[node].device = device or ""
@@ -118,8 +135,6 @@ class Scene:
                     self._drop(node_of(lost))
             case events.SwarmEnding():
                 self._ending = True
-            case events.Started(slot="registry"):
-                self._ending = False
 
     def _drop(self, node: str) -> None:
         self.nodes.pop(node, None)

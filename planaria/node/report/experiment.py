@@ -2,8 +2,9 @@
 
 These libraries may take seconds to load, wait for a network, or fail, so they have their own
 process, `python -m planaria.node.report.experiment`. Its standard input has the lines of event logs
-and ledgers; the first one is an `Opening`. `ExperimentPipe` writes them in a thread, and drops the
-oldest when the process doesn't read. The process ends with its input.
+and ledgers; the first one is an `Opening`, and a `run_file` alone has changed settings.
+`ExperimentPipe` writes them in a thread, and drops the oldest when the process doesn't read. The
+process ends with its input.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ExperimentPipe(BackgroundLineFile):
         self.append(json.dumps(opening._asdict()).encode() + b"\n")
 
     def tell(self, line: Mapping[str, Any]) -> None:
-        """Send a line of an event log or a ledger."""
+        """Send a line of an event log or a ledger, or the run file with changed settings."""
         self.append(json.dumps(line).encode() + b"\n")
 
     def _open(self) -> int:
@@ -138,8 +139,10 @@ class TrackedRun:
         self._rebuilds = 0
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """Pass a line of an event log or ledger on to the experiment."""
-        if "kind" not in line:
+        """Pass a line of an event log or ledger on to the experiment, or note a changed run."""
+        if "run_file" in line:
+            self._run = loads(line["run_file"])
+        elif "kind" not in line:
             self._committed(Line(**line))  # type: ignore[typeddict-item]
         elif (entry := parse(line)) is not None:
             before = self._newest_mark()

@@ -76,7 +76,8 @@ class Curve:
         self.points.append((step, value))
         if len(self.points) > MOST_POINTS:
             gaps = [at for at, point in enumerate(self.points) if point is None]
-            kept = {*range(0, len(self.points), 2), *gaps[-MOST_POINTS // 4 :]}
+            last = len(self.points) - 1
+            kept = {*range(0, last, 2), *gaps[-MOST_POINTS // 4 :], last}
             self.points = [point for at, point in enumerate(self.points) if at in kept]
 
 

@@ -456,10 +456,8 @@ def _ledgers_in(directory: Path) -> list[Path]:
     """Ledgers in a run's folder, except empty ones of nodes that wrote nothing."""
     if (merged := directory / MERGED).is_file():
         return [merged]
-    if paths := sorted(directory.glob("ledger-*.jsonl")):
-        return paths
-    logs = sorted((directory / "logs").glob("ledger-*.jsonl"))
-    return [path for path in logs if path.stat().st_size]
+    each = (sorted(place.glob("ledger-*.jsonl")) for place in (directory, directory / "logs"))
+    return [path for path in next(filter(None, each), []) if path.stat().st_size]
 
 
 def audit_merged(merged: Merged) -> Audit:

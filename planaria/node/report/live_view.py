@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -373,7 +374,8 @@ _STYLES = {
 
 
 class LiveScreen:
-    """Display of `planaria up`."""
+    """Display of `planaria up`. A terminal that was closed raises nothing: the run's results are
+    still to be written."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console
@@ -394,8 +396,10 @@ class LiveScreen:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.update(self._page, refresh=True)
-            self._live.stop()
+            with suppress(OSError):
+                self._live.update(self._page, refresh=True)
+            with suppress(OSError):
+                self._live.stop()
 
     def say(self, text: str, severity: events.Severity = events.Severity.NOTICE) -> None:
         line = styled(f"{time.monotonic() - self._began:6.1f} s  {text}", severity)
@@ -408,8 +412,10 @@ class LiveScreen:
         if self._live is not None:
             self._page = self._draw(story, description, stages)
             if now - self._drawn >= REDRAW:
-                self._drawn = now
-                self._live.update(self._page, refresh=True)
+                self._drawn = math.inf  # if the terminal is gone
+                with suppress(OSError):
+                    self._live.update(self._page, refresh=True)
+                    self._drawn = now
             return
         for prompt, sample in story.samples.items():
             if self._samples.get(prompt) != sample:

@@ -51,11 +51,12 @@ class Condition(NamedTuple):
 
 
 class Notifier:
-    """Tells each condition when it begins, but only one of a kind within BETWEEN seconds. The next
-    one says how many were left out."""
+    """Tells each condition when it begins, but only one of a kind within BETWEEN seconds: one that
+    lasts longer is told then. The next one says how many were left out."""
 
     def __init__(self) -> None:
         self._known: dict[str, frozenset[str | int]] = {}  # kind -> what its condition is about
+        self._told: dict[str, frozenset[str | int]] = {}  # kind -> what of it was told
         self._told_at: dict[str, float] = {}
         self._left_out: Counter[str] = Counter()
         self._vacant_since: dict[int, float] = {}
@@ -66,19 +67,23 @@ class Notifier:
         """The notifications to send now, in Unix seconds; `run` is resolved."""
         notifications, conditions = [], list(self._conditions(state, history, run, now))
         for kind, severity, sentence, about in conditions:
-            if about <= self._known.get(kind, frozenset()):
+            if about <= self._told.get(kind, frozenset()):
                 continue
+            is_known = about <= self._known.get(kind, frozenset())
             if now - self._told_at.get(kind, -math.inf) < BETWEEN:
-                self._left_out[kind] += 1
+                self._left_out[kind] += not is_known
                 continue
-            self._told_at[kind] = now
-            more = self._left_out.pop(kind, 0)
+            self._told_at[kind], self._told[kind] = now, about
+            more = self._left_out.pop(kind, 0) - is_known
             sentence = readable(sentence)[:LONGEST_SENTENCE]
             sentence += f" ({more} more since the last notification of this kind)" if more else ""
             word, run_id = severity.name.lower(), state.description.run
             step = state.driving.committed if state.driving else state.description.view.committed
             notifications.append(Notification(run_id, kind, word, sentence, step, now))
         self._known = {condition.kind: condition.about for condition in conditions}
+        self._told = {
+            kind: self._told[kind] & self._known[kind] for kind in self._told if kind in self._known
+        }
         return notifications
 
     def _conditions(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from rich.markup import escape
 from rich.table import Table
 
 from planaria.bootstrap.client import RegistryClient
@@ -80,7 +81,7 @@ def probe_tables(probed: dict[str, Any]) -> Iterator[Table]:
     for node in probed["nodes"]:
         stages = ", ".join(map(str, node["stages"])) or "standby"
         memory, speed = f"{node['memory'] / 2**30:.1f}", f"{node['tflops']:.3f}"
-        nodes.add_row(node["node"], stages, node["device"], memory, speed)
+        nodes.add_row(node["node"], stages, escape(node["device"]), memory, speed)
     yield nodes
     links = Table(title="Links")
     for column in ("from", "to", "round trip, ms", "Mbit/s"):

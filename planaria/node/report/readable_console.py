@@ -13,7 +13,11 @@ from planaria.bootstrap.escaping import readable_lines
 
 
 class ReadableConsole(Console):
-    """A console whose colours and cursor only the program controls, not the text."""
+    """A console whose colours and cursor only the program controls, not the text. Its text has no
+    names of emoji: `2001:db8:a:b::5` would contain two."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

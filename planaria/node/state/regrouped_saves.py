@@ -242,7 +242,8 @@ def _write_stage(
     if not all(save.tensors.keys() >= {*names} for _, save in parts):
         names = TENSORS[:1]  # the moments of some are unknown, or of another optimizer
         state = replace(state, optimizer_step=0)
-    decays = dict(zip(TENSORS[1:], betas, strict=True))
+    # Only Adam's updates divide moments by their bias corrections, Muon's don't.
+    decays = dict(zip(TENSORS[1:], betas, strict=True)) if len(names) == len(TENSORS) else {}
     tensors = {
         name: _joined_layers(name, parts, state.optimizer_step, decays.get(name)) for name in names
     }

@@ -112,6 +112,11 @@ class SaveFile:
                 *_stages_in(fields),
             )
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.begin + VALUE * sum(self.tensors.values())
+
     def check(self) -> None:
         """Reads the whole save for its checksums, at most a chunk in memory. Raises SaveError."""
         with open_save(self.path) as (file, fields):

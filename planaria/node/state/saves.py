@@ -16,7 +16,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -258,9 +258,13 @@ def _id_in(path: Path, inode: int, changed: int) -> StateId:
         return state_in(fields).id
 
 
-def find_saves(*folders: Path) -> list[SaveFile]:
-    """Saves of any stage and run in nodes' save folders, or in parents of those; the log names
-    unusable ones."""
+def _refuse(path: Path, why: str) -> None:
+    log.warning("refused a save: %s", why)
+
+
+def find_saves(*folders: Path, refuse: Callable[[Path, str], None] = _refuse) -> list[SaveFile]:
+    """Saves of any stage and run in nodes' save folders, or in parents of those. `refuse` gets
+    unusable ones, and why; the log names them."""
     saves = []
     for folder in folders:
         for path in sorted({*folder.glob("stage-*/step-*"), *folder.glob("*/stage-*/step-*")}):
@@ -269,7 +273,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
             try:
                 save = SaveFile.open(path)
             except SaveError as error:
-                log.warning("refused a save: %s", error)
+                refuse(path, str(error))
                 continue
             state_id = save.state.id
             if (f"stage-{state_id.stage}", file_name(state_id.age)) == (
@@ -279,7 +283,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
                 saves.append(save)
             else:
                 contents = f"{file_name(state_id.age)} of stage {state_id.stage}"
-                log.warning("refused a save: %s contains %s", path, contents)
+                refuse(path, f"{path} contains {contents}")
     return saves
 
 

@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,29 @@ def test_preparing_again_changes_nothing(data: Path) -> None:
     result = planaria("data", "prepare", PERSUASION, "--out", data, "--vocabulary", 400)
     assert result.exit_code == 1
     assert "--force" in result.stderr
+
+
+def test_a_runs_samples_are_those_of_its_batches(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'steps = 50\n[data]\npath = "{data}"\n[training]\nbatch = 6\nmicrobatch = 3\n'
+        '[[changes]]\nstep = 4\nwas = ["training.batch=8", "training.microbatch=2"]\n'
+    )
+    output = planaria("data", "inspect", run).output
+    assert re.search(rf"│ +{4 * 8 + 46 * 6} │", output), output
+
+
+def test_a_folder_is_named_as_it_is(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder, run = tmp_path / "[en]", tmp_path / "run.toml"
+    shutil.copytree(data, folder)
+    run.write_text(f'[data]\npath = "{folder}"\n')
+    again = planaria("data", "prepare", PERSUASION, "--out", folder, "--vocabulary", 512)
+    assert f"{folder} already has this data" in again.output
+    rows = [line.split("│") for line in planaria("data", "inspect", run).output.splitlines()]
+    assert "".join(row[1].strip() for row in rows if len(row) == 7) == str(folder)
 
 
 def test_what_was_read_and_left_out_is_said(tmp_path: Path) -> None:

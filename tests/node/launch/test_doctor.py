@@ -105,6 +105,16 @@ async def test_a_wrong_token_is_said(tmp_path: Path) -> None:
     assert "the join token is not this run's" in facts.registry_protocol.why
 
 
+async def test_a_folder_that_the_system_refuses_is_a_problem(tmp_path: Path) -> None:
+    refused = tmp_path / ("a" * 300)
+    async with serving() as place:
+        examined = asked(place.address, tmp_path, save_dir=refused, data=[str(refused)])
+        all_findings = findings(await gather_facts(examined, "1"))
+    refusals = [finding for finding in all_findings if finding.about in ("disk", "data")]
+    assert [finding.verdict for finding in refusals] == [Grade.PROBLEM, Grade.PROBLEM]
+    assert all("File name too long" in finding.description for finding in refusals)
+
+
 async def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "SEE_DEVICE", "import time; time.sleep(1e6)")
     monkeypatch.setattr(doctor, "IN_ALL", 0.05)

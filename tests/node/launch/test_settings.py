@@ -6,7 +6,7 @@ import pytest
 
 from planaria.bootstrap.registry_pb2 import Change
 from planaria.node.launch.settings import with_changes
-from planaria.node.run_file import ChangeSection, RunFileError, loads
+from planaria.node.run_file import ChangeSection, RunFileError, dumps, loads
 
 RUN = loads("steps = 50\n[model]\nstages = 2\nlayers = 4\n[training]\nbatch = 8\nmicrobatch = 2")
 
@@ -26,6 +26,15 @@ def test_a_run_file_gets_the_changes_that_it_lacks_and_that_hold() -> None:
     assert twice.changes[1] == ChangeSection(step=30, was=["steps=50"])
     assert [twice.batches.at_step(step).samples for step in (4, 5, 31)] == [8, 6, 6]
     assert twice.original == RUN
+
+
+def test_a_setting_that_there_was_none_of_can_be_changed_and_removed() -> None:
+    changed = with_changes(RUN, [change(1, "recovery.wait_for_saves=30")])
+    assert changed.recovery.wait_for_saves == 30
+    assert loads(dumps(changed)) == changed
+    assert changed.original == RUN
+    removed = with_changes(changed, [change(2, "recovery.wait_for_saves=", step=20)])
+    assert removed.recovery == RUN.recovery
 
 
 @pytest.mark.parametrize(

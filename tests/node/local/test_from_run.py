@@ -52,6 +52,13 @@ def test_a_step_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         begin_from_run(override(RunFile(), model__from=f"{out}@last"), print, untracked)
 
 
+@pytest.mark.parametrize("at", ["", "@8"])
+def test_a_folders_name_may_have_the_mark_of_a_step(tmp_path: Path, at: str) -> None:
+    out = saved(tmp_path / "me@home").out
+    begins = begin_from_run(override(RunFile(), model__from=f"{out}{at}"), print, untracked)
+    assert begins.model.origin == str(out / "model-8-2")
+
+
 def test_other_folders_and_names_stay(tmp_path: Path) -> None:
     for name in (None, str(tmp_path), "Qwen/Qwen3-0.6B@main"):
         run = override(RunFile(), model__from=name)

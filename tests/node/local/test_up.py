@@ -197,6 +197,13 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
         read_plan(tmp_path / "out")
 
 
+@pytest.mark.parametrize("given, device", [([], "cuda:99"), (["--device", "cuda:98"], "cuda:98")])
+def test_a_resumed_run_is_on_its_device_or_on_the_one_that_is_given(tmp_path, given, device):
+    begin(SwarmPlan(RUN, tmp_path / "out", tmp_path / "out" / "saves", "cuda:99"))
+    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path / "out"), *given])
+    assert f"--device {device}: this machine has" in result.stderr
+
+
 def test_resume_takes_no_other_folder_for_saves(tmp_path):
     result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--save-dir", "there"])
     assert result.exit_code == 1

@@ -73,10 +73,10 @@ def run() -> Replay:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[str]:
+async def served(replay: Replay | None = None) -> AsyncIterator[str]:
     over = asyncio.Event()
     bound = listen_at(Address.parse("127.0.0.1:0"), "--http")
-    async with listening(make_app(run(), over), bound, over):
+    async with listening(make_app(replay or run(), over), bound, over):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
 
 
@@ -124,3 +124,11 @@ async def test_a_picture_of_it_is_not_empty(
         options = f"--screenshot={picture}", f"--window-size={width},1500"
         await browse(f"{url}?at={at}", tmp_path, *options)
     assert picture.stat().st_size > 20_000, "it is as good as empty"
+
+
+async def test_an_hour_has_at_most_59_minutes(tmp_path: Path) -> None:
+    times = (0.0, 7190.0)
+    events = [event(time, "0aaa/0", "committed", step=1, loss=5.0) for time in times]
+    async with served(Replay(RUN, events, [], "mine-1")) as url:
+        shown = await browse(url, tmp_path, "--dump-dom")
+    assert "2 h 0 min in" in shown

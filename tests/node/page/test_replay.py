@@ -89,6 +89,42 @@ def test_back_is_as_good_as_forth() -> None:
 def test_money_is_that_of_then() -> None:
     # A node costs 1 a second: there are 2 from 1.0 to 4.0, 1 until 5.0 and 2 until 6.0.
     assert replay().at(6.0)["progress"]["spent"] == pytest.approx(2 * 3.0 + 1 + 2 * 1.0, abs=0.01)
+    run, moments = replay(), (6.1, 6.9, 6.2, 6.9)  # between two events
+    spent = [run.at(moment)["progress"]["spent"] for moment in moments]
+    assert spent == [replay().at(moment)["progress"]["spent"] for moment in moments]
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "power cut"])
+def test_of_a_resumed_run_only_the_nodes_since_then_are_there(ended: bool) -> None:
+    part = [each for each in EVENTS if each["time"] < 4.0 or (ended and each["kind"] == "ending")]
+    later = [each | {"time": 1000.0 + each["time"]} for each in EVENTS if each["time"] < 4.0]
+    names = {"aaaa": "dddd", "bbbb": "eeee"}
+    for each in later:
+        each["node"] = names.get(each["node"][:4], each["node"][:4]) + each["node"][4:]
+    shown = Replay(RUN, [*part, *later], [], "mine", price=3600.0).now()
+    assert states(shown) == [("running", ["dddd"]), ("running", ["eeee"])]
+    # 2 nodes from second 1 to the last event of each part.
+    assert shown["progress"]["spent"] == pytest.approx(2 * (8.0 if ended else 2.0) + 2 * 2.0)
+
+
+def test_processes_of_two_hosts_may_have_one_number() -> None:
+    """In containers, each node's process has the same."""
+    hosts = {"aaaa": "box", "bbbb": "vm"}
+    part = [each for each in EVENTS if each["time"] < 4.0]
+    part = [
+        each | {"pid": 1, "host": hosts[each["node"]]} if "host" in each else each for each in part
+    ]
+    shown = Replay(RUN, part, [], "mine").now()
+    assert states(shown) == [("running", ["aaaa"]), ("running", ["bbbb"])]
+
+
+def test_a_registry_that_is_replaced_leaves_the_nodes() -> None:
+    exited = event(3.1, "up", "exited", slot="registry", pid=1, log="l", how="died") | {
+        "node": None
+    }
+    again = event(3.2, "up", "started", slot="registry", pid=13)
+    shown = Replay(RUN, [*EVENTS, exited, again], [], "mine").at(3.5)
+    assert states(shown) == [("running", ["aaaa"]), ("running", ["bbbb"])]
 
 
 def test_a_folder_is_read_while_it_is_written_and_afterwards(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from planaria.node.daemon import DaemonMachine
+from planaria.node.model.learning_rate import rate_of
 from planaria.node.node import Node, NodePlace, SeatRecord
 from planaria.node.report import experiment as experiments
 from planaria.node.report.experiment import (
@@ -109,6 +110,17 @@ def test_steps_rates_losses_recoveries_and_samples_are_told_once() -> None:
     assert third[0] == 3 and "loss/training" not in third[1]
     assert back[:2] == ("recovery", 1)
     assert (again[0], again[1]["loss/training"]) == (2, 4.5)
+
+
+def test_a_changed_rate_is_told_from_its_step_on() -> None:
+    kept = Kept()
+    telling = TrackedRun(kept, RUN)
+    telling.hear(commit(20, 100.0))
+    changed = override(RUN, training__lr=0.25, training__schedule="constant")
+    telling.hear({"run_file": dumps(changed)})
+    telling.hear(commit(21, 101.0))
+    before, after = (figures["learning_rate"] for _, figures, _ in kept.calls)
+    assert (before, after) == (rate_of(20, RUN), 0.25)
 
 
 def test_the_page_has_a_row_for_all_that_is_told() -> None:

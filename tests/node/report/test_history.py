@@ -122,6 +122,10 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
     assert curve.points[-1] == (49_999, 1 / 49_999)
     steps = [point[0] for point in curve.points if point]
     assert steps == sorted(steps)
+    back = Curve()
+    for step in (*range(1, MOST_POINTS + 1), 500):
+        back.add(step, float(step))
+    assert back.points[-2:] == [None, (500, 500.0)]
 
 
 def test_a_clock_that_is_wrong_does_not_count() -> None:

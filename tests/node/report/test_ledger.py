@@ -403,9 +403,17 @@ def test_there_must_be_ledgers_of_one_run(tmp_path: Path) -> None:
     write(tmp_path / "ledger-b.jsonl", header=LedgerHeader(**{**HEADER, "content": "bad"}))
     with pytest.raises(LedgerError, match=r"different runs .content: 'c0ffee' and 'bad'"):
         audit(tmp_path)
-    (tmp_path / "ledger-a.jsonl").write_bytes(b"")
+    (tmp_path / "ledger-a.jsonl").write_bytes(b"{")
     with pytest.raises(LedgerError, match=r"ledger-a\.jsonl has no header"):
         audit(tmp_path)
+
+
+def test_an_empty_ledger_of_a_node_whose_disk_was_full_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "ledger-a.jsonl").touch()
+    with pytest.raises(LedgerError, match="no ledger in"):
+        audit(tmp_path)
+    write(tmp_path / "ledger-b.jsonl", committed(1))
+    assert audit(tmp_path) == Audit(12, 0, 0, 0, steps=1, superseded=0)
 
 
 # Ledgers of any contents

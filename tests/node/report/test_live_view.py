@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -31,6 +32,7 @@ from planaria.node.report.live_view import (
     stage_table,
     styled,
 )
+from planaria.node.report.readable_console import ReadableConsole
 from tests.node.report.lines import entry as entry_of
 
 OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
@@ -451,6 +453,27 @@ def test_on_a_terminal_there_is_a_page():
         "rebuilding stage 2 by checkfree from aaa1",
     ):
         assert part in output
+
+
+def test_a_terminal_that_is_closed_ends_no_run():
+    class Terminal(io.StringIO):
+        writes, is_gone = 0, False
+
+        def write(self, text: str) -> int:
+            self.writes += 1
+            if self.is_gone:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    terminal = Terminal()
+    console = ReadableConsole(file=terminal, force_terminal=True, width=100)
+    with LiveScreen(console, 20) as screen:
+        screen.show(RunStory(steps=20), None, 2)
+        terminal.is_gone, screen._drawn = True, 0.0  # it is time to draw
+        screen.show(RunStory(steps=20), None, 2)
+        tried = terminal.writes
+        screen.show(RunStory(steps=20), None, 2)
+        assert terminal.writes == tried
 
 
 STATUS = described(

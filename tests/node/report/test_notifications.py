@@ -199,6 +199,17 @@ def test_one_of_a_kind_is_told_in_ten_minutes_and_the_next_one_counts_the_others
     assert sentence.endswith("operator")
 
 
+def test_what_was_left_out_and_lasts_is_told_later() -> None:
+    notifier = Notifier()
+    assert len(notified(notifier, order=PAUSE)) == 1
+    assert notified(notifier, NOW + 60) == []
+    for second in (61, 66, 71):
+        assert notified(notifier, NOW + second, order=PAUSE) == []
+    [(_, _, sentence)] = notified(notifier, NOW + BETWEEN, order=PAUSE)
+    assert sentence.endswith("operator"), "no other one was left out"
+    assert notified(notifier, NOW + 3 * BETWEEN, order=PAUSE) == []
+
+
 def test_another_node_in_trouble_is_told() -> None:
     notifier, first = Notifier(), {"body": "disk full"}
     assert len(notified(notifier, trouble=first)) == 1

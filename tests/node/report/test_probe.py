@@ -1,4 +1,5 @@
 import asyncio
+import io
 
 import pytest
 import virtual_time
@@ -14,6 +15,7 @@ from planaria.bootstrap.registry_pb2 import (
     Seat,
 )
 from planaria.node.report.probe import probe, probe_results, probe_tables
+from planaria.node.report.readable_console import ReadableConsole
 from planaria.node.wire.link_speed import LARGEST, SMALLEST, MeasuredLink, measure
 
 
@@ -72,6 +74,14 @@ def test_what_is_found_is_the_members_and_the_links_between_them() -> None:
     assert [node["stages"] for node in probed["nodes"]] == [[0], [1], []]
     assert probed["links"] == [{"a": "a", "b": "b", "rtt_ms": 40.0, "mbps": 93.7}]
     assert [part.row_count for part in probe_tables(probed)] == [3, 1]
+
+
+def test_a_device_is_named_as_it_is() -> None:
+    description = described(3, "b")
+    description.members[0].member.device = "cuda:0 [/odd]"
+    console = ReadableConsole(file=io.StringIO(), width=100)
+    console.print(*probe_tables(probe_results(description, 3)))
+    assert "cuda:0 [/odd]" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 class Registry:

@@ -71,6 +71,14 @@ def test_what_the_program_does_with_a_terminal_still_works() -> None:
     assert r"first \x1b" in text
 
 
+def test_an_address_has_no_emoji() -> None:
+    file, url = io.StringIO(), "http://[2001:db8:a:b::5]:7480/"
+    console, table = ReadableConsole(file=file, width=80), Table()
+    table.add_row(url)
+    console.print(url, table, markup=False)
+    assert file.getvalue().count(url) == 2
+
+
 def test_lines_tabs_and_spaces_that_do_not_break_are_left() -> None:
     assert readable_lines("a\n\tb\u00a0c\u202fd") == "a\n\tb\u00a0c\u202fd"
     assert readable_lines("a\rb\x1b\u2028") == r"a\rb\x1b\u2028"

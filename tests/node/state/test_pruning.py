@@ -1,7 +1,8 @@
-"""The command `planaria saves --prune`."""
+"""The command `planaria saves`."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,33 @@ def test_without_a_whole_step_nothing_is_removed(tmp_path: Path, kept: str) -> N
     assert result.exit_code == 1
     assert "old has no step that each stage has saved" in " ".join(result.output.split())
     assert steps(tmp_path, "old", int(kept[0])) == [4, 8, 12]
+
+
+def test_a_save_that_is_cut_off_is_damaged_and_said_once(tmp_path: Path) -> None:
+    saved(tmp_path / "saves", MODEL, (4, 8))
+    save = find_saves(tmp_path / "saves")[0]
+    with save.path.open("r+b") as file:
+        file.truncate(save.path.stat().st_size - 8)
+    result = CliRunner().invoke(app, ["saves", str(tmp_path), "--verify"])
+    assert result.exit_code == 1, result.output
+    assert result.stderr.count("is damaged") == 1
+    assert re.search(r"old +│ +4 │ lacks 0 +│", result.stdout)
+
+
+def test_a_run_that_goes_on_may_remove_what_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "saves", MODEL, (4, 8))
+    read = SaveFile.check
+
+    def read_while_others_go(save: SaveFile) -> None:
+        if save.state.id.step == 4 and save.state.id.stage == 0:
+            for gone in (tmp_path / "saves").glob("*/stage-[02]/step-00000004*"):
+                gone.unlink()
+        read(save)
+
+    monkeypatch.setattr(SaveFile, "check", read_while_others_go)
+    result = CliRunner().invoke(app, ["saves", str(tmp_path), "--verify"])
+    assert result.exit_code == 0, result.output
+    assert not result.stderr
+    assert re.search(r"old +│ +8 │ all +│", result.stdout)

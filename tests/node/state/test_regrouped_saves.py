@@ -159,6 +159,15 @@ def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: P
     assert torch.equal(moved.tensors["weights"][:half], state(old, 1).tensors["weights"])
 
 
+def test_muons_momentum_stays_whatever_the_counts(tmp_path: Path) -> None:
+    old, new = model(2, 2, muon=True), model(2, 1, muon=True)
+    for save in (state(old, 0), state(old, 1, optimizer_step=8), state(old, 2, optimizer_step=1)):
+        opened(tmp_path / "old", "old", old, save.id.stage).write(save)
+    _, moved = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    both = torch.cat([state(old, stage).tensors["first_moment"] for stage in (1, 2)])
+    assert torch.equal(moved.tensors["first_moment"], both)
+
+
 def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> None:
     old, new = model(2, 2), model(2, 1)
     bare = state(old, 2)

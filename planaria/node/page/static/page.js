@@ -44,7 +44,8 @@ function duration(seconds) {
   const s = Math.round(seconds);
   if (s < 90) return `${s} s`;
   if (s < 5400) return `${Math.round(s / 60)} min`;
-  if (s < 172800) return `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;
+  const minutes = Math.round(s / 60);
+  if (s < 172800) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   return `${(s / 86400).toFixed(1)} days`;
 }
 
