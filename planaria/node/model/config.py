@@ -169,8 +169,6 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
             content["layer_types"] = ["full_attention"] * config.layers
             content["max_window_layers"] = config.layers
             content["sliding_window"] = None
-            if config.family == "qwen2":  # which lacks the key
-                del content["head_dim"]
     if config.block_causal:  # not in transformers, so written only if needed
         content["attn_mask_type"] = config.attn_mask_type
     return ALWAYS | OF_FAMILY[config.family] | content
