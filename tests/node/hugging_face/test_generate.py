@@ -109,6 +109,14 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused_by_their_names(
         continuation(speaker, "hello <more>", 4, Sampling())
 
 
+def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Python reads bytes of a command line that aren't UTF-8 as halves of surrogate pairs."""
+    tokenizer = load_tokenizer(write(tmp_path / "model"))
+    speaker = Speaker(lambda _: LOGITS, tokenizer, None, 400, 16)
+    with pytest.raises(ValueError, match="the text is not UTF-8 behind 'caf'"):
+        continuation(speaker, "caf\udce9", 4, Sampling())
+
+
 @pytest.mark.parametrize(
     ("logits", "prompt", "why"),
     [(LOGITS, [], "prompt has no tokens"), (LOGITS * float("nan"), [1], "diverged")],
