@@ -20,9 +20,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from planaria.bootstrap.files import read_small
 from planaria.node.data.corpus import CorpusError, load_tokenizer
-from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
+from planaria.node.data.tokenizer import (
+    CONFIG,
+    DEFAULT,
+    FOR_TOOLS,
+    TEMPLATE,
+    chat_templates,
+    read_template,
+    special_tokens,
+)
 
 BEGIN, END, MARK = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
 """Unicode noncharacters, which no conversation has. BEGIN and END mark the assistant's text in a
@@ -69,13 +76,16 @@ class Template(NamedTuple):
     name: str  # origin, for errors
     special_tokens: dict[str, str]  # bos_token, eos_token, ...
     ends: Sequence[str] = ()  # all special tokens of the tokenizer, any of which may end a turn
+    for_tools: str = ""  # source for conversations with tools; empty: the same
 
 
 class ChatTemplate:
     """A compiled chat template. Raises CorpusError when the template can't be read."""
 
     def __init__(self, template: Template) -> None:
-        source, name, special_tokens, ends = template
+        source, name, special_tokens, ends, for_tools = template
+        with_tools = template._replace(source=for_tools, for_tools="")
+        self._with_tools = ChatTemplate(with_tools) if for_tools else None
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
         self._end = re.compile(
@@ -91,6 +101,8 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation rendered by the template in this process. Raises CorpusError."""
+        if conversation.tools is not None and self._with_tools is not None:
+            return self._with_tools.render(conversation)
         messages = [
             {**message, "content": _NoContent()} if message.get("content") is None else message
             for message in conversation.messages
@@ -217,30 +229,20 @@ def template_of(
     """The chat template in `file`, or else the one beside a tokenizer.json (chat_template.jinja,
     tokenizer_config.json). Raises CorpusError, which ends with the remedy, without one."""
     folder = tokenizer.absolute().parent
-    beside, config = folder / TEMPLATE, read_object(folder / CONFIG)
     special = special_tokens(folder)
     added = load_tokenizer(tokenizer).get_added_tokens_decoder().values()
     ends = [token.content for token in added if token.special]
-    if file is None and beside.exists():
-        file = beside
     if file is not None:
-        return Template(_read_template(file), str(file), special, ends)
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by their names
-        template = {named["name"]: named["template"] for named in template}.get("default")
-    if not isinstance(template, str):
+        return Template(read_template(file), str(file), special, ends)
+    templates = chat_templates(folder)
+    if DEFAULT not in templates:
         raise CorpusError(
             f"{folder} has no chat template, by which messages become text: neither {TEMPLATE} "
             f"nor chat_template in {CONFIG}; {remedy}"
         )
-    return Template(template, f"the chat template in {folder / CONFIG}", special, ends)
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return read_small(file).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"can't read {file}: {error}") from error
+    place = folder / (TEMPLATE if (folder / TEMPLATE).is_file() else CONFIG)
+    for_tools = templates.get(FOR_TOOLS, "")
+    return Template(templates[DEFAULT], f"the chat template in {place}", special, ends, for_tools)
 
 
 class _Generation(Extension):
