@@ -45,6 +45,11 @@ PLAIN: Final[dict[str, Any]] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
 """Default tokenizer_config.json of a tokenizer without one."""
+OF_LLAMA: Final[dict[str, Any]] = {
+    "model_input_names": ["input_ids", "attention_mask"],
+    "padding_side": "left",
+}
+"""Defaults of transformers' LlamaTokenizer."""
 
 
 class TextBounds(NamedTuple):
@@ -192,6 +197,9 @@ def write_tokenizer(
         (out / TEMPLATE).unlink(missing_ok=True)  # it would override them
     elif (folder / TEMPLATE).is_file():
         shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+    if str(config["tokenizer_class"]).startswith("LlamaTokenizer"):
+        # of tokenizer.json, transformers 5 would ignore normalizer and pre-tokenizer
+        config = OF_LLAMA | config | {"tokenizer_class": PLAIN["tokenizer_class"]}
     (out / SPECIAL).unlink(missing_ok=True)  # it would override the config below
     written = json.dumps(config, indent=2, ensure_ascii=False)
     (out / CONFIG).write_text(written + "\n", encoding="utf-8")
