@@ -246,7 +246,7 @@ def _parse_line(file: str, number: int, line: bytes) -> Record | RowError:
     try:
         return place, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
-        return RowError(_not_utf8(file, number, line[error.start]))
+        return RowError(_not_utf8(file, number, error.object[error.start]))
     except ValueError as error:  # also an integer of more digits than Python reads
         return RowError(f"{place} is not JSON: {error}")
     except RecursionError:
@@ -271,7 +271,7 @@ def _list_items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record
         except RecursionError as error:
             raise CorpusError(f"{place} is nested too deeply") from error
         except ValueError as error:
-            behind, why = "", str(error)
+            behind, why = "", getattr(error, "msg", str(error))  # its position is the buffer's
         if behind and behind in ",]":
             yield place, item
             if behind == "]":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -97,7 +98,7 @@ def test_lists_of_any_length(tmp_path: Path, items: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b'[{"text": "a"}, {"text": ', r"item 2 of the list is not JSON"),
+        (b'[{"text": "a"}, {"text": ', r"item 2 of the list is not JSON: Expecting value$"),
         (b'[{"text": "a"} {"text": "b"}]', r"item 1 .* is not JSON: no comma"),
         (b'[{"text": "a"}, ' + b"[" * 200_000, "item 2 .* is nested too deeply"),
         (b'[{"text": "' + b"a" * 300_000, "item 1 of the list has more than 100000 bytes"),
@@ -145,6 +146,12 @@ def test_a_row_that_is_bad_comes_with_its_reason_in_its_place(
     assert isinstance(bad, RowError)
     with pytest.raises(RowError, match=rf"a\.jsonl, {why}"):
         raise bad
+
+
+def test_the_wrong_byte_is_named_behind_a_byte_order_mark_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "caf\xe9"}\n')
+    [bad] = documents(str(tmp_path / "a.jsonl"))
+    assert r"line 1 is not UTF-8 (byte 0xe9)" in str(bad)
 
 
 def test_texts_that_are_too_long_are_bad_rows(tmp_path: Path) -> None:
