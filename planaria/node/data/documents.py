@@ -139,7 +139,7 @@ def _documents(
     if file.startswith("hf:"):
         records = _dataset_records(file)
     elif name.endswith(PARQUET_SUFFIXES):
-        records = _parquet_records(file, text_field if form in (None, "text") else None)
+        records = _parquet_records(file, text_field, form)
     else:
         records = _json_records(file, longest, may_be_list=name.endswith(JSON_SUFFIXES))
     for record in records:
@@ -292,8 +292,8 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | RowError]:
-    """The rows of a Parquet file; `text_field`: the only column to read, if there is one."""
+def _parquet_records(file: str, text_field: str, form: Form | None) -> Iterator[Record | RowError]:
+    """The rows of a Parquet file, of texts only their column."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -306,7 +306,9 @@ def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | Row
             pyarrow.parquet.ParquetFile(data, buffer_size=1 << 20) as table,
         ):
             names = table.schema_arrow.names
-            columns = [text_field] if text_field is not None and text_field in names else names
+            others = dict.fromkeys({*names} - {text_field}, True)
+            form = form or form_of(others, text_field) or "text"  # a row's text may be null
+            columns = [text_field] if form == "text" and text_field in names else names
             _check_unpacked(file, data.seek(0, SEEK_END), table.metadata)
             for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
                 for record in _python_rows(batch):

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from planaria.node.data import documents as module
+from planaria.node.data.chat import Conversation
 from planaria.node.data.corpus import CorpusError, RowError
 from planaria.node.data.documents import (
     LINES_PER_DOCUMENT,
@@ -77,6 +78,15 @@ def test_parquet_has_texts_of_any_kind(tmp_path: Path, kind: pyarrow.DataType) -
     *texts, bad = documents(str(tmp_path / "a.parquet"))
     assert texts == TEXTS
     assert str(bad).endswith("a.parquet, row 4: 'text' is null")
+
+
+def test_a_row_of_parquet_without_text_may_be_a_conversation(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "b"}]
+    rows = [{"text": "a", "messages": None}, {"text": None, "messages": messages}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    text, conversation = documents(str(tmp_path / "a.parquet"))
+    assert text == "a"
+    assert isinstance(conversation, Conversation)
 
 
 def test_a_row_of_parquet_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
