@@ -88,9 +88,10 @@ class ChatTemplate:
         self._with_tools = ChatTemplate(with_tools) if for_tools else None
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
-        self._end = re.compile(
-            rf"\s*(?:{'|'.join(map(re.escape, ends_and_special))})" if ends_and_special else r"(?!)"
-        )
+        any_of = "|".join(map(re.escape, ends_and_special))
+        eos = re.escape(special_tokens.get("eos_token", ""))
+        of_turn = rf"\s*(?:{any_of})(?:(?:{any_of})*?{eos})?"  # one token, or several up to eos
+        self._end = re.compile(of_turn if ends_and_special else r"(?!)")
         self._marked = MARKED.search(source) is not None
         try:
             self._template = _environment().from_string(source)

@@ -87,6 +87,11 @@ LLAMA2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + "
     "' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+COMMAND_R7B = (
+    "{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m['role'] == 'user' %}"
+    "{{ '<|USER_TOKEN|>' + m['content'] + eos_token }}{% else %}{{ '<|CHATBOT_TOKEN|>"
+    "<|START_RESPONSE|>' + m['content'] + '<|END_RESPONSE|>' + eos_token }}{% endif %}{% endfor %}"
+)
 NO_END = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
 )
@@ -100,6 +105,11 @@ TEMPLATES = {
     "Mistral": (MISTRAL, ["[INST]", "[/INST]", "[TOOL_CALLS]"], "</s>"),
     "Gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
     "Llama 2": (LLAMA2, [], " </s>"),
+    "Command R7B": (
+        COMMAND_R7B,
+        ["<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
+        "<|END_RESPONSE|></s>",
+    ),
     "no end": (NO_END, [], ""),
 }
 """Source, special tokens, and the text that ends a turn."""
