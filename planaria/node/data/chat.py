@@ -92,6 +92,7 @@ class ChatTemplate:
         eos = re.escape(special_tokens.get("eos_token", ""))
         of_turn = rf"\s*(?:{any_of})(?:(?:{any_of})*?{eos})?"  # one token, or several up to eos
         self._end = re.compile(of_turn if ends_and_special else r"(?!)")
+        self._ends = re.compile(rf"\s*(?:{any_of})")
         self._marked = MARKED.search(source) is not None
         try:
             self._template = _environment().from_string(source)
@@ -151,7 +152,7 @@ class ChatTemplate:
         message, before = messages[at], ""
         others = [{"role": message["role"], "content": MARK}]
         if message.get("tool_calls"):  # a template may insist on a call before a tool's answer
-            others.append({**message, "tool_calls": list(map(_marked_call, message["tool_calls"]))})
+            others.append(_with_calls(message, name=MARK, arguments={}))
         for other in others:
             changed = [*messages[:at], other, *messages[at + 1 :]]
             try:
@@ -169,10 +170,12 @@ class ChatTemplate:
                 "--chat-template"
             )
         begin = _common_prefix(text, before or marked)
-        end = len(text) - _common_prefix(text[begin:][::-1], marked[begin:][::-1])
-        if before:  # both texts have a call there, and end it alike
-            ending = self._end.search(text, end)
-            end = ending.start() if ending else len(text)
+        end = _end_of_difference(text, marked, begin)
+        ends_within = self._end.search(text, begin, end)  # a template may write the answer there
+        if before or (ends_within and message.get("tool_calls")):
+            of_calls = self._end_of_calls(conversation, messages, text, at)
+            if before or self._ends.sub("", text[of_calls:end]):
+                end = of_calls
         content = message["content"].strip()
         if content and text.endswith(content, 0, end):  # also if the template itself writes it
             begin = min(begin, end - len(content))
@@ -182,6 +185,20 @@ class ChatTemplate:
             if text.startswith(prompt) and thought in text[len(prompt) : end]:
                 begin = min(begin, len(prompt))
         return (begin, end) if begin < end else None
+
+    def _end_of_calls(
+        self, conversation: Conversation, messages: list[dict[str, Any]], text: str, at: int
+    ) -> int:
+        """Where the token is that ends the calls in message `at`; without one, the text's end."""
+        other = _with_calls(messages[at], arguments={MARK: MARK})
+        try:
+            changed = [*messages[:at], other, *messages[at + 1 :]]
+            marked = _without_marks(self._render_text(conversation, changed)).text
+        except CorpusError:
+            return len(text)
+        behind = _end_of_difference(text, marked, _common_prefix(text, marked))
+        ending = self._end.search(text, behind)
+        return ending.start() if ending else len(text)
 
     def _render_text(
         self,
@@ -208,10 +225,20 @@ class _NoContent(str):
     transformers, and it is written as an empty string."""
 
 
-def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _marked_call(call["function"])}
-    return {**call, "name": MARK, "arguments": {}}
+def _with_calls(message: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A message with these fields in each of its tool calls."""
+    calls = [
+        {**call, "function": {**call["function"], **fields}}
+        if "function" in call
+        else {**call, **fields}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _end_of_difference(text: str, other: str, begin: int) -> int:
+    """Where a text ends to differ from another one, which is equal up to `begin`."""
+    return len(text) - _common_prefix(text[begin:][::-1], other[begin:][::-1])
 
 
 def _common_prefix(text: str, other: str) -> int:

@@ -166,6 +166,26 @@ def test_calls_of_tools_are_scored(name: str, called: str) -> None:
     assert scored(name, *messages) == [called, "It is 5." + TEMPLATES[name][2]]
 
 
+def test_what_a_tool_answers_is_not_scored_though_the_template_writes_it_by_the_call() -> None:
+    """As Gemma 4's and gpt-oss's do, with the tool's name."""
+    answers = (
+        "{% for t in messages if t.role == 'tool' %}{{ '<|response>' + "
+        "m.tool_calls[0].function.name + ':' + t.content + '<response|>' }}{% endfor %}"
+    )
+    source = (
+        "{% for m in messages if m.role != 'tool' %}{{ '<|turn>' + m.role + ':' }}"
+        "{% if m.tool_calls %}{{ '<|call>' + m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}{{ '<call|>' }}" + answers + "{% else %}"
+        "{{ m.content + '<turn|>' }}{% endif %}{% endfor %}"
+    )
+    ends = ["<|turn>", "<turn|>", "<|call>", "<call|>", "<|response>", "<response|>"]
+    template = ChatTemplate(Template(source, "it", {"eos_token": "</s>"}, ends))
+    messages = [user("?"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "sun"}]
+    rendered = template.render(Conversation("", [*messages, assistant("yes")]))
+    shown = [rendered.text[begin:end] for begin, end in rendered.scored]
+    assert shown == ['<|call>f{"x": 1}<call|>', "yes<turn|>"]
+
+
 def test_thoughts_are_scored_where_the_template_shows_them() -> None:
     thoughtful = assistant(THOUGHTFUL)
     assert scored("Qwen 3", user("q"), thoughtful) == [f"{THOUGHTFUL}<|im_end|>"]
