@@ -180,7 +180,10 @@ class ChatTemplate:
         if content and text.endswith(content, 0, end):  # also if the template itself writes it
             begin = min(begin, end - len(content))
         # the model writes the tag before a thought, too, unless the generation prompt has it
-        if thought := message.get(THOUGHT, "").strip():
+        reformatted = "" if text.startswith(content, begin) else content
+        before_answer, tag, _ = reformatted.partition("</think>")
+        within = before_answer.rpartition("<think>")[2] if tag else ""
+        if thought := message.get(THOUGHT, within).strip():
             prompt = self._render_text(conversation, messages[:at], add_generation_prompt=True)
             if text.startswith(prompt) and thought in text[len(prompt) : end]:
                 begin = min(begin, len(prompt))

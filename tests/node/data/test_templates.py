@@ -188,7 +188,8 @@ def test_what_a_tool_answers_is_not_scored_though_the_template_writes_it_by_the_
 
 def test_thoughts_are_scored_where_the_template_shows_them() -> None:
     thoughtful = assistant(THOUGHTFUL)
-    assert scored("Qwen 3", user("q"), thoughtful) == [f"{THOUGHTFUL}<|im_end|>"]
+    for same in thoughtful, assistant("<think>maybe</think>yes"), assistant("maybe</think>\nyes"):
+        assert scored("Qwen 3", user("q"), same) == [f"{THOUGHTFUL}<|im_end|>"]
     turns = user("q"), thoughtful, user("and"), assistant("no")
     assert scored("Qwen 3", *turns) == ["yes<|im_end|>", "no<|im_end|>"]
     apart = assistant("yes", reasoning_content="maybe\n")
