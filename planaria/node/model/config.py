@@ -262,7 +262,7 @@ def _rope_scaling(content: dict[str, Any]) -> RopeScaling | None:
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         return RopeScaling(kind, float(factor), int(original), low, high)
     factor = positions / original if factor is None else factor
-    figures = {name: float(rope[name]) for name in YARN if rope.get(name) is not None}
+    figures = {name: float(rope[name]) for name in YARN if rope.get(name)}  # 0 is the default
     truncate = None if rope.get("truncate", True) else False
     return RopeScaling(kind, float(factor), int(original), truncate=truncate, **figures)
 
