@@ -1,9 +1,9 @@
 """Conversations to text, by the chat template that comes with a tokenizer.
 
 A template is Jinja, rendered as `apply_chat_template` of transformers does it, in a sandbox. It has
-no `strftime_now`, since prepared data must not depend on the day. Text between `{% generation %}`
-and `{% endgeneration %}` is the assistant's. In a template without these tags, it is the text that
-depends on the assistant's messages, and the token behind each.
+`strftime_now` only for a model to answer, since prepared data must not depend on the day. Text
+between `{% generation %}` and `{% endgeneration %}` is the assistant's. In a template without these
+tags, it is the text that depends on the assistant's messages, and the token behind each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -216,6 +217,7 @@ class ChatTemplate:
                 tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                **({"strftime_now": _strftime_now} if conversation.unanswered else {}),
                 **self._special,
             )
         except (jinja2.TemplateError, *_FAILURES) as error:
@@ -327,6 +329,10 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
 
 
 def _raise_template_error(message: str) -> None:

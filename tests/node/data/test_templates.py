@@ -215,6 +215,15 @@ def test_no_content_is_no_text_and_none() -> None:
     assert template.render(conversation).text == "<>False<>True"
 
 
+def test_a_template_may_ask_for_the_day_if_a_model_is_to_answer() -> None:
+    """As gpt-oss's does. Prepared data must not depend on the day."""
+    template = ChatTemplate(Template("{{ strftime_now('%%') + messages[0].content }}", "it", {}))
+    question = Conversation("line 1", [user("?")], unanswered=True)
+    assert template.render(question).text == "%?"
+    with pytest.raises(CorpusError, match="'strftime_now' is undefined"):
+        template.render(question._replace(unanswered=False))
+
+
 def test_what_is_written_twice_can_not_be_told() -> None:
     template = ChatTemplate(Template("{{ messages[0].content * 2 }}", "it", {}))
     with pytest.raises(
