@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.segment import Segment, Segments
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
@@ -245,7 +246,7 @@ def _check_model(folder: Path) -> None:
 
 
 def _show(text: str) -> None:
-    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    console.print(Segments([Segment(text)]), end="", soft_wrap=True)  # a str would lose its tabs
 
 
 @flattened

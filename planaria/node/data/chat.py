@@ -1,9 +1,9 @@
 """Conversations to text, by the chat template that comes with a tokenizer.
 
 A template is Jinja, rendered as `apply_chat_template` of transformers does it, in a sandbox. It has
-no `strftime_now`, since prepared data must not depend on the day. Text between `{% generation %}`
-and `{% endgeneration %}` is the assistant's. In a template without these tags, it is the text that
-depends on the assistant's messages, and the token behind each.
+`strftime_now` only for a model to answer, since prepared data must not depend on the day. Text
+between `{% generation %}` and `{% endgeneration %}` is the assistant's. In a template without these
+tags, it is the text that depends on the assistant's messages, and the token behind each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,9 +21,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from planaria.bootstrap.files import read_small
 from planaria.node.data.corpus import CorpusError, load_tokenizer
-from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
+from planaria.node.data.tokenizer import (
+    CONFIG,
+    DEFAULT,
+    FOR_TOOLS,
+    TEMPLATE,
+    chat_templates,
+    read_template,
+    special_tokens,
+)
 
 BEGIN, END, MARK = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
 """Unicode noncharacters, which no conversation has. BEGIN and END mark the assistant's text in a
@@ -69,18 +77,23 @@ class Template(NamedTuple):
     name: str  # origin, for errors
     special_tokens: dict[str, str]  # bos_token, eos_token, ...
     ends: Sequence[str] = ()  # all special tokens of the tokenizer, any of which may end a turn
+    for_tools: str = ""  # source for conversations with tools; empty: the same
 
 
 class ChatTemplate:
     """A compiled chat template. Raises CorpusError when the template can't be read."""
 
     def __init__(self, template: Template) -> None:
-        source, name, special_tokens, ends = template
+        source, name, special_tokens, ends, for_tools = template
+        with_tools = template._replace(source=for_tools, for_tools="")
+        self._with_tools = ChatTemplate(with_tools) if for_tools else None
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
-        self._end = re.compile(
-            rf"\s*(?:{'|'.join(map(re.escape, ends_and_special))})" if ends_and_special else r"(?!)"
-        )
+        any_of = "|".join(map(re.escape, ends_and_special))
+        eos = re.escape(special_tokens.get("eos_token", ""))
+        of_turn = rf"\s*(?:{any_of})(?:(?:{any_of})*?{eos})?"  # one token, or several up to eos
+        self._end = re.compile(of_turn if ends_and_special else r"(?!)")
+        self._ends = re.compile(rf"\s*(?:{any_of})")
         self._marked = MARKED.search(source) is not None
         try:
             self._template = _environment().from_string(source)
@@ -91,6 +104,8 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation rendered by the template in this process. Raises CorpusError."""
+        if conversation.tools is not None and self._with_tools is not None:
+            return self._with_tools.render(conversation)
         messages = [
             {**message, "content": _NoContent()} if message.get("content") is None else message
             for message in conversation.messages
@@ -138,7 +153,7 @@ class ChatTemplate:
         message, before = messages[at], ""
         others = [{"role": message["role"], "content": MARK}]
         if message.get("tool_calls"):  # a template may insist on a call before a tool's answer
-            others.append({**message, "tool_calls": list(map(_marked_call, message["tool_calls"]))})
+            others.append(_with_calls(message, name=MARK, arguments={}))
         for other in others:
             changed = [*messages[:at], other, *messages[at + 1 :]]
             try:
@@ -156,19 +171,38 @@ class ChatTemplate:
                 "--chat-template"
             )
         begin = _common_prefix(text, before or marked)
-        end = len(text) - _common_prefix(text[begin:][::-1], marked[begin:][::-1])
-        if before:  # both texts have a call there, and end it alike
-            ending = self._end.search(text, end)
-            end = ending.start() if ending else len(text)
+        end = _end_of_difference(text, marked, begin)
+        ends_within = self._end.search(text, begin, end)  # a template may write the answer there
+        if before or (ends_within and message.get("tool_calls")):
+            of_calls = self._end_of_calls(conversation, messages, text, at)
+            if before or self._ends.sub("", text[of_calls:end]):
+                end = of_calls
         content = message["content"].strip()
         if content and text.endswith(content, 0, end):  # also if the template itself writes it
             begin = min(begin, end - len(content))
         # the model writes the tag before a thought, too, unless the generation prompt has it
-        if thought := message.get(THOUGHT, "").strip():
+        reformatted = "" if text.startswith(content, begin) else content
+        before_answer, tag, _ = reformatted.partition("</think>")
+        within = before_answer.rpartition("<think>")[2] if tag else ""
+        if thought := message.get(THOUGHT, within).strip():
             prompt = self._render_text(conversation, messages[:at], add_generation_prompt=True)
             if text.startswith(prompt) and thought in text[len(prompt) : end]:
                 begin = min(begin, len(prompt))
         return (begin, end) if begin < end else None
+
+    def _end_of_calls(
+        self, conversation: Conversation, messages: list[dict[str, Any]], text: str, at: int
+    ) -> int:
+        """Where the token is that ends the calls in message `at`; without one, the text's end."""
+        other = _with_calls(messages[at], arguments={MARK: MARK})
+        try:
+            changed = [*messages[:at], other, *messages[at + 1 :]]
+            marked = _without_marks(self._render_text(conversation, changed)).text
+        except CorpusError:
+            return len(text)
+        behind = _end_of_difference(text, marked, _common_prefix(text, marked))
+        ending = self._end.search(text, behind)
+        return ending.start() if ending else len(text)
 
     def _render_text(
         self,
@@ -183,6 +217,7 @@ class ChatTemplate:
                 tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                **({"strftime_now": _strftime_now} if conversation.unanswered else {}),
                 **self._special,
             )
         except (jinja2.TemplateError, *_FAILURES) as error:
@@ -195,10 +230,20 @@ class _NoContent(str):
     transformers, and it is written as an empty string."""
 
 
-def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _marked_call(call["function"])}
-    return {**call, "name": MARK, "arguments": {}}
+def _with_calls(message: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A message with these fields in each of its tool calls."""
+    calls = [
+        {**call, "function": {**call["function"], **fields}}
+        if "function" in call
+        else {**call, **fields}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _end_of_difference(text: str, other: str, begin: int) -> int:
+    """Where a text ends to differ from another one, which is equal up to `begin`."""
+    return len(text) - _common_prefix(text[begin:][::-1], other[begin:][::-1])
 
 
 def _common_prefix(text: str, other: str) -> int:
@@ -217,30 +262,20 @@ def template_of(
     """The chat template in `file`, or else the one beside a tokenizer.json (chat_template.jinja,
     tokenizer_config.json). Raises CorpusError, which ends with the remedy, without one."""
     folder = tokenizer.absolute().parent
-    beside, config = folder / TEMPLATE, read_object(folder / CONFIG)
     special = special_tokens(folder)
     added = load_tokenizer(tokenizer).get_added_tokens_decoder().values()
     ends = [token.content for token in added if token.special]
-    if file is None and beside.exists():
-        file = beside
     if file is not None:
-        return Template(_read_template(file), str(file), special, ends)
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by their names
-        template = {named["name"]: named["template"] for named in template}.get("default")
-    if not isinstance(template, str):
+        return Template(read_template(file), str(file), special, ends)
+    templates = chat_templates(folder)
+    if DEFAULT not in templates:
         raise CorpusError(
             f"{folder} has no chat template, by which messages become text: neither {TEMPLATE} "
             f"nor chat_template in {CONFIG}; {remedy}"
         )
-    return Template(template, f"the chat template in {folder / CONFIG}", special, ends)
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return read_small(file).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"can't read {file}: {error}") from error
+    place = folder / (TEMPLATE if (folder / TEMPLATE).is_file() else CONFIG)
+    for_tools = templates.get(FOR_TOOLS, "")
+    return Template(templates[DEFAULT], f"the chat template in {place}", special, ends, for_tools)
 
 
 class _Generation(Extension):
@@ -294,6 +329,10 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
 
 
 def _raise_template_error(message: str) -> None:

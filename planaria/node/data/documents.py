@@ -139,7 +139,7 @@ def _documents(
     if file.startswith("hf:"):
         records = _dataset_records(file)
     elif name.endswith(PARQUET_SUFFIXES):
-        records = _parquet_records(file, text_field if form in (None, "text") else None)
+        records = _parquet_records(file, text_field, form)
     else:
         records = _json_records(file, longest, may_be_list=name.endswith(JSON_SUFFIXES))
     for record in records:
@@ -246,7 +246,7 @@ def _parse_line(file: str, number: int, line: bytes) -> Record | RowError:
     try:
         return place, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
-        return RowError(_not_utf8(file, number, line[error.start]))
+        return RowError(_not_utf8(file, number, error.object[error.start]))
     except ValueError as error:  # also an integer of more digits than Python reads
         return RowError(f"{place} is not JSON: {error}")
     except RecursionError:
@@ -271,7 +271,7 @@ def _list_items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record
         except RecursionError as error:
             raise CorpusError(f"{place} is nested too deeply") from error
         except ValueError as error:
-            behind, why = "", str(error)
+            behind, why = "", getattr(error, "msg", str(error))  # its position is the buffer's
         if behind and behind in ",]":
             yield place, item
             if behind == "]":
@@ -292,8 +292,8 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | RowError]:
-    """The rows of a Parquet file; `text_field`: the only column to read, if there is one."""
+def _parquet_records(file: str, text_field: str, form: Form | None) -> Iterator[Record | RowError]:
+    """The rows of a Parquet file, of texts only their column."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -306,7 +306,9 @@ def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | Row
             pyarrow.parquet.ParquetFile(data, buffer_size=1 << 20) as table,
         ):
             names = table.schema_arrow.names
-            columns = [text_field] if text_field is not None and text_field in names else names
+            others = dict.fromkeys({*names} - {text_field}, True)
+            form = form or form_of(others, text_field) or "text"  # a row's text may be null
+            columns = [text_field] if form == "text" and text_field in names else names
             _check_unpacked(file, data.seek(0, SEEK_END), table.metadata)
             for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
                 for record in _python_rows(batch):

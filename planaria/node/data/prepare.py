@@ -229,8 +229,8 @@ def _write_corpus(tokenizing: Tokenizing, parts: Parts, whole: Path, source: Cor
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     bounds = vocabulary.end_of_document, vocabulary.begin
-    source_of_template = template.source or None if template else None
-    write_tokenizer(tokenizing.tokenizer, whole, *bounds, source_of_template)
+    single = template.source if template and not template.for_tools else ""
+    write_tokenizer(tokenizing.tokenizer, whole, *bounds, single or None)
     splits = {}
     for name in SPLITS:
         with SplitWriter(whole, name, vocabulary.dtype, tokenizing.masked) as writer:

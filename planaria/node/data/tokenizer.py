@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from planaria.bootstrap.files import read_small
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer
 from planaria.node.data.options import Bos
 
@@ -23,6 +24,9 @@ TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 SPECIAL: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
+TEMPLATES: Final = "additional_chat_templates/*.jinja"
+DEFAULT, FOR_TOOLS = "default", "tool_use"
+"""Names of chat templates: of conversations without tools, and with tools if it exists."""
 SHARED: Final = (TOKENIZER, CONFIG, TEMPLATE, "generation_config.json", "index.json")
 """Files of prepared data or a model that define the tokenization; nodes send them to clients that
 may read. Some may be missing; the index is written last."""
@@ -41,6 +45,11 @@ PLAIN: Final[dict[str, Any]] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
 """Default tokenizer_config.json of a tokenizer without one."""
+OF_LLAMA: Final[dict[str, Any]] = {
+    "model_input_names": ["input_ids", "attention_mask"],
+    "padding_side": "left",
+}
+"""Defaults of transformers' LlamaTokenizer."""
 
 
 class TextBounds(NamedTuple):
@@ -113,6 +122,26 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
+def chat_templates(folder: Path) -> dict[str, str]:
+    """Chat templates of a tokenizer by name, as transformers finds them in `folder`: files, or else
+    those in tokenizer_config.json. Raises CorpusError."""
+    files = {DEFAULT: folder / TEMPLATE, **{file.stem: file for file in folder.glob(TEMPLATES)}}
+    if found := {name: read_template(file) for name, file in files.items() if file.is_file()}:
+        return found
+    template = read_object(folder / CONFIG).get("chat_template")
+    if isinstance(template, list):
+        return {named["name"]: named["template"] for named in template}
+    return {DEFAULT: template} if isinstance(template, str) else {}
+
+
+def read_template(file: Path) -> str:
+    """A chat template in a file. Raises CorpusError."""
+    try:
+        return read_small(file).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"can't read {file}: {error}") from error
+
+
 def context_of_model(folder: Path) -> int | None:
     """Context length of a model, by the files beside its tokenizer, but at most LONGEST, the
     default of a run that begins from it; None: unknown. Raises CorpusError."""
@@ -145,7 +174,7 @@ def write_tokenizer(
 ) -> None:
     """Write the tokenizer.json `source`, and the files beside it, to the folder `out`, with these
     bounds, which transformers reads, too. `begin`: None for those of `source`; `template`: the chat
-    template, if not the one beside `source`. tokenizer_config.json in `out` keeps its fields, but
+    template, if not those beside `source`. tokenizer_config.json in `out` keeps its fields, but
     for special tokens; `defaults` fill missing ones. Raises CorpusError, OSError."""
     tokenizer, folder = load_tokenizer(source), source.absolute().parent
     before, behind = added_tokens(tokenizer)
@@ -160,13 +189,20 @@ def write_tokenizer(
     if begin:
         named.setdefault("bos_token", str(tokenizer.id_to_token(begin[0])))
     config = PLAIN | defaults | read_object(folder / CONFIG) | read_object(out / CONFIG) | named
+    templates = chat_templates(folder) if template is None else {}
+    if template is not None:
+        (out / TEMPLATE).write_text(template, encoding="utf-8")
+    elif len(templates) > 1:
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+        (out / TEMPLATE).unlink(missing_ok=True)  # it would override them
+    elif (folder / TEMPLATE).is_file():
+        shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+    if str(config["tokenizer_class"]).startswith("LlamaTokenizer"):
+        # of tokenizer.json, transformers 5 would ignore normalizer and pre-tokenizer
+        config = OF_LLAMA | config | {"tokenizer_class": PLAIN["tokenizer_class"]}
     (out / SPECIAL).unlink(missing_ok=True)  # it would override the config below
     written = json.dumps(config, indent=2, ensure_ascii=False)
     (out / CONFIG).write_text(written + "\n", encoding="utf-8")
-    if template is not None:
-        (out / TEMPLATE).write_text(template, encoding="utf-8")
-    elif (folder / TEMPLATE).is_file():
-        shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
 
 
 def read_part(folders: Iterable[Path], name: object, first: object) -> bytes:

@@ -16,7 +16,14 @@ from typing import Any, Final
 
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
-from planaria.node.data.tokenizer import LONGEST, SPECIAL, TEMPLATE, TOKENIZER, same_tokenizer
+from planaria.node.data.tokenizer import (
+    LONGEST,
+    SPECIAL,
+    TEMPLATE,
+    TEMPLATES,
+    TOKENIZER,
+    same_tokenizer,
+)
 from planaria.node.machine.imports import python_command
 from planaria.node.machine.processes import describe_status
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE, Checkpoint, shard_names
@@ -35,9 +42,9 @@ log = logging.getLogger("planaria")
 
 HUB_NAME: Final = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 """A repository on the hub, and its branch, tag or commit."""
-PARTS: Final = [CONFIG, TOKENIZER, *OF_ORIGIN, ONE_FILE, INDEX]
+PARTS: Final = [CONFIG, TOKENIZER, *OF_ORIGIN, TEMPLATES, ONE_FILE, INDEX]
 """Files of a hub repository to download, besides those that its index names."""
-OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE, CONFIG]
+OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE, TEMPLATES, CONFIG]
 """Files among them that define the tokenizer."""
 OWN: Final = {"origin", "blueprint", "content", "preset", "stages", "context", "attn_mask_type"}
 """Keys of [model] that may be set beside `model.from` or `model.config`."""

@@ -107,8 +107,14 @@ def continuation(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling)
 
 
 def encode_text(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
-    """Tokens of a text, behind those of `begin`. Raises ValueError for some the model hasn't."""
+    """Tokens of a text, behind those of `begin`. Raises ValueError for some the model hasn't, and
+    for a text that isn't UTF-8."""
     tokenizer, most = speaker.tokenizer, speaker.vocabulary
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = text[: error.start][-20:]
+        raise ValueError(f"the text is not UTF-8 behind {before!r}") from error
     tokens = [*begin, *tokenizer.encode(text, add_special_tokens=False).ids]
     if unknown := {token for token in tokens if token >= most}:
         names = ", ".join(f"{tokenizer.id_to_token(token)} ({token})" for token in sorted(unknown))

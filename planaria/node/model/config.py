@@ -169,8 +169,6 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
             content["layer_types"] = ["full_attention"] * config.layers
             content["max_window_layers"] = config.layers
             content["sliding_window"] = None
-            if config.family == "qwen2":  # which lacks the key
-                del content["head_dim"]
     if config.block_causal:  # not in transformers, so written only if needed
         content["attn_mask_type"] = config.attn_mask_type
     return ALWAYS | OF_FAMILY[config.family] | content
@@ -264,7 +262,7 @@ def _rope_scaling(content: dict[str, Any]) -> RopeScaling | None:
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         return RopeScaling(kind, float(factor), int(original), low, high)
     factor = positions / original if factor is None else factor
-    figures = {name: float(rope[name]) for name in YARN if rope.get(name) is not None}
+    figures = {name: float(rope[name]) for name in YARN if rope.get(name)}  # 0 is the default
     truncate = None if rope.get("truncate", True) else False
     return RopeScaling(kind, float(factor), int(original), truncate=truncate, **figures)
 

@@ -294,6 +294,37 @@ def test_tools_reach_the_template() -> None:
     assert template.render(record).text == '[{"name": "weather"}]<é>'
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_conversations_with_tools_have_the_template_for_them(
+    folder: Path, tmp_path: Path, in_files: bool
+) -> None:
+    """It is known to transformers by its name, also in the prepared folder."""
+    from transformers import AutoTokenizer
+
+    model, tools = tmp_path / "model", [{"type": "function", "function": {"name": "weather"}}]
+    model.mkdir()
+    shutil.copy(folder / "tokenizer.json", model)
+    named = {"default": UNMARKED, "tool_use": f"{{{{ tools | tojson }}}}{MARKED}"}
+    listed = [{"name": name, "template": source} for name, source in named.items()]
+    write_config(model, bos_token="<s>", chat_template=listed)
+    if in_files:
+        AutoTokenizer.from_pretrained(model).save_pretrained(model)
+        assert (model / "additional_chat_templates" / "tool_use.jinja").exists()
+    records = [
+        {"messages": talk, "tools": tools if n % 2 else []} for n, talk in enumerate(messages())
+    ]
+    corpus, _ = prepare(
+        recipe(model, write_records(tmp_path / "talks.jsonl", records)), tmp_path / "data"
+    )
+    for place in (model, corpus.path):
+        theirs = AutoTokenizer.from_pretrained(place)
+        expected = [
+            [*theirs.apply_chat_template(r["messages"], r["tools"] or None)["input_ids"], 0]
+            for r in records
+        ]
+        assert sorted(tokens for tokens, _ in documents(corpus)) == sorted(expected)
+
+
 def test_inspect_shows_what_is_scored(folder: Path, chat: Corpus) -> None:
     shown = CliRunner().invoke(
         app, ["data", "inspect", str(folder / "data"), "--verify", "--context", "120"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from planaria.node.data import documents as module
+from planaria.node.data.chat import Conversation
 from planaria.node.data.corpus import CorpusError, RowError
 from planaria.node.data.documents import (
     LINES_PER_DOCUMENT,
@@ -78,6 +80,15 @@ def test_parquet_has_texts_of_any_kind(tmp_path: Path, kind: pyarrow.DataType) -
     assert str(bad).endswith("a.parquet, row 4: 'text' is null")
 
 
+def test_a_row_of_parquet_without_text_may_be_a_conversation(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "b"}]
+    rows = [{"text": "a", "messages": None}, {"text": None, "messages": messages}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    text, conversation = documents(str(tmp_path / "a.parquet"))
+    assert text == "a"
+    assert isinstance(conversation, Conversation)
+
+
 def test_a_row_of_parquet_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
     offsets, data = pyarrow.array([0, 1, 2, 3], pyarrow.int32()).buffers()[1], b"a\xffb"
     texts = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(data))
@@ -97,7 +108,7 @@ def test_lists_of_any_length(tmp_path: Path, items: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b'[{"text": "a"}, {"text": ', r"item 2 of the list is not JSON"),
+        (b'[{"text": "a"}, {"text": ', r"item 2 of the list is not JSON: Expecting value$"),
         (b'[{"text": "a"} {"text": "b"}]', r"item 1 .* is not JSON: no comma"),
         (b'[{"text": "a"}, ' + b"[" * 200_000, "item 2 .* is nested too deeply"),
         (b'[{"text": "' + b"a" * 300_000, "item 1 of the list has more than 100000 bytes"),
@@ -145,6 +156,12 @@ def test_a_row_that_is_bad_comes_with_its_reason_in_its_place(
     assert isinstance(bad, RowError)
     with pytest.raises(RowError, match=rf"a\.jsonl, {why}"):
         raise bad
+
+
+def test_the_wrong_byte_is_named_behind_a_byte_order_mark_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "caf\xe9"}\n')
+    [bad] = documents(str(tmp_path / "a.jsonl"))
+    assert r"line 1 is not UTF-8 (byte 0xe9)" in str(bad)
 
 
 def test_texts_that_are_too_long_are_bad_rows(tmp_path: Path) -> None:

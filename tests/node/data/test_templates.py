@@ -87,6 +87,11 @@ LLAMA2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + "
     "' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+COMMAND_R7B = (
+    "{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m['role'] == 'user' %}"
+    "{{ '<|USER_TOKEN|>' + m['content'] + eos_token }}{% else %}{{ '<|CHATBOT_TOKEN|>"
+    "<|START_RESPONSE|>' + m['content'] + '<|END_RESPONSE|>' + eos_token }}{% endif %}{% endfor %}"
+)
 NO_END = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
 )
@@ -100,6 +105,11 @@ TEMPLATES = {
     "Mistral": (MISTRAL, ["[INST]", "[/INST]", "[TOOL_CALLS]"], "</s>"),
     "Gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
     "Llama 2": (LLAMA2, [], " </s>"),
+    "Command R7B": (
+        COMMAND_R7B,
+        ["<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
+        "<|END_RESPONSE|></s>",
+    ),
     "no end": (NO_END, [], ""),
 }
 """Source, special tokens, and the text that ends a turn."""
@@ -156,9 +166,30 @@ def test_calls_of_tools_are_scored(name: str, called: str) -> None:
     assert scored(name, *messages) == [called, "It is 5." + TEMPLATES[name][2]]
 
 
+def test_what_a_tool_answers_is_not_scored_though_the_template_writes_it_by_the_call() -> None:
+    """As Gemma 4's and gpt-oss's do, with the tool's name."""
+    answers = (
+        "{% for t in messages if t.role == 'tool' %}{{ '<|response>' + "
+        "m.tool_calls[0].function.name + ':' + t.content + '<response|>' }}{% endfor %}"
+    )
+    source = (
+        "{% for m in messages if m.role != 'tool' %}{{ '<|turn>' + m.role + ':' }}"
+        "{% if m.tool_calls %}{{ '<|call>' + m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}{{ '<call|>' }}" + answers + "{% else %}"
+        "{{ m.content + '<turn|>' }}{% endif %}{% endfor %}"
+    )
+    ends = ["<|turn>", "<turn|>", "<|call>", "<call|>", "<|response>", "<response|>"]
+    template = ChatTemplate(Template(source, "it", {"eos_token": "</s>"}, ends))
+    messages = [user("?"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "sun"}]
+    rendered = template.render(Conversation("", [*messages, assistant("yes")]))
+    shown = [rendered.text[begin:end] for begin, end in rendered.scored]
+    assert shown == ['<|call>f{"x": 1}<call|>', "yes<turn|>"]
+
+
 def test_thoughts_are_scored_where_the_template_shows_them() -> None:
     thoughtful = assistant(THOUGHTFUL)
-    assert scored("Qwen 3", user("q"), thoughtful) == [f"{THOUGHTFUL}<|im_end|>"]
+    for same in thoughtful, assistant("<think>maybe</think>yes"), assistant("maybe</think>\nyes"):
+        assert scored("Qwen 3", user("q"), same) == [f"{THOUGHTFUL}<|im_end|>"]
     turns = user("q"), thoughtful, user("and"), assistant("no")
     assert scored("Qwen 3", *turns) == ["yes<|im_end|>", "no<|im_end|>"]
     apart = assistant("yes", reasoning_content="maybe\n")
@@ -182,6 +213,15 @@ def test_no_content_is_no_text_and_none() -> None:
     conversation = Conversation("line 1", [user(""), assistant(None, tool_calls=[CALL])])
     template = ChatTemplate(Template(source, "it", {}))
     assert template.render(conversation).text == "<>False<>True"
+
+
+def test_a_template_may_ask_for_the_day_if_a_model_is_to_answer() -> None:
+    """As gpt-oss's does. Prepared data must not depend on the day."""
+    template = ChatTemplate(Template("{{ strftime_now('%%') + messages[0].content }}", "it", {}))
+    question = Conversation("line 1", [user("?")], unanswered=True)
+    assert template.render(question).text == "%?"
+    with pytest.raises(CorpusError, match="'strftime_now' is undefined"):
+        template.render(question._replace(unanswered=False))
 
 
 def test_what_is_written_twice_can_not_be_told() -> None:

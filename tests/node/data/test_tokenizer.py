@@ -188,6 +188,17 @@ def test_documents_begin_with_their_begin_token(bos_token: str, tmp_path: Path) 
     assert (tokens[begins - 1] == corpus.index.end_of_document).all()
 
 
+def some_talks(folder: Path) -> tuple[list[list[dict[str, str]]], Path]:
+    """Write a file of conversations, and return both."""
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        for text in ("hello", "and", "about", "text")
+    ]
+    source = folder / "talks.jsonl"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return talks, source
+
+
 @pytest.mark.parametrize("end_token", [None, "<end>"])
 def test_a_conversation_begins_and_ends_as_its_template_says(
     end_token: str | None, tmp_path: Path
@@ -200,12 +211,7 @@ def test_a_conversation_begins_and_ends_as_its_template_says(
     )
     tokenizer = write(tmp_path / "from", "byte-level", "<s> $A", chat_template=template)
     (tokenizer.parent / "special_tokens_map.json").write_text(json.dumps(NAMED))
-    talks = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
-        for text in ("hello", "and", "about", "text")
-    ]
-    source = tmp_path / "talks.jsonl"
-    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    talks, source = some_talks(tmp_path)
     recipe = Recipe([str(source)], tokenizer, validation=0.3, end_token=end_token)
     corpus, _ = prepare(recipe, tmp_path / "data")
     for folder in [corpus.path, *([] if end_token else [tokenizer.parent])]:
@@ -216,6 +222,34 @@ def test_a_conversation_begins_and_ends_as_its_template_says(
     for bos in get_args(Bos)[1:]:
         with pytest.raises(CorpusError, match=f"--bos {bos} is for texts"):
             prepare(replace(recipe, bos=bos), tmp_path / "other")
+
+
+def test_transformers_reads_the_tokenizer_of_llama_2_as_it_is(tmp_path: Path) -> None:
+    """Its tokenizer.json puts a space before each text between special tokens, but transformers 5
+    makes a LlamaTokenizer without that."""
+    from transformers import AutoTokenizer
+
+    template = "{% for m in messages %}{{ m.content + eos_token }}\n{% endfor %}"
+    tokenizer = write(
+        tmp_path / "from",
+        "sentencepiece",
+        tokenizer_class="LlamaTokenizer",
+        legacy=False,
+        chat_template=template,
+        **NAMED,
+    )
+    fields = json.loads(tokenizer.read_text())
+    steps = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ]
+    fields |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    tokenizer.write_text(json.dumps(fields))
+    talks, source = some_talks(tmp_path)
+    corpus, _ = prepare(Recipe([str(source)], tokenizer, validation=0.3), tmp_path / "data")
+    theirs = AutoTokenizer.from_pretrained(corpus.path)
+    expected = [theirs.apply_chat_template(talk)["input_ids"] for talk in talks]
+    assert sorted(documents(corpus)) == sorted(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -133,6 +133,15 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 
+@CONFIGS
+def test_heads_of_any_width_are_exported(tmp_path, config) -> None:
+    config = replace(config, width_of_head=10)
+    exported(tmp_path / "out", config)
+    tokens = some_tokens(config, 24)
+    got = WholeModel.load(tmp_path / "out", CPU).logits(tokens)
+    torch.testing.assert_close(got, logits_of(tmp_path / "out", tokens), rtol=0, atol=1e-4)
+
+
 def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
     config = replace(GROUPED, subspace=5)
     flat = exported(tmp_path / "out", config)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from planaria.node.cli import app
 from planaria.node.data.corpus import load_tokenizer
 from planaria.node.data.tokenizer import text_bounds
+from planaria.node.hugging_face.export import Vocabulary
 from planaria.node.hugging_face.generate import (
     Sampling,
     Speaker,
@@ -19,6 +23,8 @@ from planaria.node.hugging_face.generate import (
 )
 from planaria.node.hugging_face.samples import Occasions
 from tests.node.data.test_tokenizer import AROUND, NAMED, write
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import GROUPED
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
@@ -107,6 +113,23 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused_by_their_names(
     why = rf"2 tokens more than the model, .* the text has <more> \({size + 1}\): .*\({size + 2}\)"
     with pytest.raises(ValueError, match=why):
         continuation(speaker, "hello <more>", 4, Sampling())
+
+
+def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Python reads bytes of a command line that aren't UTF-8 as halves of surrogate pairs."""
+    tokenizer = load_tokenizer(write(tmp_path / "model"))
+    speaker = Speaker(lambda _: LOGITS, tokenizer, None, 400, 16)
+    with pytest.raises(ValueError, match="the text is not UTF-8 behind 'caf'"):
+        continuation(speaker, "caf\udce9", 4, Sampling())
+
+
+def test_text_is_printed_as_it_is(tmp_path: Path) -> None:
+    tokenizer = write(tmp_path / "tokenizer")
+    config = replace(GROUPED, vocabulary=load_tokenizer(tokenizer).get_vocab_size())
+    exported(tmp_path / "model", config, vocabulary=Vocabulary(tokenizer, 2))
+    text = "if x:\n\tprint('[red] :smile:')\n"
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "model"), text, "--tokens", "1"])
+    assert done.output.startswith(text)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the longest context
     "yarn": (YARN, 32),
     "yarn, scaled": (YARN | {"attention_factor": 0.8, "truncate": False}, 32),
     "yarn, by weights": (YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_slow": 0.5}, 32),
+    "yarn, of zeros": (YARN | {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 0}, 32),
     "yarn, of one place": (YARN | {"beta_fast": 1.0, "truncate": False}, 32),
     "yarn, by positions": (YARN | {"factor": None}, 24),
     "yarn, of all positions": ({"rope_type": "yarn", "factor": 2.0}, 48),
