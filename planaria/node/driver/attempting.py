@@ -299,11 +299,9 @@ class Attempting(Phase):
     # --- going on without lost nodes
 
     def _can_mask(self, nodes: Collection[str]) -> bool:
-        """Whether the attempt can go on without these nodes. Seats of the driver's node stay
-        members, and nothing is committed without a member."""
+        """Whether the attempt can go on without these nodes."""
         driver = self.driver
-        here = any(map(driver.faults.is_here, nodes))
-        return not here and self.state.can_do_without(nodes, driver.rules)
+        return driver.node not in nodes and self.state.can_do_without(nodes, driver.rules)
 
     def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
         """Goes on without lost nodes, by a takeover if a stage has no other. None: impossible."""
@@ -500,7 +498,8 @@ class Attempting(Phase):
         if driver.node in guilty and peer != driver.node and others:
             reason = f"{peer} also says: {failed.reason}; {others[0]} can drive"
             return self.stays([Rejoin(reason)])
-        if guilty and self._can_mask(guilty):
+        here = any(map(driver.faults.is_here, guilty))  # not removed: a commit would wait for it
+        if guilty and not here and self._can_mask(guilty):
             effects = driver.accuse(peer, failed)
             return self.stays(effects + self._mask(guilty, f"{peer} says: {failed.reason}", now))
         return self._failed(peer, failed, now)
