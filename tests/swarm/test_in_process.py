@@ -554,7 +554,8 @@ async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tm
         await swarm.until(swarm.finished)
         methods = [e["method"] for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
         assert methods == ["redundant"]
-    assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
+    # Sums in another order differ in their last bits, which Muon's rounded products make larger.
+    assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-4)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
     assert audit(tmp_path).exact
 
