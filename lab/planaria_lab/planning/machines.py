@@ -152,7 +152,7 @@ def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
         name, colon, count = text.partition(":")
         if colon and not (count.isascii() and count.isdigit() and int(count)):
             raise PlanError(f"--site {text}: write NAME or NAME:NODES, as in Iowa:6")
-        counts[name] = int(count) if colon else 0
+        counts[name] = counts.get(name, 0) + int(count or 0)
         open_sites += [] if colon else [name]
     placed = sum(counts.values())
     if nodes is None and (open_sites or not sites):
@@ -161,7 +161,7 @@ def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
     if remaining < len(open_sites) or (remaining and sites and not open_sites):
         raise PlanError(f"--nodes {nodes} contradicts the {placed} nodes of --site NAME:NODES")
     for i, name in enumerate(open_sites):
-        counts[name] = remaining // len(open_sites) + (i < remaining % len(open_sites))
+        counts[name] += remaining // len(open_sites) + (i < remaining % len(open_sites))
     return counts or {"anywhere": remaining}
 
 

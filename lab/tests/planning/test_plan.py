@@ -330,6 +330,20 @@ def test_kinds_are_machines_in_their_order() -> None:
     assert [machine.site for machine in sited] == ["Iowa", "Iowa", "Oregon"]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "sites"),
+    [
+        (None, ["Iowa:2", "Oregon:1", "Iowa:3"]),
+        (6, ["Iowa:2", "Oregon:1", "Iowa"]),
+        (6, ["Iowa", "Oregon:1", "Iowa"]),
+    ],
+)
+def test_nodes_of_a_site_that_is_named_twice_add_up(nodes: int | None, sites: list[str]) -> None:
+    hardware = NOTHING._replace(nodes=nodes, kinds=parse_kinds("a100"))
+    machines, _ = alike(hardware, sites, None, 1.0, 1.0, None)
+    assert [machine.site for machine in machines] == [*["Iowa"] * 5, "Oregon"]
+
+
 # --- traces
 
 

@@ -106,7 +106,7 @@ class KeptRun(NamedTuple):
         from planaria.node.state.saves import find_saves
 
         places = [*filter(None, (self.save_dir, self.checkpoints)), *self.out.glob("checkpoints*")]
-        places += [] if self.save_dir is None else filter(Path.is_dir, self.save_dir.iterdir())
+        places += [] if self.save_dir is None else filter(Path.is_dir, self.save_dir.glob("*"))
         by_run: defaultdict[str, dict[Path, SaveFile]] = defaultdict(dict)
         for save in find_saves(*places):
             by_run[save.run][save.path] = save
@@ -117,7 +117,7 @@ class KeptRun(NamedTuple):
             steps |= (whole := {*whole_steps(saves, model_as_saved(saves, self.run.config).stages)})
             if step in whole:
                 return [save for save in saves if save.state.id.step == step]
-        listed = ", ".join(map(str, sorted(steps))) or "none"
+        listed = ", ".join(map(str, sorted(steps))) or f"none under {places[0]}"
         raise SwarmError(f"not each stage has saved step {step}; steps that each has: {listed}")
 
     def _has_trained(self) -> bool:

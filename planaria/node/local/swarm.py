@@ -195,7 +195,7 @@ class _Swarm:
                 return await self._wait_for_saves(stop)
             self._replace_ended()
             self.screen.show(self.story, self.description, self.stages)
-            if self.story.committed > committed or order != TRAIN:
+            if self.story.committed != committed or order != TRAIN:
                 progressed, committed = time.monotonic(), self.story.committed
             if self.story.stopped is not None:
                 if not self.screen.interactive:

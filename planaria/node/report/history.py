@@ -63,7 +63,12 @@ class Curve:
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float] | None] = []
-        self._last = 0
+        self._last: float = 0  # newest step; infinite after it was undone
+
+    def go_back(self, step: int) -> None:
+        """Undo later steps: their repetitions are new points, behind a gap."""
+        if step < self._last:
+            self._last = math.inf
 
     def add(self, step: int, value: float) -> None:
         if not math.isfinite(value):
@@ -141,8 +146,10 @@ class History:
             case events.Sampled(prompt=prompt, text=text) as sample:
                 prompt, text = prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]
                 self.samples.append(replace(sample, prompt=prompt, text=text))
-            case events.RolledBack() | events.Resuming():
+            case events.RolledBack(step=step) | events.Resuming(step=step):
                 self._commits.clear()
+                self.loss.go_back(step)
+                self.validation.go_back(step)
             case events.StageRebuilt(stage=stage, method=method) if news is not None:
                 at = stage, method[:40]
                 if at in self.rebuilt or len(self.rebuilt) < MOST_METHODS:

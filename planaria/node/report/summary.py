@@ -366,21 +366,22 @@ def _share(event: events.CostSoFar, part: str) -> events.HoldingCost:
     return events.HoldingCost(event.extra_bytes, event.memory_bytes, event.critical_seconds)
 
 
-def replicas_identical(entries: Iterable[events.Entry]) -> bool:
+def replicas_identical(entries: Sequence[events.Entry]) -> bool:
     """Whether all replicas of a stage had the same digest of weights after every step. A step
-    repeated after a rollback, or after the loss of all its replicas, counts separately."""
+    repeated after a rollback, or after the loss of all its replicas, counts separately. Seats whose
+    stage no event names are left out."""
     digests: dict[tuple[int, ...], set[str]] = {}
-    stages: dict[str | None, int] = {}
+    stages = {
+        each.node: each.event.stage for each in entries if isinstance(each.event, events.Serving)
+    }
     losses: Counter[int] = Counter()  # stage -> number of losses
     for entry in entries:
         match entry.event:
             case events.Diverged():
                 return False
-            case events.Serving(stage=stage):
-                stages[entry.node] = stage
             case events.StageRebuilt(stage=stage, method=method) if method not in COPIED:
                 losses[stage] += 1
-            case events.Applied(lineage=lineage, step=step, digest=digest):
+            case events.Applied(lineage=lineage, step=step, digest=digest) if entry.node in stages:
                 stage = stages[entry.node]
                 digests.setdefault((lineage, losses[stage], stage, step), set()).add(digest)
     return all(len(replicas) == 1 for replicas in digests.values())

@@ -68,8 +68,9 @@ def senders_by_holder(stage: int, stages: int, members: Iterable[pb.Place]) -> d
 class Twin(Hearing):
     """The next stage, held by a node beside its own.
 
-    Takes 16 bytes for each of the stage's parameters, and the gradient's 4 once more while it is
-    transferred. `apply` and `load` run in the compute thread, all else on the event loop.
+    Takes the memory of the stage's weights, gradient and moments, and that of a gradient once more
+    while one is transferred. `apply` and `load` run in the compute thread, all else on the event
+    loop.
     """
 
     def __init__(

@@ -347,6 +347,12 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
         assert at(again, "1.0", 1) == [Age(2, step)]
 
 
+def test_it_goes_back_to_nothing_where_the_save_folder_is_missing(tmp_path: Path) -> None:
+    kept = begun(tmp_path)
+    with pytest.raises(SwarmError, match=rf"step 8; .* none under {tmp_path / 'saves'}$"):
+        kept.find_at(8)
+
+
 @pytest.mark.parametrize("place", ["out/saves", "elsewhere"])
 def test_a_copy_goes_on_and_the_run_stays_as_it_was(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, place: str

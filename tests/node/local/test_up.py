@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,7 +22,8 @@ from planaria.node.data.recipe import Recipe
 from planaria.node.launch.errors import SwarmError
 from planaria.node.launch.options import parse_seats
 from planaria.node.launch.resolve import registry_rules, resolve, run_id, text_to_prepare
-from planaria.node.local.loss_schedule import Kill, parse_kill
+from planaria.node.local import swarm
+from planaria.node.local.loss_schedule import Kill, choose_losses, parse_kill
 from planaria.node.local.machine_size import (
     MachineSize,
     check_gpu,
@@ -32,7 +34,9 @@ from planaria.node.local.machine_size import (
 from planaria.node.local.plan import SwarmPlan, create_folder, read_plan, resume_from, write_plan
 from planaria.node.local.results import Ending, read_events, shortcomings, wrap_up
 from planaria.node.machine.processes import stop_signals
+from planaria.node.report.live_view import LiveScreen
 from planaria.node.run_file import RunFile, dumps, loads, override
+from tests.node.report.lines import entry
 
 RUN = loads("steps = 40\ntraining.optimizer = 'adamw'\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
 
@@ -228,6 +232,42 @@ def test_events_are_sorted_and_half_written_ones_left_out(tmp_path):
     (tmp_path / "events-a.jsonl").write_text('{"time": 2.0, "kind": "b"}\n{"time": 9.0, "ki')
     (tmp_path / "events-b.jsonl").write_text('{"time": 1.0, "kind": "a"}\n')
     assert [event["kind"] for event in read_events(tmp_path)] == ["a", "b"]
+
+
+async def test_steps_that_are_repeated_after_a_rollback_are_progress(tmp_path, monkeypatch):
+    patience = swarm.PATIENCE * RUN.swarm.progress
+    going = [
+        {"time": 0.0, "kind": "committed", "step": 20},
+        {"time": 1.0, "kind": "rolled back", "from": 20, "step": 10},
+        {"time": 0.6 * patience, "kind": "committed", "step": 11},
+        {"time": 1.2 * patience, "kind": "committed", "step": 12},
+        {"time": 1.3 * patience, "kind": "stopped", "reason": "it was enough"},
+    ]
+    now = 0.0
+
+    class Scripted(swarm._Swarm):
+        def _start(self, slot):
+            """Start no process."""
+
+        async def _registry_address(self, stop):
+            return "127.0.0.1:1"
+
+        def _start_nodes(self):
+            """Start no process."""
+
+        def _read(self):
+            nonlocal now
+            event = going.pop(0)
+            now = event["time"]
+            self.story.hear(entry({"node": "a/0", **event}))
+
+    monkeypatch.setattr(swarm, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    run, screen = override(RUN, model__vocabulary=9), LiveScreen(Console(file=io.StringIO()), 40)
+    plan = SwarmPlan(run, tmp_path, None, "cpu")
+    scripted = Scripted(plan, [], screen, True, choose_losses(run))
+    ending = await scripted.train(asyncio.get_running_loop().create_future())
+    assert ending == Ending(1, "it was enough")
+    await scripted.end()
 
 
 async def test_up_is_not_ended_by_what_it_was_started_to_ignore():

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from planaria.bootstrap.address import Address
-from planaria.node.page.app import make_app
+from planaria.node.page.app import STATIC, make_app
 from planaria.node.page.http_address import listen_at
 from planaria.node.page.http_server import listening
 from planaria.node.page.replay import Replay
@@ -73,10 +75,12 @@ def run() -> Replay:
 
 
 @asynccontextmanager
-async def served(replay: Replay | None = None) -> AsyncIterator[str]:
+async def served(
+    replay: Replay | None = None, wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app
+) -> AsyncIterator[str]:
     over = asyncio.Event()
     bound = listen_at(Address.parse("127.0.0.1:0"), "--http")
-    async with listening(make_app(replay or run(), over), bound, over):
+    async with listening(wrapped(make_app(replay or run(), over)), bound, over):
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
 
 
@@ -132,3 +136,27 @@ async def test_an_hour_has_at_most_59_minutes(tmp_path: Path) -> None:
     async with served(Replay(RUN, events, [], "mine-1")) as url:
         shown = await browse(url, tmp_path, "--dump-dom")
     assert "2 h 0 min in" in shown
+
+
+async def test_the_slider_asks_again_after_an_answer_that_was_cut_off(tmp_path: Path) -> None:
+    answers = 0
+    script = (STATIC / "page.js").read_text()
+    script += 'setInterval(() => $("moment").dispatchEvent(new Event("input")), 50);'
+
+    def cut_once(app: ASGIApp) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal answers
+            answers += scope["path"] == "/state"
+            answer = app
+            if scope["path"] == "/page.js":
+                answer = Response(script, media_type="text/javascript")
+            elif scope["path"] == "/state" and answers == 1:
+                answer = Response("{", media_type="application/json")
+            await answer(scope, receive, send)
+
+        return answer
+
+    async with served(wrapped=cut_once) as url:
+        shown = await browse(url, tmp_path, "--dump-dom")
+    assert "<title>mine · planaria</title>" in shown
+    assert 'role="status" class="">replay</p>' in shown

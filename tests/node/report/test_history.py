@@ -113,6 +113,19 @@ def test_where_all_stages_go_back_the_curve_has_a_gap() -> None:
     assert [mark.kind for mark in history.marks] == ["back"]
 
 
+def test_a_step_that_is_undone_and_repeated_is_on_the_curves_again() -> None:
+    history = history_of(
+        line("committed", step=8, loss=6.0),
+        line("validated", step=8, loss=7.0),
+        line("resuming", step=7, exact=True, reason="an operator went back"),
+        line("committed", step=8, loss=6.5),
+        line("committed", step=8, loss=6.5),
+        line("validated", step=8, loss=7.5),
+    )
+    assert history.loss.points == [(8, 6.0), None, (8, 6.5)]
+    assert history.validation.points == [(8, 7.0), None, (8, 7.5)]
+
+
 def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
     curve = Curve()
     for step in range(1, 50_000):

@@ -479,6 +479,7 @@ def applied(node: str, step: int, digest: str, lineage: int = 0) -> dict[str, An
 
 
 LOST = event(2.0, "rebuilt", "b", stage=1, method="snapshot")
+LATE = event(2.0, "serving", "late", stage=1)
 COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
 
 
@@ -494,6 +495,9 @@ COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
         ([applied("a", 1, "x"), LOST, applied("b", 1, "y")], True),
         ([applied("a", 1, "x"), COPIED, applied("b", 1, "y")], False),
         ([event(1.0, "diverged", stage=1, nodes=["a", "b"], step=1)], False),
+        ([applied("unknown", 1, "x"), applied("b", 1, "x")], True),
+        ([applied("late", 1, "x"), LATE, applied("b", 1, "x")], True),
+        ([applied("late", 1, "x"), LATE, applied("b", 1, "y")], False),
     ],
 )
 def test_replicas_are_compared_by_stage_and_step(events, identical):

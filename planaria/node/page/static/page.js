@@ -304,9 +304,14 @@ async function showMoment(at) {
   while (wanted !== null) {
     const moment = wanted;
     wanted = null;
-    const answer = await fetch(`state?at=${moment}`);
-    if (answer.ok) take(await answer.json());
-    else connected("lost", await answer.text());
+    try {
+      const answer = await fetch(`state?at=${moment}`);
+      if (!answer.ok) throw new Error(await answer.text());
+      take(await answer.json());
+      connected("", "replay");
+    } catch (error) {
+      connected("lost", `no answer, move the slider to ask again: ${error.message}`);
+    }
   }
   asking = false;
 }
