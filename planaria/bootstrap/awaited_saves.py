@@ -38,6 +38,11 @@ class AwaitedSaves:
         self._saves = {of: save for of, save in self._saves.items() if of not in over}
         return over
 
+    def paused(self, seconds: float) -> None:
+        """Extends the waits by a pause of the registry."""
+        for save in self._saves.values():
+            save.seconds += seconds
+
     def listed(self, now: float) -> list[AwaitedSave]:
         """The awaited saves, as a view has them."""
         return [_shifted(save, -now) for _, save in sorted(self._saves.items())]

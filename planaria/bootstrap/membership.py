@@ -318,8 +318,8 @@ class Membership:
         self.history.note(restored)
 
     def paused(self, seconds: float, now: float) -> None:
-        """Extends leases by a pause of the registry (suspended, starved), in which no renewal
-        arrived."""
+        """Extends leases and waits for saves by a pause of the registry (suspended, starved), in
+        which no renewal or join arrived."""
         self.history.note(
             f"the registry was suspended for {seconds:.1f} s: it extends all leases by that time"
         )
@@ -327,6 +327,7 @@ class Membership:
         self._accusations.paused(seconds)
         self._leases.paused(seconds, now)
         self.isolation.paused(seconds, now)
+        self._awaited.paused(seconds)
 
     # -- answers ---------------------------------------------------------------------------------
 

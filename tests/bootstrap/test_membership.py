@@ -369,6 +369,20 @@ def test_saves_of_a_lost_node_are_awaited_until_it_is_back_or_for_some_time() ->
     assert not later.view.awaited, "it is back, and has lost its saves"
 
 
+def test_saves_are_awaited_longer_by_a_pause_in_which_nobody_could_join() -> None:
+    swarm = awaiting(wait_for_saves=40)
+    swarm.now += 100
+    swarm.machine.paused(99, swarm.now)
+    swarm.open("b")
+    swarm.wait(19)
+    swarm.renew("b")
+    swarm.wait(18)
+    assert swarm.view.awaited
+    swarm.renew("b")
+    swarm.wait(3)
+    assert not swarm.view.awaited
+
+
 def test_who_waits_for_stage_0_is_told_who_may_come_back_with_it() -> None:
     swarm = awaiting(owner=False)
     assert (seats(swarm), swarm.view.driver) == ({"b": [1, 2, 3, 4]}, "")
