@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from planaria.bootstrap.member_table import NodeRecord
 from planaria.bootstrap.registry_pb2 import AwaitedSave
+
+CRASHED: Final = "it crashed: "
+"""How the reason of a node that leaves begins if its supervisor restarts it."""
 
 
 class AwaitedSaves:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
-from planaria.bootstrap.awaited_saves import AwaitedSaves, awaited_in_words
+from planaria.bootstrap.awaited_saves import CRASHED, AwaitedSaves, awaited_in_words
 from planaria.bootstrap.candidates import SeatAssigned
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
 from planaria.bootstrap.effects import Effect, Evict, Issue, Refused, not_served
@@ -266,7 +266,8 @@ class Membership:
             return []
         for node, reason in self._leases.expired(now):
             self._evict(node, reason, now)
-            if node.cause == pb.SILENT and not reason.startswith("left: "):
+            returns = not reason.startswith("left: ") or reason.startswith(f"left: {CRASHED}")
+            if node.cause == pb.SILENT and returns:
                 self._awaited.lost(node, self.members.vacant(), now)
         self._review_unreachable(now)
         self._review_accusations(now)

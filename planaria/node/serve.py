@@ -21,6 +21,7 @@ import torch
 
 from planaria.bootstrap.address import Address, reach_by
 from planaria.bootstrap.address_probe import way_out
+from planaria.bootstrap.awaited_saves import CRASHED
 from planaria.bootstrap.client import (
     InQuarantine,
     JoinRefused,
@@ -377,7 +378,7 @@ async def _live_until(node: DaemonNode, departure: Departure) -> str:
     try:
         return await life
     except Exception as error:
-        await node.leave(f"it crashed: {error}")
+        await node.leave(f"{CRASHED}{error}")
         raise
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.accusations import STANDS
+from planaria.bootstrap.awaited_saves import CRASHED
 from planaria.bootstrap.effects import (
     Dial,
     Effect,
@@ -367,6 +368,13 @@ def test_saves_of_a_lost_node_are_awaited_until_it_is_back_or_for_some_time() ->
     assert later.view.awaited, "the registry was restarted"
     later.join("a2", key="a")
     assert not later.view.awaited, "it is back, and has lost its saves"
+
+
+def test_saves_of_a_node_that_says_that_it_crashed_are_awaited() -> None:
+    swarm = full(wait_for_saves=60)
+    swarm.tell(committed=12, saves=[10])
+    swarm.leave("n1", why=f"{CRASHED}out of memory")
+    assert [(save.node, save.stage) for save in swarm.view.awaited] == [("n1", 1)]
 
 
 def test_saves_are_awaited_longer_by_a_pause_in_which_nobody_could_join() -> None:
