@@ -45,9 +45,11 @@ async def lead_in_turn(
             if address_file is not None:
                 replace_file(address_file, f"{Address.parse(listen)}\n".encode())
             await following.until_elected(stop)
-        if store.leads and not stop.is_set():
-            log.info("this registry leads from now on")
+        if store.leads:
             async with _term_of(store) as term:
+                if stop.is_set():
+                    return
+                log.info("this registry leads from now on")
                 try:
                     await lead(stop, term)
                 except NotLeading:
