@@ -477,6 +477,17 @@ def test_links_to_former_members_leave_room_for_those_to_newcomers() -> None:
     assert known.link("a", "b").rate == 10**6
 
 
+def test_what_a_link_carries_now_counts_more_than_what_was_once_measured() -> None:
+    swarm = beside(mbps=1000)
+    measured = [LinkReport(peer="b", rtt_ms=20, mbps=800)]
+    rates = []
+    for mbps in (0, 8):
+        seen = [LinkReport(peer="b", rtt_ms=20, mbps=mbps)]
+        swarm.renew("a", report=Report(links=measured, seen=seen))
+        rates.append(swarm.machine.members.by_name["a"].links["b"].rate)
+    assert rates == [10**8, 10**6]
+
+
 def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:
     swarm, moved = beside(mbps=1000), []
     for number in range(400):
