@@ -35,7 +35,7 @@ async def lead_in_turn(
     address_file: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Follows and leads in turn until `stop`, by default SIGINT or SIGTERM. `lead` gets the stop
+    """Follows and leads in turn until `stop`, by default `stopped_by_signals`. `lead` gets the stop
     event and a task that ends with the term; NotLeading and EtcdAway end its turn. Raises its other
     errors and those of `Transport.serve`, EtcdRefused and StoreError."""
     stop = stop or stopped_by_signals()

@@ -635,7 +635,7 @@ async def serve(
     beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Runs a registry until `stop`, by default SIGINT or SIGTERM. Writes HOST:PORT to
+    """Runs a registry until `stop`, by default `stopped_by_signals`. Writes HOST:PORT to
     `address_file` atomically once it listens. `beside`: a context held while the registry serves.
     Raises the errors of `start`, `wait` and `beside`, and OSError."""
     gc.set_threshold(*GARBAGE)
@@ -658,8 +658,10 @@ async def serve(
 
 
 def stopped_by_signals() -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set."""
+    """An event that SIGTERM sets, and SIGINT and SIGHUP unless inherited as ignored, in the
+    background of a script or by nohup."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    for number in (signal.SIGTERM, *heeded):
         loop.add_signal_handler(number, stop.set)
     return stop
