@@ -687,6 +687,20 @@ async def test_every_node_is_asked_to_measure_and_what_it_found_is_described(pla
         await client.measure()
 
 
+async def test_what_a_node_measured_for_a_former_registry_does_not_count_as_new(
+    serve: Serve,
+) -> None:
+    async with serve() as place:
+        a = await place.node("a")
+        former = await a.client.measure()
+        nodes, port, place.nodes = place.nodes, place.port, []
+    a.client.report(Report(measured=former.number, links=[LinkReport(peer="b", mbps=90.0)]))
+    async with serve(port=port) as place:
+        place.nodes = nodes
+        await until_described(place, lambda d: any(m.report.measured for m in d.members))
+        assert (await a.client.measure()).number > former.number
+
+
 async def test_who_is_examined_is_dialled_at_its_own_address_only(
     place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
