@@ -9,7 +9,7 @@ from planaria.bootstrap.member_table import NodeRecord
 from planaria.bootstrap.registry_pb2 import AwaitedSave
 
 CRASHED: Final = "it crashed: "
-"""How the reason of a node that leaves begins if its supervisor restarts it."""
+"""How the reason of a node that leaves begins if it has crashed: its supervisor may restart it."""
 
 
 class AwaitedSaves:
