@@ -246,10 +246,13 @@ class RegistryServer:
         plain = self._credentials.channel is None  # without certificates all are the owner's
         owner = plain or stream.caller.role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
-        reply = await self._await_decision(attempt)
+        machine, reply = self.machine, await self._await_decision(attempt)
         if isinstance(reply, pb.JoinReply) and reply.HasField("view"):
             await self._await_turn(request.node, stream)
             reply = self.machine.reply_to(request.node)  # uses the newest view
+            if isinstance(reply, Refused) and self.machine is not machine:
+                self.machine.history.former.pop(request.node, None)  # it was never told
+                reply = Refused("UNAVAILABLE", "the run's settings have changed: join again")
         if isinstance(reply, Refused):
             who = readable(request.node)
             log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
