@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from planaria.bootstrap.member_table import NodeRecord
 from planaria.bootstrap.registry_pb2 import AwaitedSave
+
+CRASHED: Final = "it crashed: "
+"""How the reason of a node that leaves begins if it has crashed: its supervisor may restart it."""
 
 
 class AwaitedSaves:
@@ -37,6 +41,11 @@ class AwaitedSaves:
         over = [stage for stage, save in self._saves.items() if now >= save.seconds]
         self._saves = {of: save for of, save in self._saves.items() if of not in over}
         return over
+
+    def paused(self, seconds: float) -> None:
+        """Extends the waits by a pause of the registry."""
+        for save in self._saves.values():
+            save.seconds += seconds
 
     def listed(self, now: float) -> list[AwaitedSave]:
         """The awaited saves, as a view has them."""

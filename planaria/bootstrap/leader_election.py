@@ -35,7 +35,7 @@ async def lead_in_turn(
     address_file: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Follows and leads in turn until `stop`, by default SIGINT or SIGTERM. `lead` gets the stop
+    """Follows and leads in turn until `stop`, by default `stopped_by_signals`. `lead` gets the stop
     event and a task that ends with the term; NotLeading and EtcdAway end its turn. Raises its other
     errors and those of `Transport.serve`, EtcdRefused and StoreError."""
     stop = stop or stopped_by_signals()
@@ -45,9 +45,11 @@ async def lead_in_turn(
             if address_file is not None:
                 replace_file(address_file, f"{Address.parse(listen)}\n".encode())
             await following.until_elected(stop)
-        if store.leads and not stop.is_set():
-            log.info("this registry leads from now on")
+        if store.leads:
             async with _term_of(store) as term:
+                if stop.is_set():
+                    return
+                log.info("this registry leads from now on")
                 try:
                     await lead(stop, term)
                 except NotLeading:

@@ -15,7 +15,7 @@ from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.neighbours import Neighbours, related, stages_of
 from planaria.bootstrap.placement import Staffing
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.step_time import MOST_WEIGHED, LinkSpeed, Load, Outlook, outlook
+from planaria.bootstrap.step_time import MOST_WEIGHED, UNKNOWN, LinkSpeed, Load, Outlook, outlook
 
 RESTS = 2  # leases from one change of seats to the next move: measurements get up to date
 LONGER = 4  # factor for a stage on its next rest: measurements may be no better than before
@@ -69,7 +69,8 @@ class NodeRecord:
 
     def note_speeds(self, load: Load, members: Container[str]) -> None:
         """Remembers what its newest report has of its speed, and of its links to `members`: a
-        standby has neither. Figures that can't be are ignored."""
+        standby has neither. What traffic shows counts more than the last `planaria probe`, which
+        may be long ago. Figures that can't be are ignored."""
         measured = {
             seat.stage: seat.seconds
             for seat in self.report.seats
@@ -81,10 +82,10 @@ class NodeRecord:
             layer = sum(measured.values()) / layers
             self.layer += (NEWS if self.layer else 1.0) * (layer - self.layer)
         self.links = {peer: speed for peer, speed in self.links.items() if peer in members}
-        for link in (*self.report.seen, *self.report.links):
+        for link in (*self.report.links, *self.report.seen):
             room = link.peer in self.links or len(self.links) < MOST_WEIGHED
             if room and link.peer in members and link.mbps >= 0 <= link.rtt_ms < math.inf:
-                rate = link.mbps * 1e6 / 8 or math.inf
+                rate = link.mbps * 1e6 / 8 or self.links.get(link.peer, UNKNOWN).rate
                 self.links[link.peer] = LinkSpeed(link.rtt_ms / 2e3, rate)
 
     @property

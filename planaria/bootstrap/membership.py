@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
-from planaria.bootstrap.awaited_saves import AwaitedSaves, awaited_in_words
+from planaria.bootstrap.awaited_saves import CRASHED, AwaitedSaves, awaited_in_words
 from planaria.bootstrap.candidates import SeatAssigned
 from planaria.bootstrap.commit_watermark import CommitWatermark, age_of
 from planaria.bootstrap.effects import Effect, Evict, Issue, Refused, not_served
@@ -266,7 +266,8 @@ class Membership:
             return []
         for node, reason in self._leases.expired(now):
             self._evict(node, reason, now)
-            if node.cause == pb.SILENT and not reason.startswith("left: "):
+            returns = not reason.startswith("left: ") or reason.startswith(f"left: {CRASHED}")
+            if node.cause == pb.SILENT and returns:
                 self._awaited.lost(node, self.members.vacant(), now)
         self._review_unreachable(now)
         self._review_accusations(now)
@@ -318,8 +319,8 @@ class Membership:
         self.history.note(restored)
 
     def paused(self, seconds: float, now: float) -> None:
-        """Extends leases by a pause of the registry (suspended, starved), in which no renewal
-        arrived."""
+        """Extends leases and waits for saves by a pause of the registry (suspended, starved), in
+        which no renewal or join arrived."""
         self.history.note(
             f"the registry was suspended for {seconds:.1f} s: it extends all leases by that time"
         )
@@ -327,6 +328,7 @@ class Membership:
         self._accusations.paused(seconds)
         self._leases.paused(seconds, now)
         self.isolation.paused(seconds, now)
+        self._awaited.paused(seconds)
 
     # -- answers ---------------------------------------------------------------------------------
 

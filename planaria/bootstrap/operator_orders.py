@@ -93,29 +93,33 @@ class Orders:
 
     def review(self, seats: Iterable[pb.SeatReport], stages: int, view: int) -> str:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
-        settings are changed; then that is done, as the returned sentence says. A run that can't go
-        on goes back without that. `view`: the newest view's number."""
+        settings are changed; then that is done, as the returned sentence says. A stage of which no
+        seat has that step keeps nobody waiting. A run that can't go on goes back without that.
+        `view`: the newest view's number."""
         if not self.awaits_saves:
             return ""
         back = self.changes[-1].step if self._pending and self.changes[-1].undone else 0
-        resting = [
-            seat
-            for seat in seats
-            if (seat.finished and seat.saved >= seat.committed) or (back and seat.stopped)
-        ]
-        if len({seat.stage for seat in resting}) <= stages:
+        seats = list(seats)
+        resting = [seat for seat in seats if seat.finished or (back and seat.stopped)]
+        step = max((seat.committed for seat in resting), default=0)
+        safe = {seat.stage for seat in resting if seat.stopped or seat.saved >= step}
+        kept = {seat.stage for seat in seats if not seat.finished or seat.committed >= step}
+        lost = {seat.stage for seat in resting} - safe - kept
+        if len(safe | lost) <= stages:
             return ""
-        step = max(seat.committed for seat in resting)
+        done = f"each stage has saved step {step}"
+        if lost:
+            done = f"step {step} of stage {', '.join(map(str, sorted(lost)))} is lost, others saved"
         if self.order == pb.STOP:
             self.order = pb.STOPPED
-            return f"each stage has saved step {step}: the run is stopped"
+            return f"{done}: the run is stopped"
         change = self.changes.pop()
         if back and back not in saved(resting, stages):
             return f"not each stage has step {back} any more: the run goes on from step {step}"
         holds = pb.Change(number=change.number, settings=change.settings, step=back or step)
         holds.undone = view if back else 0
         self.changes.append(holds)
-        return f"each stage has saved step {step}: {in_short(holds)}"
+        return f"{done}: {in_short(holds)}"
 
 
 def saved(seats: Iterable[pb.SeatReport], stages: int) -> set[int]:

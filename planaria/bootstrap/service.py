@@ -246,10 +246,13 @@ class RegistryServer:
         plain = self._credentials.channel is None  # without certificates all are the owner's
         owner = plain or stream.caller.role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
-        reply = await self._await_decision(attempt)
+        machine, reply = self.machine, await self._await_decision(attempt)
         if isinstance(reply, pb.JoinReply) and reply.HasField("view"):
             await self._await_turn(request.node, stream)
             reply = self.machine.reply_to(request.node)  # uses the newest view
+            if isinstance(reply, Refused) and self.machine is not machine:
+                self.machine.history.former.pop(request.node, None)  # it was never told
+                reply = Refused("UNAVAILABLE", "the run's settings have changed: join again")
         if isinstance(reply, Refused):
             who = readable(request.node)
             log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
@@ -369,7 +372,8 @@ class RegistryServer:
             seconds = BETWEEN_MEASUREMENTS - (now - self._measured_at)
             reason = f"a measurement is in progress; try again in {seconds:.0f} s"
             raise Refused("FAILED_PRECONDITION", reason)
-        self._measurements += 1
+        # By the clock, so that nodes that measured for a former registry measure again.
+        self._measurements = max(self._measurements + 1, time.time_ns())
         self._measured_at = now
         for node in self._streams:
             self._notify(node, measure=self._measurements)
@@ -635,7 +639,7 @@ async def serve(
     beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Runs a registry until `stop`, by default SIGINT or SIGTERM. Writes HOST:PORT to
+    """Runs a registry until `stop`, by default `stopped_by_signals`. Writes HOST:PORT to
     `address_file` atomically once it listens. `beside`: a context held while the registry serves.
     Raises the errors of `start`, `wait` and `beside`, and OSError."""
     gc.set_threshold(*GARBAGE)
@@ -658,8 +662,10 @@ async def serve(
 
 
 def stopped_by_signals() -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set."""
+    """An event that SIGTERM sets, and SIGINT and SIGHUP unless inherited as ignored, in the
+    background of a script or by nohup."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    for number in (signal.SIGTERM, *heeded):
         loop.add_signal_handler(number, stop.set)
     return stop

@@ -21,6 +21,7 @@ import torch
 
 from planaria.bootstrap.address import Address, reach_by
 from planaria.bootstrap.address_probe import way_out
+from planaria.bootstrap.awaited_saves import CRASHED
 from planaria.bootstrap.client import (
     InQuarantine,
     JoinRefused,
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("planaria")
 
 PATIENCE = 30.0  # seconds for a name service, as for the registry
+
+LOOK = 5.0  # seconds to find the own address again
 
 ASIDE = 1.0
 """Seconds for each of three answers of AWS's metadata service, which is in the same machine."""
@@ -204,6 +207,9 @@ async def serve(
                 continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(departure.noticed.wait(), pauses.after(loop.time() - began))
+            with suppress(TimeoutError, RegistryUnreachable):  # else the address stays as it was
+                async with asyncio.timeout(LOOK):
+                    place = await addressed(place, named)
         return 0
     finally:
         await stack.aclose()
@@ -377,7 +383,7 @@ async def _live_until(node: DaemonNode, departure: Departure) -> str:
     try:
         return await life
     except Exception as error:
-        await node.leave(f"it crashed: {error}")
+        await node.leave(f"{CRASHED}{error}")
         raise
 
 
@@ -435,13 +441,21 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
     )
     if addresses.dials_only:
         return replace(place, listen=None, advertise="")
-    if addresses.advertise is None and not addresses.listen.is_loopback:
-        address, why = await find_address(addresses, options.cloud)
+    return await addressed(place, setup)
+
+
+async def addressed(place: NodePlace, setup: Setup) -> NodePlace:
+    """The place with the address that peers dial at present: a machine may get into another
+    network. Raises as `find_address` does."""
+    addresses = setup.addresses
+    if addresses.dials_only or addresses.advertise is not None or addresses.listen.is_loopback:
+        return place
+    address, why = await find_address(addresses, setup.options.cloud)
+    if str(address) != place.advertise:
         log.info(
             "peers dial this node at %s: %s (change it by --advertise HOST:PORT)", address, why
         )
-        return replace(place, advertise=str(address))
-    return place
+    return replace(place, advertise=str(address))
 
 
 def ask_by_saves(place: NodePlace) -> NodePlace:

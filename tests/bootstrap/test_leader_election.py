@@ -8,7 +8,7 @@ import pytest
 
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN, Credentials
-from planaria.bootstrap.leader_election import Follower
+from planaria.bootstrap.leader_election import Follower, lead_in_turn
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.service import RegistryServer, over_grpc
 from planaria.bootstrap.store import LEASE, NotLeading, Store
@@ -90,6 +90,25 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
     assert mine.leads and not leader.leads
     for client in clients:
         await client.close()
+
+
+async def test_a_registry_that_is_stopped_as_it_is_elected_gives_the_lead_back() -> None:
+    etcd, stop = FakeEtcd(), asyncio.Event()
+    mine, other = store(etcd, "a:1"), store(etcd, "b:1")
+    campaign, loop = mine.campaign, asyncio.get_running_loop()
+
+    def campaign_late() -> bool:
+        elected = campaign()
+        loop.call_soon_threadsafe(stop.set)
+        return elected
+
+    async def lead(*_: object) -> None:
+        raise AssertionError("it is stopped")
+
+    mine.campaign = campaign_late  # type: ignore[method-assign]
+    place = f"127.0.0.1:{free_port()}"
+    await soon(lead_in_turn(mine, lead, place, lambda: over_grpc(PLAIN, insecure=False), stop=stop))
+    assert other.leader() == "" and other.campaign()
 
 
 async def test_a_node_goes_from_who_follows_to_who_leads() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.accusations import STANDS
+from planaria.bootstrap.awaited_saves import CRASHED
 from planaria.bootstrap.effects import (
     Dial,
     Effect,
@@ -369,6 +370,27 @@ def test_saves_of_a_lost_node_are_awaited_until_it_is_back_or_for_some_time() ->
     assert not later.view.awaited, "it is back, and has lost its saves"
 
 
+def test_saves_of_a_node_that_says_that_it_crashed_are_awaited() -> None:
+    swarm = full(wait_for_saves=60)
+    swarm.tell(committed=12, saves=[10])
+    swarm.leave("n1", why=f"{CRASHED}out of memory")
+    assert [(save.node, save.stage) for save in swarm.view.awaited] == [("n1", 1)]
+
+
+def test_saves_are_awaited_longer_by_a_pause_in_which_nobody_could_join() -> None:
+    swarm = awaiting(wait_for_saves=40)
+    swarm.now += 100
+    swarm.machine.paused(99, swarm.now)
+    swarm.open("b")
+    swarm.wait(19)
+    swarm.renew("b")
+    swarm.wait(18)
+    assert swarm.view.awaited
+    swarm.renew("b")
+    swarm.wait(3)
+    assert not swarm.view.awaited
+
+
 def test_who_waits_for_stage_0_is_told_who_may_come_back_with_it() -> None:
     swarm = awaiting(owner=False)
     assert (seats(swarm), swarm.view.driver) == ({"b": [1, 2, 3, 4]}, "")
@@ -453,6 +475,17 @@ def test_links_to_former_members_leave_room_for_those_to_newcomers() -> None:
     known = members.outlook(members.candidates(swarm.now), swarm.now)
     assert known is not None
     assert known.link("a", "b").rate == 10**6
+
+
+def test_what_a_link_carries_now_counts_more_than_what_was_once_measured() -> None:
+    swarm = beside(mbps=1000)
+    measured = [LinkReport(peer="b", rtt_ms=20, mbps=800)]
+    rates = []
+    for mbps in (0, 8):
+        seen = [LinkReport(peer="b", rtt_ms=20, mbps=mbps)]
+        swarm.renew("a", report=Report(links=measured, seen=seen))
+        rates.append(swarm.machine.members.by_name["a"].links["b"].rate)
+    assert rates == [10**8, 10**6]
 
 
 def test_seats_go_back_and_forth_less_and_less_whatever_is_measured() -> None:

@@ -96,6 +96,19 @@ def test_a_run_is_stopped_once_each_stage_has_saved_its_step() -> None:
     assert run.machine.view.order == STOPPED, "at once, since it is saved"
 
 
+def test_a_seat_without_state_saves_nothing_and_its_stage_is_lost_if_nobody_has_it() -> None:
+    for others in (SeatReport(stage=1, committed=7, saved=4, finished=True), None):
+        run = Run()
+        run.order("stop")
+        run.saves("a", 0, saved=7)
+        if others:
+            run.report("b", others)
+            join(run.machine, joining("c", "c:1", stage=1), run.now)
+        run.report("c" if others else "b", SeatReport(stage=1, phase="syncing", finished=True))
+        assert run.machine.view.order == (STOP if others else STOPPED)
+    assert "step 7 of stage 1 is lost, others saved: the run is stopped" in run.machine.view.reason
+
+
 @pytest.mark.parametrize("before", ["go", "pause"])
 def test_settings_change_once_each_stage_has_saved_and_all_join_again(before: str) -> None:
     run = Run()

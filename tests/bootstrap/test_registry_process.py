@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.service import stopped_by_signals
 from planaria.node.run_file import loads
 from tests.bootstrap.conftest import identity, joining
 
@@ -48,6 +49,24 @@ async def python(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
         if draining is not None:
             await draining
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_a_registry_heeds_ctrl_c_and_hangup_unless_it_was_started_to_ignore_them(
+    ignored: bool,
+) -> None:
+    """nohup ignores SIGHUP, and a script ignores SIGINT for processes in the background."""
+    loop, inherited = asyncio.get_running_loop(), signal.SIG_IGN if ignored else signal.SIG_DFL
+    before = {n: signal.signal(n, inherited) for n in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        stopped_by_signals()
+        heeded = [number for number in before if signal.getsignal(number) != inherited]
+    finally:
+        for number in (*before, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heeded == ([] if ignored else [*before])
 
 
 @pytest.fixture

@@ -532,6 +532,28 @@ async def test_a_registry_without_its_journal_goes_on_under_the_settings_of_a_no
         assert place.registry.machine.members.by_name["a"].streaming
 
 
+async def test_who_waits_for_its_reply_while_settings_change_joins_under_the_new_ones(
+    serve: Serve,
+) -> None:
+    def resettle(run_file: str, changes: Iterable[Change]) -> Resettled:
+        return Resettled(run_file, RULES, 0, ["  steps = 20"])
+
+    def told(stage: int) -> SeatReport:
+        return SeatReport(stage=stage, committed=5, saved=5, finished=True)
+
+    async with serve(resettle=resettle) as place:
+        a, registry = await place.node("a"), place.registry
+        a.client.report(Report(seats=map(told, range(RULES.stages + 1))))
+        await until_described(place, lambda d: any(m.report.seats for m in d.members))
+        other, _ = registry._answers.ask("other"), registry._answers.go(2**40)
+        joining_late = asyncio.create_task(place.client().join(joining("b", "b:1"), identity("b")))
+        await until_described(place, lambda d: "b" in names(d.view))
+        registry.command("change", "", ["steps=20"])
+        registry._answered(other)
+        reply = await joining_late
+        assert [change.settings for change in reply.view.changes] == [["steps=20"]]
+
+
 async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -685,6 +707,20 @@ async def test_every_node_is_asked_to_measure_and_what_it_found_is_described(pla
     assert by_node["a"].links[0].mbps == 90.0
     with pytest.raises(JoinRefused, match="a measurement is in progress; try again in"):
         await client.measure()
+
+
+async def test_what_a_node_measured_for_a_former_registry_does_not_count_as_new(
+    serve: Serve,
+) -> None:
+    async with serve() as place:
+        a = await place.node("a")
+        former = await a.client.measure()
+        nodes, port, place.nodes = place.nodes, place.port, []
+    a.client.report(Report(measured=former.number, links=[LinkReport(peer="b", mbps=90.0)]))
+    async with serve(port=port) as place:
+        place.nodes = nodes
+        await until_described(place, lambda d: any(m.report.measured for m in d.members))
+        assert (await a.client.measure()).number > former.number
 
 
 async def test_who_is_examined_is_dialled_at_its_own_address_only(

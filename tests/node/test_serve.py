@@ -19,6 +19,7 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node import serve
 from planaria.node.cli import app
+from planaria.node.launch.advertised import Advertised
 from planaria.node.launch.begin import Setup, check_reachable, check_writable
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.instance import Instance, find_instance, release_key
@@ -190,16 +191,20 @@ async def test_a_node_that_crashes_leaves() -> None:
     assert node.why == "it crashed: saves of another run"
 
 
-async def test_who_joins_again_asks_for_what_it_has_saved_since(
+async def test_who_joins_again_asks_for_what_it_has_saved_since_from_where_it_is_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Sequence[int]] = []
+    asked: list[tuple[Sequence[int], str]] = []
+    networks = iter(("10.0.0.5", "192.168.1.7"))
+
+    async def find_address(addresses: Addresses, cloud: str) -> Advertised:
+        return Advertised(addresses.listen._replace(host=next(networks)), "the test says so")
 
     class Rejoining:
         view, abandoned, is_outdated = View(), "", False
 
         def __init__(self, name: str, place: NodePlace, *_: object) -> None:
-            asked.append(place.saves)
+            asked.append((place.saves, place.advertise))
 
         async def live(self) -> str:
             if len(asked) > 1:
@@ -216,13 +221,15 @@ async def test_who_joins_again_asks_for_what_it_has_saved_since(
             raise JoinRefused("the test is over")
 
     run = loads("[model]\nvocabulary = 8")
-    options = setup(save_dir=tmp_path / "saves", out=tmp_path / "out")
+    where = {"save_dir": tmp_path / "saves", "out": tmp_path / "out"}
+    options = setup(listen="0.0.0.0:7401", **where)
     described = Description(run="run-1", run_file=dumps(run))
     monkeypatch.setattr(serve, "Node", Rejoining)
+    monkeypatch.setattr(serve, "find_address", find_address)
     monkeypatch.setattr(serve, "Pauses", lambda *_: SimpleNamespace(after=lambda _: 0.0))
     with pytest.raises(RegistryUnreachable):
         await serve.serve(options, Registry(), described, run, None)  # type: ignore[arg-type]
-    assert asked == [[], [2]]
+    assert asked == [([], "10.0.0.5:7401"), ([2], "192.168.1.7:7401")]
 
 
 @pytest.mark.parametrize("refused", [False, True])

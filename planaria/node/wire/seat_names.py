@@ -17,8 +17,9 @@ from planaria.bootstrap.escaping import misspelt
 
 def new_identity(name: str) -> str:
     """A node's id: its owner's `name`, if given, and a random suffix. The suffix distinguishes it
-    from other nodes of that name, and from itself before a restart."""
-    return f"{name}-{secrets.token_hex(3)}" if name else secrets.token_hex(6)
+    from other nodes of that name, and from itself before a restart. A long name is cut, so that the
+    id is a valid name, too."""
+    return f"{name[:121]}-{secrets.token_hex(3)}" if name else secrets.token_hex(6)
 
 
 def name_of_host(host: str) -> str:

@@ -28,3 +28,9 @@ def test_nodes_of_one_name_are_told_apart_by_what_follows_it() -> None:
     assert first.startswith("node-2.0-") and len(first) == len("node-2.0-") + 6
     assert node_of(seat_id(first, "2")) == first
     assert len(new_identity("")) == 12
+
+
+def test_the_id_of_a_node_with_the_longest_name_is_valid() -> None:
+    name = "n" * 128
+    assert not misspelt("name", name)
+    assert not misspelt("node id", new_identity(name))
