@@ -81,12 +81,16 @@ class Template(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises CorpusError when the template can't be read."""
+    """A compiled chat template. Raises CorpusError when the template can't be read.
 
-    def __init__(self, template: Template) -> None:
+    `begins`: called before each rendering, of which a conversation needs several.
+    """
+
+    def __init__(self, template: Template, begins: Callable[[], object] = lambda: None) -> None:
         source, name, special_tokens, ends, for_tools = template
         with_tools = template._replace(source=for_tools, for_tools="")
-        self._with_tools = ChatTemplate(with_tools) if for_tools else None
+        self._with_tools = ChatTemplate(with_tools, begins) if for_tools else None
+        self._begins = begins
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
         any_of = "|".join(map(re.escape, ends_and_special))
@@ -211,6 +215,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """Render messages by the compiled template. Raises CorpusError."""
+        self._begins()
         try:
             return self._template.render(
                 messages=messages,
