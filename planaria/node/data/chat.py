@@ -117,6 +117,7 @@ class ChatTemplate:
         text = self._render_text(conversation, messages, conversation.unanswered)
         if conversation.unanswered:
             return _without_marks(text)
+        self._check_calls(conversation, messages, text)
         if not self._marked:
             return self._with_spans(conversation, messages, text)
         rendered = _without_marks(text)
@@ -130,6 +131,26 @@ class ChatTemplate:
                 if not any(span and begin < span[1] and span[0] < end for span in left_out)
             ]
         )
+
+    def _check_calls(
+        self, conversation: Conversation, messages: list[dict[str, Any]], text: str
+    ) -> None:
+        """Raises CorpusError for a text without its messages' tool calls."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        try:
+            ignored = self._render_text(conversation, without) == text
+        except CorpusError:  # so it reads them
+            return
+        if ignored:
+            raise CorpusError(
+                f"{conversation.place}: {self._name} ignores calls of tools: give one that writes "
+                "them with --chat-template, or leave the calls out"
+            )
 
     def _with_spans(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str
