@@ -52,7 +52,7 @@ from planaria.node.data.parts import (
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import Recipe, first_reasons
 from planaria.node.data.shard_writers import SplitWriter
-from planaria.node.data.tokenizer import context_of_model, write_tokenizer
+from planaria.node.data.tokenizer import CONFIG, TEMPLATE, context_of_model, write_tokenizer
 
 log = logging.getLogger("planaria")
 
@@ -95,6 +95,11 @@ def prepare(
             )
             index = _write_corpus(tokenizing, parts, whole, _source_of(key, recipe, listing, parts))
             if existing is not None and existing.content == index.content:
+                for name in (CONFIG, TEMPLATE):  # the part that a model answers by may be new
+                    if (whole / name).exists():
+                        replace_file(out / name, (whole / name).read_bytes())
+                    else:
+                        (out / name).unlink(missing_ok=True)
                 replaced = existing.model_copy(update={"source": index.source})
                 replace_file(out / "index.json", _in_json(replaced))
                 return Corpus.open(out), False

@@ -28,7 +28,7 @@ from planaria.node.data.mixture import (
 )
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.data.tokenizer import context_of_model
+from planaria.node.data.tokenizer import chat_templates, context_of_model
 
 CONVERSATIONS = Path(__file__).parents[2] / "conversations.jsonl"
 MARKED = (
@@ -117,6 +117,16 @@ def test_tokens_and_masks_are_those_of_transformers(folder: Path, chat: Corpus) 
         assert any(mask)
         expected.append(([*ids, 0], [*map(bool, mask), False]))
     assert sorted(documents(chat)) == sorted(expected)
+
+
+def test_a_template_that_makes_the_same_tokens_is_taken_over(folder: Path, tmp_path: Path) -> None:
+    """It may have another generation prompt, which `planaria generate --chat` needs."""
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    for template in (MARKED.partition("{% if add_generation_prompt %}")[0], MARKED):
+        write_config(tmp_path, chat_template=template)
+        corpus, _ = prepare(recipe(tmp_path), tmp_path / "data")
+        assert chat_templates(corpus.path) == {"default": template}
+    assert not prepare(recipe(tmp_path), tmp_path / "data")[1]
 
 
 def test_a_conversation_that_the_template_refuses_is_left_out(
