@@ -166,6 +166,20 @@ def test_the_end_of_a_document_is_there_once(folder: Path) -> None:
     assert len(documents(corpus)) == len(messages())
 
 
+def test_an_end_of_turn_that_would_be_split_is_refused(folder: Path, tmp_path: Path) -> None:
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["added_tokens"] = [t for t in fields["added_tokens"] if t["content"] != "<|im_end|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    write_config(tmp_path, chat_template=MARKED, bos_token="<s>")
+    with pytest.raises(CorpusError, match=r"ends with <\|im_end\|>, .* is no special token"):
+        prepare(recipe(tmp_path, end_token=None), tmp_path / "data")
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # as the message says
+    corpus, _ = prepare(recipe(tmp_path, end_token=None), tmp_path / "data")
+    assert corpus.index.end_of_document in corpus.sample(TRAIN, 256, 0)
+
+
 def test_masks_are_content_and_damage_to_them_is_found(
     folder: Path, chat: Corpus, tmp_path: Path
 ) -> None:
