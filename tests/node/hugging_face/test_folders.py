@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import (
     ExportError,
     ModelParts,
@@ -25,6 +27,7 @@ from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import Weight, model_weights
 from planaria.node.model.modules import build_stage, inference_stage
 from planaria.node.model.shape import ModelConfig
+from planaria.node.run_file import RunFile
 from tests.node.data.test_tokenizer import AROUND, NAMED, TEXTS, documents, prepared, write
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2
 
@@ -152,6 +155,9 @@ def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
         x = body(x)
     wanted = logits_of(tmp_path / "out", tokens)
     torch.testing.assert_close(ends.logits(x), wanted, rtol=1e-4, atol=1e-4)
+    written = load_file(tmp_path / "out/model.safetensors").values()
+    card = model_card(RunFile(), config, 1, "", {})
+    assert f"model of {sum(tensor.numel() for tensor in written):,} parameters" in card
 
 
 @CONFIGS
