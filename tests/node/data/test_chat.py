@@ -119,14 +119,18 @@ def test_tokens_and_masks_are_those_of_transformers(folder: Path, chat: Corpus) 
     assert sorted(documents(chat)) == sorted(expected)
 
 
-def test_a_template_that_makes_the_same_tokens_is_taken_over(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_template_that_makes_the_same_tokens_is_taken_over(
+    is_chat: bool, folder: Path, tmp_path: Path
+) -> None:
     """It may have another generation prompt, which `planaria generate --chat` needs."""
+    source = CONVERSATIONS if is_chat else thirty_texts(tmp_path)
     shutil.copy(folder / "tokenizer.json", tmp_path)
     for template in (MARKED.partition("{% if add_generation_prompt %}")[0], MARKED):
         write_config(tmp_path, chat_template=template)
-        corpus, _ = prepare(recipe(tmp_path), tmp_path / "data")
+        corpus, _ = prepare(recipe(tmp_path, source), tmp_path / "data")
         assert chat_templates(corpus.path) == {"default": template}
-    assert not prepare(recipe(tmp_path), tmp_path / "data")[1]
+    assert not prepare(recipe(tmp_path, source), tmp_path / "data")[1]
 
 
 def test_a_conversation_that_the_template_refuses_is_left_out(
