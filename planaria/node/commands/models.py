@@ -60,6 +60,8 @@ def export_command(
     peft."""
     if join is not None and folders:
         fail("--join exports the model of a running swarm: leave the folders out, or --join")
+    if join is not None and run_file is not None:
+        fail("--run is the run file of saves, and a running swarm has its own: leave --run out")
     if join is not None:
         check_registry(join)
     elif not folders:
@@ -170,6 +172,8 @@ def generate_command(options: GenerateOptions) -> None:
         fail("usage: planaria generate DIR [PROMPT], or generate --join HOST:PORT [PROMPT]")
     if options.system and not options.chat:
         fail("--system is for conversations only: add --chat")
+    if options.data is not None and join is None:
+        fail("--data is for --join only: a folder has its model's tokenizer; leave --data out")
     if join is not None:
         check_registry(join)
     if folder is not None:

@@ -81,12 +81,16 @@ class Template(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises CorpusError when the template can't be read."""
+    """A compiled chat template. Raises CorpusError when the template can't be read.
 
-    def __init__(self, template: Template) -> None:
+    `begins`: called before each rendering, of which a conversation needs several.
+    """
+
+    def __init__(self, template: Template, begins: Callable[[], object] = lambda: None) -> None:
         source, name, special_tokens, ends, for_tools = template
         with_tools = template._replace(source=for_tools, for_tools="")
-        self._with_tools = ChatTemplate(with_tools) if for_tools else None
+        self._with_tools = ChatTemplate(with_tools, begins) if for_tools else None
+        self._begins = begins
         self._name, self._special = name, special_tokens
         ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
         any_of = "|".join(map(re.escape, ends_and_special))
@@ -113,6 +117,7 @@ class ChatTemplate:
         text = self._render_text(conversation, messages, conversation.unanswered)
         if conversation.unanswered:
             return _without_marks(text)
+        self._check_calls(conversation, messages, text)
         if not self._marked:
             return self._with_spans(conversation, messages, text)
         rendered = _without_marks(text)
@@ -126,6 +131,26 @@ class ChatTemplate:
                 if not any(span and begin < span[1] and span[0] < end for span in left_out)
             ]
         )
+
+    def _check_calls(
+        self, conversation: Conversation, messages: list[dict[str, Any]], text: str
+    ) -> None:
+        """Raises CorpusError for a text without its messages' tool calls."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        try:
+            ignored = self._render_text(conversation, without) == text
+        except CorpusError:  # so it reads them
+            return
+        if ignored:
+            raise CorpusError(
+                f"{conversation.place}: {self._name} ignores calls of tools: give one that writes "
+                "them with --chat-template, or leave the calls out"
+            )
 
     def _with_spans(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str
@@ -211,6 +236,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """Render messages by the compiled template. Raises CorpusError."""
+        self._begins()
         try:
             return self._template.render(
                 messages=messages,

@@ -179,7 +179,8 @@ class Tokenizing:
     def _tokens(
         self, document: Document, encoding: Encoding
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8] | None]:
-        """The tokens of a document, and 1 for each that is scored; None: all are."""
+        """The tokens of a document, and 1 for each that is scored; None: all are. Raises
+        CorpusError where the document's end token is split."""
         _, begin, end, ending = self.vocabulary
         if self.template not in (None, COMPLETIONS):
             begin = ()  # the template writes its own
@@ -189,6 +190,12 @@ class Tokenizing:
         inner = _mask(encoding, document.scored)
         mask = np.array([*(0 for _ in begin), *inner, document.open_end], np.uint8)
         ended = document.text.rstrip().endswith(ending)
+        if ended and end not in encoding.ids:
+            raise CorpusError(
+                f"a conversation ends with {ending}, which is no special token in "
+                f"{self.tokenizer}, so it is split: transformers' "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes it one"
+            )
         return (tokens[:-1], mask[:-1]) if ended else (tokens, mask)
 
 

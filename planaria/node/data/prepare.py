@@ -52,7 +52,13 @@ from planaria.node.data.parts import (
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import Recipe, first_reasons
 from planaria.node.data.shard_writers import SplitWriter
-from planaria.node.data.tokenizer import context_of_model, write_tokenizer
+from planaria.node.data.tokenizer import (
+    CONFIG,
+    TEMPLATE,
+    chat_templates,
+    context_of_model,
+    write_tokenizer,
+)
 
 log = logging.getLogger("planaria")
 
@@ -95,6 +101,11 @@ def prepare(
             )
             index = _write_corpus(tokenizing, parts, whole, _source_of(key, recipe, listing, parts))
             if existing is not None and existing.content == index.content:
+                for name in (CONFIG, TEMPLATE):  # the part that a model answers by may be new
+                    if (whole / name).exists():
+                        replace_file(out / name, (whole / name).read_bytes())
+                    else:
+                        (out / name).unlink(missing_ok=True)
                 replaced = existing.model_copy(update={"source": index.source})
                 replace_file(out / "index.json", _in_json(replaced))
                 return Corpus.open(out), False
@@ -121,7 +132,8 @@ def _source_key(recipe: Recipe, template: Template | None, files: Sequence[str])
     how = {name: value for name, value in asdict(recipe).items() if name not in places}
     tokenizer = recipe.tokenizer and [*token_coding_of(recipe.tokenizer, recipe)]
     checksum = recipe.tokenizer and file_checksum(recipe.tokenizer)
-    fields = [planaria.__version__, how, template, tokenizer, checksum, files, stamps]
+    beside = recipe.tokenizer and chat_templates(recipe.tokenizer.absolute().parent)
+    fields = [planaria.__version__, how, template, tokenizer, checksum, beside, files, stamps]
     return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 

@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,7 +23,7 @@ from planaria.node.data.chat import ChatTemplate, Conversation, Rendered, Templa
 from planaria.node.data.corpus import CorpusError, RowError
 
 PATIENCE: Final = 10.0
-"""CPU seconds for a conversation, and for the template itself: they need a millisecond."""
+"""CPU seconds for a rendering, and for the template itself: they need a millisecond."""
 MEMORY: Final = 1 << 30
 """Memory limit in bytes, beside the process's initial size."""
 LONGEST: Final = 256 << 20
@@ -93,16 +94,17 @@ class Renderer:
 
 
 def main() -> None:
-    patience = float(sys.argv[1])
-    signal.setitimer(signal.ITIMER_PROF, patience)
+    # SIGPROF ends the process
+    begin_anew = partial(signal.setitimer, signal.ITIMER_PROF, float(sys.argv[1]))
+    begin_anew()
     _limit_memory()
     template: ChatTemplate | None = None
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, patience)  # SIGPROF ends the process
+        begin_anew()
         try:
             request = json.loads(line)
             if template is None:
-                template, answer = ChatTemplate(Template(**request)), {}
+                template, answer = ChatTemplate(Template(**request), begin_anew), {}
             else:
                 answer = template.render(Conversation(**request))._asdict()
             text = json.dumps(answer)

@@ -36,8 +36,8 @@ PART: Final = 1 << 20
 """Bytes of a SHARED file per answer."""
 UNBOUNDED: Final = 1e9
 """Lower bound of placeholders: transformers writes a model_max_length of 1e30 if unknown."""
-PROBE: Final = "a"
-"""A text for which any tokenizer has tokens."""
+PROBE: Final = (1 << 32) - 1
+"""A token that no tokenizer has."""
 DECIDING: Final = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 """Parts of tokenizer.json that decide the tokens of a text."""
 PLAIN: Final[dict[str, Any]] = {
@@ -99,11 +99,14 @@ def text_bounds(
 def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tokens that a tokenizer's post-processor puts before and behind a text, as transformers
     does."""
-    text = tokenizer.encode(PROBE, add_special_tokens=False).ids
-    whole = tokenizer.encode(PROBE).ids
-    starts = range(len(whole) - len(text) + 1)
-    start = next((at for at in starts if whole[at : at + len(text)] == text), 0)
-    return tuple(whole[:start]), tuple(whole[start + len(text) :])
+    from tokenizers import Tokenizer, models
+
+    if tokenizer.post_processor is None:
+        return (), ()
+    text = Tokenizer(models.WordLevel({"a": PROBE})).encode("a")
+    whole = tokenizer.post_processor.process(text).ids
+    start = whole.index(PROBE)
+    return tuple(whole[:start]), tuple(whole[start + 1 :])
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

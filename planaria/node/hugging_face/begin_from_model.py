@@ -176,19 +176,22 @@ def check_targets(run: RunFile) -> None:
     """Check a run's adapter targets, for a model whose shape is known. Raises RunFileError."""
     if (lora := run.training.lora) is None:
         return
-    names = matrix_names(run.config)
+    config = run.config
+    names = matrix_names(config)
     if unknown := [name for name in lora.targets if name not in names]:
         raise RunFileError(
             f"training.lora.targets: no linear module of a layer is called {', '.join(unknown)}; "
             f"this model has {', '.join(names) or 'none, so it can have no adapters'}"
         )
-    values, packed = run.config.values_in(1), run.config.packed_in(1)
-    if lora.base is not None and packed < PACKED * values:
+    left = {at: config.values_in(at) - config.packed_in(at) for at in range(1, config.stages + 1)}
+    stage = max(left, key=left.__getitem__)
+    if lora.base is not None and left[stage] > (1 - PACKED) * config.values_in(stage):
         log.warning(
-            "training.lora.base = %s: %s of the %s values of stage 1 stay as they are, since they "
+            "training.lora.base = %s: %s of the %s values of stage %d stay as they are, since they "
             "are in no matrix of a linear module (as with experts in one tensor): %.2g GB in "
             "float32, half of it if training.precision is bf16 and the checkpoint is, too",
-            *(lora.base, f"{values - packed:,}", f"{values:,}", 4e-9 * (values - packed)),
+            *(lora.base, f"{left[stage]:,}", f"{config.values_in(stage):,}", stage),
+            4e-9 * left[stage],
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from planaria.node.model.shape import ModelConfig
@@ -96,7 +97,8 @@ def model_card(
     for name, label in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:
             rows[label] = f"{losses[name]:.4f} nats a token"
-    head, count = OWN_HEAD if own_code else HEAD, config.values_in
+    # an export has no subspace
+    head, count = OWN_HEAD if own_code else HEAD, replace(config, subspace=None).values_in
     if lora is not None and not merged:
         head, count = ADAPTERS, config.trained_in
     parameters = sum(map(count, range(config.stages + 1)))

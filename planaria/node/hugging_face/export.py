@@ -7,6 +7,7 @@ folder is written under another name and renamed: it is complete or missing.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch import Tensor
 from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import flush
 from planaria.node.data.progress import Track, untracked
+from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from planaria.node.data.tokenizer import read_object, write_tokenizer
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
 from planaria.node.model.config import CONFIG, GENERATION_CONFIG, special_token_ids, to_config
@@ -28,7 +30,11 @@ from planaria.node.model.layout import Weight, model_weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.model.subspace import subspace_of
 
+log = logging.getLogger("planaria")
+
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OF_QWEN2: Final = "Qwen2Tokenizer"
+"""The tokenizer of models of family qwen2 in transformers, whatever their files say."""
 SHARD: Final = 256 << 20
 """Size limit of a file of weights in bytes, unless a single tensor is larger."""
 
@@ -74,6 +80,13 @@ def export(
         fields = to_config(config, name, end) | (special_token_ids(origin) if origin else {})
         write_json(folder / CONFIG, fields | _end_tokens(fields, end))
         write_vocabulary(folder, vocabulary, config.context)
+        kind = str(read_object(folder / TOKENIZER_CONFIG).get("tokenizer_class", OF_QWEN2))
+        if fields.get("model_type") == "qwen2" and not kind.startswith(OF_QWEN2):
+            log.warning(
+                "for a model of family qwen2, transformers' AutoTokenizer always takes %s, which "
+                "may make other tokens: load the tokenizer with PreTrainedTokenizerFast",
+                OF_QWEN2,
+            )
         fields = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
         write_json(folder / GENERATION_CONFIG, fields | _end_tokens(fields, end))
         (folder / "README.md").write_text(card, encoding="utf-8")

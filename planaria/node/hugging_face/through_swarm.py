@@ -266,5 +266,5 @@ def check_data(run: RunFile, data: Path) -> None:
     index = read_index(data)
     if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")
-    if index.content != run.data.content:
+    if index.content not in {run.data.content, *(corpus.content for corpus in run.data.corpora)}:
         log.warning("%s isn't the run's data: its tokenizer may be another one", data)

@@ -453,7 +453,10 @@ def packed_as(config: ModelConfig, stage: int, name: str) -> Base | None:
 
 def matrix_names(config: ModelConfig) -> list[str]:
     """Names of the modules that adapters can be trained for, as in `Lora.targets`."""
-    return list(dict.fromkeys(map(_last_name, matrices(config, 1))))
+    modules = (
+        module for stage in range(1, config.stages + 1) for module in matrices(config, stage)
+    )
+    return list(dict.fromkeys(map(_last_name, modules)))
 
 
 def _last_name(module: str) -> str:

@@ -28,7 +28,7 @@ from planaria.node.data.mixture import (
 )
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.data.tokenizer import context_of_model
+from planaria.node.data.tokenizer import chat_templates, context_of_model
 
 CONVERSATIONS = Path(__file__).parents[2] / "conversations.jsonl"
 MARKED = (
@@ -119,6 +119,20 @@ def test_tokens_and_masks_are_those_of_transformers(folder: Path, chat: Corpus) 
     assert sorted(documents(chat)) == sorted(expected)
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_template_that_makes_the_same_tokens_is_taken_over(
+    is_chat: bool, folder: Path, tmp_path: Path
+) -> None:
+    """It may have another generation prompt, which `planaria generate --chat` needs."""
+    source = CONVERSATIONS if is_chat else thirty_texts(tmp_path)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    for template in (MARKED.partition("{% if add_generation_prompt %}")[0], MARKED):
+        write_config(tmp_path, chat_template=template)
+        corpus, _ = prepare(recipe(tmp_path, source), tmp_path / "data")
+        assert chat_templates(corpus.path) == {"default": template}
+    assert not prepare(recipe(tmp_path, source), tmp_path / "data")[1]
+
+
 def test_a_conversation_that_the_template_refuses_is_left_out(
     folder: Path, chat: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +168,20 @@ def test_the_end_of_a_document_is_there_once(folder: Path) -> None:
     template.write_text(ended)
     corpus, _ = prepare(recipe(folder, chat_template=template), folder / "ending")
     assert len(documents(corpus)) == len(messages())
+
+
+def test_an_end_of_turn_that_would_be_split_is_refused(folder: Path, tmp_path: Path) -> None:
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["added_tokens"] = [t for t in fields["added_tokens"] if t["content"] != "<|im_end|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    write_config(tmp_path, chat_template=MARKED, bos_token="<s>")
+    with pytest.raises(CorpusError, match=r"ends with <\|im_end\|>, .* is no special token"):
+        prepare(recipe(tmp_path, end_token=None), tmp_path / "data")
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # as the message says
+    corpus, _ = prepare(recipe(tmp_path, end_token=None), tmp_path / "data")
+    assert corpus.index.end_of_document in corpus.sample(TRAIN, 256, 0)
 
 
 def test_masks_are_content_and_damage_to_them_is_found(

@@ -54,3 +54,11 @@ def test_a_template_that_never_ends_is_ended() -> None:
         endless.render(HERE)
     with pytest.raises(CorpusError, match=r"can't be used for it: it takes more than 1 s"):
         Renderer(template("{{ 9 ** (9 ** 9) }}"), patience=1.0)
+
+
+def test_a_long_conversation_may_take_longer_than_a_rendering() -> None:
+    work = "{% for a in range(99999) %}{% endfor %}"
+    many = [{"role": "assistant", "content": str(number)} for number in range(200)]
+    source = work + "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    with Renderer(template(source), patience=0.5) as renderer:
+        assert len(renderer.render(Conversation("line 1", many)).scored) == len(many)

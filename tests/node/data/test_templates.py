@@ -166,6 +166,17 @@ def test_calls_of_tools_are_scored(name: str, called: str) -> None:
     assert scored(name, *messages) == [called, "It is 5." + TEMPLATES[name][2]]
 
 
+@pytest.mark.parametrize("generation", ["", "{% generation %}"])
+def test_calls_that_the_template_would_leave_out_are_refused(generation: str) -> None:
+    """It would be learned to say nothing instead."""
+    end = generation.replace("generation", "endgeneration")
+    source = f"{{% for m in messages %}}{generation}{{{{ m.content }}}}</s>{end}{{% endfor %}}"
+    template = ChatTemplate(Template(source, "it", {"eos_token": "</s>"}))
+    messages = [user("q"), assistant(None, tool_calls=[CALL]), assistant("It is 5.")]
+    with pytest.raises(CorpusError, match="line 1: it ignores calls of tools"):
+        template.render(Conversation("line 1", messages))
+
+
 def test_what_a_tool_answers_is_not_scored_though_the_template_writes_it_by_the_call() -> None:
     """As Gemma 4's and gpt-oss's do, with the tool's name."""
     answers = (
@@ -209,10 +220,13 @@ def test_a_document_that_no_token_ends_is_left_to_its_end_token() -> None:
 
 
 def test_no_content_is_no_text_and_none() -> None:
-    source = "{% for m in messages %}{{ '<' + m.content + '>' ~ (m.content is none) }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ '<' + m.content + '>' ~ (m.content is none) }}"
+        "{{ m.tool_calls and 'call' }}{% endfor %}"
+    )
     conversation = Conversation("line 1", [user(""), assistant(None, tool_calls=[CALL])])
     template = ChatTemplate(Template(source, "it", {}))
-    assert template.render(conversation).text == "<>False<>True"
+    assert template.render(conversation).text == "<>False<>Truecall"
 
 
 def test_a_template_may_ask_for_the_day_if_a_model_is_to_answer() -> None:

@@ -175,6 +175,15 @@ def test_bounds_that_nobody_can_tell_are_refused(
         prepared(tmp_path, tokenizer, **how)
 
 
+def test_bounds_are_known_where_a_text_has_no_tokens(tmp_path: Path) -> None:
+    made = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "C": 2, "G": 3}, []))
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert made.encode("a", add_special_tokens=False).ids == []
+    assert text_bounds(made, tmp_path) == ((0,), 1)
+
+
 @pytest.mark.parametrize("bos_token", ["<s>", "</s>"])
 def test_documents_begin_with_their_begin_token(bos_token: str, tmp_path: Path) -> None:
     """It may also be the token that ends them. For a sample's first tokens it isn't known."""

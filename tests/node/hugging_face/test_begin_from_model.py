@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.hugging_face import begin_from_model
-from planaria.node.hugging_face.begin_from_model import find_tokenizer, with_model
+from planaria.node.hugging_face.begin_from_model import check_targets, find_tokenizer, with_model
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
@@ -231,6 +231,20 @@ def test_targets_that_the_model_lacks_are_refused_before_weights_are_read(
     fields = {"model": {"from": str(tmp_path)}, "training": {"lora": {"targets": ["c_attn"]}}}
     with pytest.raises(RunFileError, match="is called c_attn; this model has q_proj, k_proj"):
         with_model(from_fields(fields))
+
+
+def test_targets_may_be_in_any_stage_of_a_model_of_unlike_layers(caplog) -> None:
+    parts = {
+        "source": "theirs",
+        "ends": [["embed_tokens.weight", [32, 8]]],
+        "block": [["conv.in_proj.weight", [8, 8]]],
+        "others": [[["attention.q_proj.weight", [8, 8]], ["experts", [4, 8, 8]]]],
+        "kinds": [0, 1],
+    }
+    model = {"module": "their:model", "layers": 2, "stages": 2, "dim": 8, "heads": 1}
+    lora = {"targets": ["q_proj"], "base": "nf4"}
+    check_targets(from_fields({"model": model | {"parts": parts}, "training": {"lora": lora}}))
+    assert "256 of the 320 values of stage 2 stay as they are" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from planaria.node.data.corpus import UNSCORED, CorpusError
+from planaria.node.data.corpus import UNSCORED, CorpusError, read_index
 from planaria.node.hugging_face.evaluate import Portion, evaluate
 from planaria.node.hugging_face.options import EvaluateOptions
+from planaria.node.hugging_face.through_swarm import check_data
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.run_file import RunFile, override
+from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.torch_stage import TorchStage
 from tests.node.hugging_face.test_folders import exported
@@ -51,6 +52,13 @@ def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
     assert (mute.rows(0, 1)[1] == UNSCORED).all()
     with pytest.raises(CorpusError, match=r"none of the tokens in 1 samples .* is scored"):
         mute.evaluation(0.0)
+
+
+def test_each_corpus_of_a_mixture_is_the_runs_data(data: Path, caplog) -> None:
+    corpora = [{"path": "a", "content": read_index(data).content}, {"path": "b", "content": "x"}]
+    for known in (corpora, corpora[1:]):
+        check_data(from_fields({"data": {"corpora": known, "content": "both"}}), data)
+        assert ("isn't the run's data" in caplog.text) is (len(known) == 1)
 
 
 def in_transformers(folder: Path, *rows: torch.Tensor) -> float:

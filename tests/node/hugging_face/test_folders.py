@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import (
     ExportError,
     ModelParts,
@@ -25,8 +27,9 @@ from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import Weight, model_weights
 from planaria.node.model.modules import build_stage, inference_stage
 from planaria.node.model.shape import ModelConfig
+from planaria.node.run_file import RunFile
 from tests.node.data.test_tokenizer import AROUND, NAMED, TEXTS, documents, prepared, write
-from tests.node.stage.shapes import FAMILIES, GROUPED
+from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2
 
 CPU = torch.device("cpu")
 CONFIGS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
@@ -152,6 +155,9 @@ def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
         x = body(x)
     wanted = logits_of(tmp_path / "out", tokens)
     torch.testing.assert_close(ends.logits(x), wanted, rtol=1e-4, atol=1e-4)
+    written = load_file(tmp_path / "out/model.safetensors").values()
+    card = model_card(RunFile(), config, 1, "", {})
+    assert f"model of {sum(tensor.numel() for tensor in written):,} parameters" in card
 
 
 @CONFIGS
@@ -238,6 +244,21 @@ def test_the_tokenizer_goes_along(tmp_path) -> None:
     assert (loaded.eos_token, loaded.eos_token_id) == ("<end>", 0)
     assert loaded.model_max_length == GROUPED.context
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
+
+
+@pytest.mark.parametrize("kind", ["Qwen2TokenizerFast", None])
+def test_what_transformers_reads_as_another_tokenizer_is_said(kind, tmp_path, caplog) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    named = NAMED if kind is None else NAMED | {"tokenizer_class": kind}
+    file = write(tmp_path / "from", "sentencepiece", **named)
+    exported(tmp_path / "out", QWEN2, vocabulary=Vocabulary(file, 2))
+    assert ("load the tokenizer with PreTrainedTokenizerFast" in caplog.text) is (kind is None)
+    text = "hello, about planarians"
+    own = Tokenizer.from_file(str(file)).encode(text).ids
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert loaded(text).input_ids == own
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text).input_ids != own
 
 
 @pytest.mark.parametrize("how", [{}, {"bos": "yes"}, {"bos": "no"}, {"end_token": "<end>"}])
