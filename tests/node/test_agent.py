@@ -27,6 +27,7 @@ from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.reducing import NOTING
+from planaria.node.state.stage_state import Age
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -330,6 +331,16 @@ def test_a_state_that_is_saved_when_it_leaves_is_the_one_saved_with_its_commit()
     seat.nodes.outcome(agent.exchanges.start(agent.own_saves.save_now()))
     assert [state.id.step for state in saved] == [1, 1]
     assert saved[0] == saved[1]
+
+
+def test_a_save_leaves_it_known_that_checkpoints_fail() -> None:
+    own = Seat("b").agent.own_saves
+    own.failed("checkpoint", "the shared folder is full")
+    own.failed("save", "the disk is full")
+    own.saved("save", Age(0, 5))
+    assert own.trouble == "the shared folder is full"
+    own.saved("checkpoint", Age(0, 10))
+    assert own.trouble == ""
 
 
 def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:
