@@ -1109,6 +1109,17 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     assert run.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
 
 
+def test_a_driver_that_leaves_begins_nothing_whatever_fails_meanwhile() -> None:
+    run = asked()
+    run.driver.rest("it leaves", run.now)
+    for _ in range(2):
+        run.statuses(5, c=pb.Status())
+        run.hears("c", failed=pb.Failed(reason="out of memory"))
+    run.statuses(5)
+    run.waits(2 * LONGEST_PAUSE)
+    assert run.driver.phase is DriverPhase.PAUSING
+
+
 # --- compute that hangs
 
 
