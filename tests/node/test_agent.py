@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from inspect import iscoroutinefunction
 from operator import attrgetter
@@ -331,6 +332,24 @@ def test_a_state_that_is_saved_when_it_leaves_is_the_one_saved_with_its_commit()
     seat.nodes.outcome(agent.exchanges.start(agent.own_saves.save_now()))
     assert [state.id.step for state in saved] == [1, 1]
     assert saved[0] == saved[1]
+
+
+def test_what_a_leaving_driver_deposits_has_the_step_that_it_has_just_committed() -> None:
+    seat, deposited = Seat("a"), []
+    agent, member = seat.agent, seat.agent.member
+
+    async def deposit(holders: Iterable[str]) -> str:
+        deposited.append(member.committed)
+        return "b"
+
+    agent.holdings.deposit = deposit
+    member.phase, member.attempt = MemberPhase.READY, ATTEMPT
+    member.promised = agent.driver.ballot = NEXT
+    commit = pb.Commit(step=1, ballot=ATTEMPT.message(), clip_scale=[1.0], lr_scale=[1.0])
+    commit.previous = commit_chain.head(member.last, member.lineage)
+    agent.carry_out([NEXT.send("a", step=pb.Step(commit=commit))])
+    seat.nodes.outcome(agent.exchanges.start(agent.own_saves.deposit()))
+    assert deposited == [1]
 
 
 def test_a_save_leaves_it_known_that_checkpoints_fail() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from planaria.node.report.events import Saved, SaveFailed
 from planaria.node.state.stage_state import Age
+from planaria.node.wire.exchange import Outcome
 from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import Kind
 
@@ -76,7 +77,10 @@ class OwnSaves:
         """Ends the attempt, and leaves this last node's state of stage 0 with a body node; returns
         that node. Raises ComplaintError."""
         seat = self._seat
+        heard: Outcome[None] = Outcome(seat.exchanges)
         seat.carry_out(seat.driver.rest("the last node of stage 0 leaves", seat.exchanges.now))
+        seat.exchanges.call_soon(lambda: heard.fulfil(None))
+        await heard  # a commit that it has just decided reaches this member before
         await self._wait_for_update()
         staying = {member.node for member in seat.driver.view.members if not member.leaving}
         stages = {node: seat.peers[node] for node in staying & seat.peers.keys()}
