@@ -261,6 +261,8 @@ class Gathering(Phase):
                 return self.gather(f"{names} copies its state anew", now).after(effects)
         if not (vacant or driver.finished):
             syncs = syncs or copy_twins(answers, rules)
+        if syncs and now < driver.pause_until < math.inf:  # a rebuild has just failed
+            return Turn(effects, Resting(driver, DriverPhase.PAUSING, answers.why, again=True))
         if syncs:
             return self._wait_for_state(syncs, now).after(effects)
         if vacant and not driver.finished:

@@ -1109,6 +1109,22 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     assert run.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
 
 
+def test_a_failed_rebuild_is_retried_after_pauses_too() -> None:
+    run, pauses = asked(), []
+    for _ in range(4):
+        run.statuses(5, c=pb.Status())
+        before = run.now
+        while run.driver.phase is DriverPhase.PAUSING:
+            run.waits(0.05)
+        if run.now > before:
+            run.statuses(5, c=pb.Status())
+        assert run.driver.phase is DriverPhase.SYNCING
+        pauses.append(run.now - before)
+        run.hears("c", failed=pb.Failed(reason="its disk fails"))
+    assert pauses[:2] == [0, 0]
+    assert 0 < pauses[2] < pauses[3]
+
+
 def test_a_driver_that_leaves_begins_nothing_whatever_fails_meanwhile() -> None:
     run = asked()
     run.driver.rest("it leaves", run.now)
