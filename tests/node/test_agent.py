@@ -539,6 +539,22 @@ def test_who_gets_another_state_drops_its_error_feedback() -> None:
     assert seat.agent.averaging.feedback.row is None
 
 
+def test_who_gets_another_state_accounts_for_no_pass_of_its_last_attempt() -> None:
+    """The driver would take these passes for some of the attempt that runs meanwhile."""
+    seat = Seat("b", begun=begin())
+    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.hears("a", ATTEMPT, inquiry=pb.Inquiry())
+    assert len(seat.answered("a").account.done) == 1
+    seat.agent.reducing.forget(NEXT)  # it has voted, and applied the commit
+    seat.agent.member.phase = MemberPhase.IDLE
+    followed = pb.Sync()
+    followed.CopyFrom(COPIED)
+    followed.follow = True
+    seat.hears("a", NEXT, sync=followed)
+    seat.hears("a", NEXT, inquiry=pb.Inquiry())
+    assert not seat.answered("a").account.done
+
+
 def asked(seat: Seat) -> pb.StateManifest:
     """Return the manifest that the seat sends a joiner which wants its state."""
     seat.hears("c", ATTEMPT, state_request=pb.StateRequest(transfer=1, optimizer=True, stage=1))
