@@ -300,9 +300,10 @@ class Attempting(Phase):
 
     def _can_mask(self, nodes: Collection[str]) -> bool:
         """Whether the attempt can go on without these nodes. Seats of the driver's node stay
-        members, and nothing is committed without a member."""
+        members until they are given back, and nothing is committed without a member."""
         driver = self.driver
-        here = any(map(driver.faults.is_here, nodes))
+        stay = active(driver.newest_view()).keys() & nodes
+        here = any(map(driver.faults.is_here, stay))
         return not here and self.state.can_do_without(nodes, driver.rules)
 
     def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:

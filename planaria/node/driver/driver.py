@@ -202,7 +202,7 @@ class Driver:
     def masked_members(self) -> list[str]:
         """Lost nodes that are still members of the newest view."""
         masked = self.current.masked
-        return sorted(masked & active(self._newest_view()).keys()) if masked else []
+        return sorted(masked & active(self.newest_view()).keys()) if masked else []
 
     def adopt_later(self, view: registry.View, now: float) -> tuple[ComingView, list[str]]:
         """Notes a view to adopt at a step boundary; also returns training members it lacks."""
@@ -212,11 +212,11 @@ class Driver:
         return self.coming, gone
 
     def planning(self) -> Planning:
-        relays = self._newest_view().relays
+        relays = self.newest_view().relays
         apart = self.faults.cuts | {frozenset((relay.a, relay.b)) for relay in relays}
         return Planning(self.rules, self.seconds, apart)
 
-    def _newest_view(self) -> registry.View:
+    def newest_view(self) -> registry.View:
         return self.coming.view if self.coming is not None else self.view
 
     # --- faults
@@ -314,11 +314,11 @@ class Driver:
     @property
     def last_step(self) -> int:
         """The run's last step, for these nodes."""
-        return last_step(self._newest_view(), self.standing.committed, self.rules.steps)
+        return last_step(self.newest_view(), self.standing.committed, self.rules.steps)
 
     def paused_by_operator(self) -> str:
         """Why no step is begun; empty: the run isn't paused."""
-        view, has_next = self._newest_view(), self.standing.committed < self.last_step
+        view, has_next = self.newest_view(), self.standing.committed < self.last_step
         return order_in_words(view) if view.order == registry.PAUSE and has_next else ""
 
     def what_next(self) -> pb.Begin | None:

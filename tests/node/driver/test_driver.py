@@ -2028,6 +2028,13 @@ def test_another_seat_of_the_drivers_node_has_no_work_but_stays_a_member() -> No
     assert run.commits().keys() == run.members.keys(), "nobody waits until it is gone"
 
 
+def test_the_attempt_goes_on_without_a_seat_that_the_drivers_node_gives_back() -> None:
+    seats = {"a": 0, "b": 1, "a/2": 2, "c2": 2}
+    run = begun(replace(RULES, stages=2), seats)
+    (masked,) = events(run.views(without(seats, "a/2")), AttemptMasked)
+    assert masked.nodes == ("a/2",)
+
+
 def test_one_word_takes_a_replica_its_work_for_a_step_and_twice_as_many_the_next_time():
     run = replicated()
     for steps in (1, 2, 4):
