@@ -362,6 +362,9 @@ class Agent:
             case Fetch(ballot, sync):
                 self.feed.gradients.forget(ballot)
                 self.gaps.end("the stage gets another state")
+                if self.attempt is not None:  # the last one, of another state
+                    self.attempt.end()
+                    self.attempt = None
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))

@@ -165,8 +165,9 @@ class DaemonMachine:
             for seat in seats:
                 await asyncio.to_thread(seat.own_saves.save_despite_hang)
         self._node.tell(Wall(**self.wall.report()))
-        for seat in seats:
-            await asyncio.to_thread(seat.holdings.finish_saves, seconds)
+        # Together: else several seats wait for a hung disk longer than the supervisor does.
+        saves = [asyncio.to_thread(seat.holdings.finish_saves, seconds) for seat in seats]
+        await asyncio.gather(*saves)
         self._node.tell_costs()
         own = [file for file in self.files if file is not self._place.experiment]
         await asyncio.gather(*(asyncio.to_thread(file.close) for file in own))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from inspect import iscoroutinefunction
 from operator import attrgetter
@@ -27,6 +28,7 @@ from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.torch_stage import TorchStage
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.reducing import NOTING
+from planaria.node.state.stage_state import Age
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -332,6 +334,34 @@ def test_a_state_that_is_saved_when_it_leaves_is_the_one_saved_with_its_commit()
     assert saved[0] == saved[1]
 
 
+def test_what_a_leaving_driver_deposits_has_the_step_that_it_has_just_committed() -> None:
+    seat, deposited = Seat("a"), []
+    agent, member = seat.agent, seat.agent.member
+
+    async def deposit(holders: Iterable[str]) -> str:
+        deposited.append(member.committed)
+        return "b"
+
+    agent.holdings.deposit = deposit
+    member.phase, member.attempt = MemberPhase.READY, ATTEMPT
+    member.promised = agent.driver.ballot = NEXT
+    commit = pb.Commit(step=1, ballot=ATTEMPT.message(), clip_scale=[1.0], lr_scale=[1.0])
+    commit.previous = commit_chain.head(member.last, member.lineage)
+    agent.carry_out([NEXT.send("a", step=pb.Step(commit=commit))])
+    seat.nodes.outcome(agent.exchanges.start(agent.own_saves.deposit()))
+    assert deposited == [1]
+
+
+def test_a_save_leaves_it_known_that_checkpoints_fail() -> None:
+    own = Seat("b").agent.own_saves
+    own.failed("checkpoint", "the shared folder is full")
+    own.failed("save", "the disk is full")
+    own.saved("save", Age(0, 5))
+    assert own.trouble == "the shared folder is full"
+    own.saved("checkpoint", Age(0, 10))
+    assert own.trouble == ""
+
+
 def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:
     seat = Seat("b", begun=begin())
     before = len(seat.net.sent)
@@ -507,6 +537,22 @@ def test_who_gets_another_state_drops_its_error_feedback() -> None:
     seat.agent.averaging.feedback.row = torch.ones_like(seat.agent.arithmetic.gradient)
     seat.hears("a", ATTEMPT, sync=COPIED)
     assert seat.agent.averaging.feedback.row is None
+
+
+def test_who_gets_another_state_accounts_for_no_pass_of_its_last_attempt() -> None:
+    """The driver would take these passes for some of the attempt that runs meanwhile."""
+    seat = Seat("b", begun=begin())
+    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.hears("a", ATTEMPT, inquiry=pb.Inquiry())
+    assert len(seat.answered("a").account.done) == 1
+    seat.agent.reducing.forget(NEXT)  # it has voted, and applied the commit
+    seat.agent.member.phase = MemberPhase.IDLE
+    followed = pb.Sync()
+    followed.CopyFrom(COPIED)
+    followed.follow = True
+    seat.hears("a", NEXT, sync=followed)
+    seat.hears("a", NEXT, inquiry=pb.Inquiry())
+    assert not seat.answered("a").account.done
 
 
 def asked(seat: Seat) -> pb.StateManifest:

@@ -155,7 +155,7 @@ class Driver:
         """Ends the attempt, and begins no other, since this node is about to leave."""
         if self.view.driver != self.node:
             return []
-        self.pause_until = math.inf
+        self.pause(math.inf)
         return self._take(self.current.gather(why, now))
 
     def explain(self) -> str:
@@ -237,7 +237,11 @@ class Driver:
         """Counts a failed attempt or rebuild; after several, the driver pauses before the next."""
         self.faults.failures.count += 1
         if pause := self.faults.failures.pause():
-            self.pause_until = now + pause
+            self.pause(now + pause)
+
+    def pause(self, until: float) -> None:
+        """Begins no step before `until`, nor before the end of a longer pause."""
+        self.pause_until = max(self.pause_until, until)
 
     # --- gathering
 

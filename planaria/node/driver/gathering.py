@@ -261,6 +261,8 @@ class Gathering(Phase):
                 return self.gather(f"{names} copies its state anew", now).after(effects)
         if not (vacant or driver.finished):
             syncs = syncs or copy_twins(answers, rules)
+        if syncs and now < driver.pause_until < math.inf:  # a rebuild has just failed
+            return Turn(effects, Resting(driver, DriverPhase.PAUSING, answers.why, again=True))
         if syncs:
             return self._wait_for_state(syncs, now).after(effects)
         if vacant and not driver.finished:
@@ -278,7 +280,7 @@ class Gathering(Phase):
         ledgers = driver.ledgers.values()
         driver.unrecorded = unwritten(ledgers) if over else unrecorded(ledgers)
         if driver.unrecorded:
-            driver.pause_until = now + (UNWRITTEN_PAUSE if over else UNRECORDED_PAUSE)
+            driver.pause(now + (UNWRITTEN_PAUSE if over else UNRECORDED_PAUSE))
             event = [] if paused or over else [Paused(reason=driver.unrecorded)]
             return Turn([*event], Resting(driver, DriverPhase.PAUSING, driver.unrecorded))
         if now < driver.pause_until:
@@ -348,7 +350,7 @@ class Gathering(Phase):
         """Lets an heir copy the state of a stage's last node, if possible; then that node goes."""
         driver, hanging = self.driver, self.driver.hanging
         why = f"{node} of stage {driver.members[node]} is to be replaced: {hanging.why[node]}"
-        driver.pause_until = now + REPLACED
+        driver.pause(now + REPLACED)
         effect: Effect = Suspect(node, why, HANG)
         last = is_last(node, driver.members, driver.members)
         if last and may_have_heir(driver.view, node) and hanging.heir_has_time(node, now):

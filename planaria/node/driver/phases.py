@@ -148,9 +148,12 @@ class Phase:
 class Resting(Phase):
     """The phase of a driver that asks nothing of any member: it waits, pauses, or is inactive."""
 
-    def __init__(self, driver: Driver, kind: DriverPhase, why: str = "") -> None:
+    def __init__(
+        self, driver: Driver, kind: DriverPhase, why: str = "", again: bool = False
+    ) -> None:
+        """`again`: whether all members are queried anew after a pause."""
         super().__init__(driver)
-        self._kind, self.why = kind, why
+        self._kind, self.why, self._again = kind, why, again
 
     def explain(self) -> str:
         return self.why or self.kind.value
@@ -159,7 +162,7 @@ class Resting(Phase):
         driver = self.driver
         if self.kind is not DriverPhase.PAUSING or now < driver.pause_until:
             return self.stays()
-        again = self.why if driver.hanging.why else driver.unrecorded
+        again = self.why if self._again or driver.hanging.why else driver.unrecorded
         return self.gather(again, now) if again else driver.begin_next(now)
 
     def unfollowed(self, peer: str, why: str, now: float) -> Turn:

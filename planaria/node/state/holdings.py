@@ -154,8 +154,8 @@ class Holdings:
         self.host.record.report_changed()
 
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
-        saved, failed = partial(self.host.own_saves.saved, kind), self.host.own_saves.failed
-        disk = self._open_disk(folder, keep, saved, failed)
+        own = self.host.own_saves
+        disk = self._open_disk(folder, keep, partial(own.saved, kind), partial(own.failed, kind))
         self.files.append(SaveFolder(kind, disk, every, self.run))
 
     # --- training

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from planaria.node.report.events import Saved, SaveFailed
 from planaria.node.state.stage_state import Age
+from planaria.node.wire.exchange import Outcome
 from planaria.node.wire.seat_names import node_of
 from planaria.recovery.facts import Kind
 
@@ -22,7 +23,7 @@ class OwnSaves:
 
     def __init__(self, seat: Agent) -> None:
         self._seat = seat
-        self.trouble = ""  # why saving fails
+        self._troubles: dict[Kind, str] = {}  # by what isn't written, why
         self._newest = Age(lineage=0, step=0)  # on disk, or exported
         self._tried = 0.0  # when a save of the last step was last begun
         self._steps: list[int] | None = None  # of saves on disk; None: to be listed
@@ -32,6 +33,11 @@ class OwnSaves:
         """The newest step that is on disk, or was exported."""
         lineage, step = self._newest
         return step if lineage == self._seat.member.lineage else 0
+
+    @property
+    def trouble(self) -> str:
+        """Why saving fails; empty: it doesn't."""
+        return "; ".join(self._troubles.values())
 
     @property
     def steps(self) -> list[int]:
@@ -71,7 +77,10 @@ class OwnSaves:
         """Ends the attempt, and leaves this last node's state of stage 0 with a body node; returns
         that node. Raises ComplaintError."""
         seat = self._seat
+        heard: Outcome[None] = Outcome(seat.exchanges)
         seat.carry_out(seat.driver.rest("the last node of stage 0 leaves", seat.exchanges.now))
+        seat.exchanges.call_soon(lambda: heard.fulfil(None))
+        await heard  # a commit that it has just decided reaches this member before
         await self._wait_for_update()
         staying = {member.node for member in seat.driver.view.members if not member.leaving}
         stages = {node: seat.peers[node] for node in staying & seat.peers.keys()}
@@ -86,7 +95,8 @@ class OwnSaves:
             self._seat.holdings.save(state, first=False, always=True)
 
     def saved(self, kind: Kind, save: Age) -> None:
-        self.trouble, self._steps = "", None
+        self._troubles.pop(kind, None)
+        self._steps = None
         self._seat.record.tell(Saved(holding=kind, step=save.step))
         self.exported(save)
 
@@ -96,9 +106,9 @@ class OwnSaves:
         if self._seat.finished:
             self._seat.record.report_changed()
 
-    def failed(self, reason: str) -> None:
+    def failed(self, kind: Kind, reason: str) -> None:
         if self._seat.finished:
             reason += ". The run is over: this one is tried again, or take it away by export"
-        self.trouble = reason
+        self._troubles[kind] = reason
         self._seat.record.tell(SaveFailed(reason=reason))
         self._seat.record.report_changed()

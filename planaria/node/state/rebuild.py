@@ -158,13 +158,17 @@ class Rebuilding:
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
         at_start = sync.method in FROM_FILES and sync.step == 0
-        here = self.arithmetic.origin and sync.method == PRETRAINED
+        here = self.member.origin and sync.method == PRETRAINED
         initialise = at_start or here or sync.method in (ANEW, ORIGIN, SEEDED)
         if from_checkpoint or not (initialise or sync.method in FROM_FILES):
             return await self._fetch_from_peers(ballot, sync)
         if initialise:
             initial = partial(self.arithmetic.initial_state, self.stage, sync.lineage)
-            return [Delivery(await self.exchanges.compute(initial), bytes=0)]
+            try:
+                return [Delivery(await self.exchanges.compute(initial), bytes=0)]
+            except ComplaintError:
+                self.member.origin = False  # another node is to give it
+                raise
         own = next(source for source in sync.sources if source.stage == self.stage)
         state = await self.holdings.load(own, sync.method)
         return [Delivery(state, state.bytes)]

@@ -1109,6 +1109,33 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     assert run.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
 
 
+def test_a_failed_rebuild_is_retried_after_pauses_too() -> None:
+    run, pauses = asked(), []
+    for _ in range(4):
+        run.statuses(5, c=pb.Status())
+        before = run.now
+        while run.driver.phase is DriverPhase.PAUSING:
+            run.waits(0.05)
+        if run.now > before:
+            run.statuses(5, c=pb.Status())
+        assert run.driver.phase is DriverPhase.SYNCING
+        pauses.append(run.now - before)
+        run.hears("c", failed=pb.Failed(reason="its disk fails"))
+    assert pauses[:2] == [0, 0]
+    assert 0 < pauses[2] < pauses[3]
+
+
+def test_a_driver_that_leaves_begins_nothing_whatever_fails_meanwhile() -> None:
+    run = asked()
+    run.driver.rest("it leaves", run.now)
+    for _ in range(2):
+        run.statuses(5, c=pb.Status())
+        run.hears("c", failed=pb.Failed(reason="out of memory"))
+    run.statuses(5)
+    run.waits(2 * LONGEST_PAUSE)
+    assert run.driver.phase is DriverPhase.PAUSING
+
+
 # --- compute that hangs
 
 
@@ -1999,6 +2026,13 @@ def test_another_seat_of_the_drivers_node_has_no_work_but_stays_a_member() -> No
     tries_again(run)
     assert "a/2" not in served_by(run)
     assert run.commits().keys() == run.members.keys(), "nobody waits until it is gone"
+
+
+def test_the_attempt_goes_on_without_a_seat_that_the_drivers_node_gives_back() -> None:
+    seats = {"a": 0, "b": 1, "a/2": 2, "c2": 2}
+    run = begun(replace(RULES, stages=2), seats)
+    (masked,) = events(run.views(without(seats, "a/2")), AttemptMasked)
+    assert masked.nodes == ("a/2",)
 
 
 def test_one_word_takes_a_replica_its_work_for_a_step_and_twice_as_many_the_next_time():

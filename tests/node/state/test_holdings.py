@@ -76,7 +76,7 @@ class Host:
     def saved(self, kind: str, save: Any) -> None:
         self.saves.append((kind, save.step))
 
-    def failed(self, reason: str) -> None:
+    def failed(self, kind: str, reason: str) -> None:
         self.trouble.append(reason)
 
 

@@ -142,9 +142,11 @@ class World:
         self.asked.append(("put", [state.id.stage for state in states]))
         return Learned(b"placed", 2.0, 4)
 
-    origin = False
+    is_readable = True
 
     def initial_state(self, stage: int, lineage: int) -> StageState:
+        if not self.is_readable:
+            raise ComplaintError("the checkpoint can't be read")
         return state(stage, 0, lineage)
 
     def checkpoint_state(self, stage: int) -> StageState:
@@ -214,10 +216,21 @@ def test_what_a_stage_was_in_the_checkpoint_comes_from_who_has_it() -> None:
     assert world.asked == [(STAGE, Age(0, STEP), ["g"], False, "origin"), ("put", [STAGE])]
     assert (synced.fetched_bytes, rebuilt.boosted_at) == (10 + STAGE, STEP)
     world.asked.clear()
-    world.origin = True
+    world.member.origin = True
     synced, _ = done(world.rebuilds(sync(PRETRAINED, ("g", STAGE), last=LAST)))
     assert world.asked == [("put", [STAGE])], "it is here, too"
     assert synced.fetched_bytes == 0
+
+
+def test_a_checkpoint_that_can_not_be_read_any_more_comes_from_another_node() -> None:
+    world = World()
+    world.given, world.member.origin = {STAGE: state(STAGE, step=0)}, True
+    world.is_readable = False
+    wanted = sync(PRETRAINED, ("g", STAGE), last=LAST)
+    with pytest.raises(ComplaintError, match="the checkpoint can't be read"):
+        world.rebuilds(wanted)
+    world.rebuilds(wanted)
+    assert world.asked == [(STAGE, Age(0, STEP), ["g"], False, "origin"), ("put", [STAGE])]
 
 
 def test_adapters_begin_anew_beside_weights_of_the_checkpoint() -> None:
