@@ -244,12 +244,15 @@ def _standby_or_surplus(
     surplus = [(node, of) for node in able if (of := _surplus(node, holders)) is not None]
     if not surplus:
         return None
-    # Of the stage with the most holders; there, of the commonest domain; then the newest node.
+    # Of the stage with the most holders; there not the first node by name, which may hold the
+    # snapshot that the vacant stage needs (recovery/snapshot.py, `route`), and would lose it with
+    # its seat; of the commonest domain; then the newest node.
     node, of = max(surplus, key=lambda pair: holders[pair[1]])
-    domains = Census(node.place for node in candidates if node.stays and of in node.stages)
+    serving_it = [node for node in candidates if node.stays and of in node.stages]
+    first, domains = min(n.node for n in serving_it), Census(node.place for node in serving_it)
     node = max(
         reversed([node for node, at in surplus if at == of]),
-        key=lambda node: domains.shared(node.place),
+        key=lambda node: (node.node != first, domains.shared(node.place)),
     )
     return SeatAssigned(
         node.node, stage, f"moves from stage {of}, which has other nodes: {why}", of

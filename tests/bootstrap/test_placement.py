@@ -50,6 +50,12 @@ def test_a_standby_comes_before_a_surplus_replica_and_that_before_who_has_room()
     assert assign([each for each in sitters if each.node in "ab"], STAGES) == []
 
 
+def test_the_first_of_a_stage_by_name_stays_since_it_may_hold_the_snapshot_that_is_needed() -> None:
+    sitters = [sitter("a", 0), sitter("c", 1), sitter("b", 1), sitter("d", 3)]
+    (taken,) = assign(sitters, STAGES, policy=POLICIES["snapshot"])
+    assert taken.node == "c", "though b is newer"
+
+
 def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_slow() -> None:
     sitters = [sitter("a", 0, room=4), sitter("b", 1, room=4), sitter("c", 3, room=4)]
     sitters[2] = replace(sitters[2], speed=1.5)
