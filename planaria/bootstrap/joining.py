@@ -13,7 +13,7 @@ from planaria.bootstrap.history import ViewHistory
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.isolation import Isolation
 from planaria.bootstrap.member_table import Claim, Members, NodeRecord
-from planaria.bootstrap.neighbours import place_of, stages_of
+from planaria.bootstrap.neighbours import place_of
 from planaria.bootstrap.next_driver import Driving
 from planaria.bootstrap.placement import choose_among
 from planaria.bootstrap.quarantine import Quarantine
@@ -117,14 +117,12 @@ class Joining:
         stages: Sequence[int]
         if request.standby:
             stages, why = (), "standby, as requested"
-        elif request.HasField("stage"):
-            stages, why = (request.stage,), f"stage {request.stage}, as requested"
         else:
             stages, why = self._choose(attempt)
         self._joined += 1
         member = Member(
             **{name: getattr(request, name) for name in (*PROPERTIES, "node", "standby")},
-            seats=[Seat(stage=s, requested=request.HasField("stage")) for s in sorted(stages)],
+            seats=[Seat(stage=s, requested=s == requested_stage(request)) for s in sorted(stages)],
             room=request.room or 1,
             joined=self._joined,
             block=attempt.block,
@@ -253,10 +251,11 @@ class Joining:
         return None
 
     def _choose(self, attempt: JoinAttempt) -> tuple[Sequence[int], str]:
-        """Chooses stages for a newcomer that asked for none, and the reason; none: a standby. It
-        gets one seat, or as many as it has room for at stages of which it alone has a state, in its
-        saves."""
+        """Chooses stages for a newcomer, and the reason; none: a standby. It gets as many as it has
+        room for of those of which it alone has a state, in its saves: else the one it requests, or
+        the one where it is needed most."""
         request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
+        requested = requested_stage(request)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
         able = [s for s in numbers if s or self._rules.serves_stage_0(attempt.owner, request.data)]
         unrelayed = [s for s in able if self._members.unreachable(request.address, s) is None]
@@ -265,8 +264,6 @@ class Joining:
         served, direct, carried = (
             [s for s in some if s in wanted] for some in (able, unrelayed, reached)
         )
-        vacant = [s for s in (*direct, *carried) if not staff.count[s]]
-        fits = direct or carried
         started, newest = self._driving.started, request.saves[:1]
         saved = [
             s
@@ -274,9 +271,14 @@ class Joining:
             if s in (reached if started else carried)
             and not (self._members.has_holder(s) if started else staff.count[s] and s not in newest)
         ]
-        if saved := saved[: request.room or 1]:
+        saved.sort(key=lambda s: s != requested)  # stable, so the newest follow
+        if (started or requested is None) and (saved := saved[: request.room or 1]):
             named = ", ".join(map(str, sorted(saved)))
             return saved, f"stage{'s' * (len(saved) > 1)} {named}, for which it has saves"
+        if requested is not None:
+            return (requested,), f"stage {requested}, as requested"
+        vacant = [s for s in (*direct, *carried) if not staff.count[s]]
+        fits = direct or carried
         if vacant:
             return vacant[:1], f"stage {vacant[0]} was vacant"
         if fits:
@@ -312,14 +314,17 @@ def _check_request(request: JoinRequest) -> None:
 
 
 def _check_repeated(request: JoinRequest, member: Member) -> None:
-    differs = any(getattr(request, name) != getattr(member, name) for name in PROPERTIES)
-    if differs or (request.HasField("stage") and request.stage not in stages_of(member)):
+    if any(getattr(request, name) != getattr(member, name) for name in PROPERTIES):
         raise Refused(
             "ALREADY_EXISTS",
             f"node {request.node} is already a member, with other properties "
             f"({place_of(member)}, address {member.address or 'none'}); "
             "choose a new node id at each start",
         )
+
+
+def requested_stage(request: JoinRequest) -> int | None:
+    return request.stage if request.HasField("stage") else None
 
 
 def refusal_of_former(name: str, history: ViewHistory) -> Refused:

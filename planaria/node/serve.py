@@ -459,14 +459,13 @@ async def addressed(place: NodePlace, setup: Setup) -> NodePlace:
 
 
 def ask_by_saves(place: NodePlace) -> NodePlace:
-    """The place of a node that joins now: it asks for the stages of which it has saves by now,
-    unless it was given one."""
-    if place.stage is not None or place.save_dir is None:
+    """The place of a node that joins now: it names the stages of which it has saves by now."""
+    if place.save_dir is None:
         return place
     saves = saved_stages(place.save_dir)
     if saves:
         listed = ", ".join(map(str, saves))
-        log.info("asking for stage %s, of which %s has saves", listed, place.save_dir)
+        log.info("joins with saves of stage %s in %s", listed, place.save_dir)
     return replace(place, saves=saves)
 
 

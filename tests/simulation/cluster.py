@@ -281,8 +281,8 @@ class Cluster:
 
     def _new_node(self, host: Host) -> None:
         assert host.process is not None
-        asks = host.stage is None and host.saves
-        host.node = Node(self, host, self.files.stages_of(host.name) if asks else ())
+        saves = self.files.stages_of(host.name) if host.saves else ()
+        host.node = Node(self, host, saves)
         host.process.check = host.node.validate
         self.world.say(host.node.name, f"starts on {host.name}")
         host.process.spawn(self._live(host, host.node))
