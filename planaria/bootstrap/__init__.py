@@ -22,7 +22,7 @@ The service:
   `reply_budget.py`: memory for answers to joins; `truncation.py`: what fits into a message
 - `journal.py`: views on disk; `store.py`, `etcd.py`: views that several registries share, of which
   `leader_election.py` has one lead
-- `address_probe.py`: whether an address answers
+- `address_probe.py`: whether an address answers; `stop_signals.py`: signals that end a process
 - `connection_limits.py`: how many connections gRPC accepts, and for how long without a handshake
 
 Who may do what:

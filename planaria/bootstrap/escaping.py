@@ -9,7 +9,9 @@ from typing import Final
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.registry_pb2 import JoinRequest, Member, Report
 
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LONGEST: Final = 128
+"""Characters of a name, at most."""
+NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}")
 """Node ids occur in logs, file names and seat names."""
 
 
@@ -18,7 +20,7 @@ def misspelt(kind: str, name: str) -> str:
     if NAME.fullmatch(name):
         return ""
     return (
-        f"the {kind} {name[:40]!r} is not a valid name: use up to 128 ASCII letters, digits, "
+        f"the {kind} {name[:40]!r} is not a valid name: use up to {LONGEST} ASCII letters, digits, "
         "dots, dashes and underscores, beginning with a letter or digit"
     )
 

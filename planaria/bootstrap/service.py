@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -43,6 +42,7 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.operator_orders import BACK, CHANGE, changes_in_force
 from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle
+from planaria.bootstrap.stop_signals import on_stop_signals
 from planaria.bootstrap.store import NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
@@ -662,10 +662,7 @@ async def serve(
 
 
 def stopped_by_signals() -> asyncio.Event:
-    """An event that SIGTERM sets, and SIGINT and SIGHUP unless inherited as ignored, in the
-    background of a script or by nohup."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    for number in (signal.SIGTERM, *heeded):
-        loop.add_signal_handler(number, stop.set)
+    """An event that is set by the first signal that asks this process to end."""
+    stop = asyncio.Event()
+    on_stop_signals(lambda _: stop.set())
     return stop

@@ -18,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from planaria.bootstrap.stop_signals import on_stop_signals
+
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.02
@@ -207,18 +209,14 @@ def heed_signals() -> None:
 
 
 def stop_signals() -> asyncio.Future[int]:
-    """Future of the number of the first signal that asks this process to end. Ctrl-C and hangup
-    don't count if inherited as ignored, in the background of a script or by nohup."""
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[int] = loop.create_future()
+    """Future of the number of the first signal that asks this process to end."""
+    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def on_signal(number: int) -> None:
         if not stop.done():
             stop.set_result(number)
 
-    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    for number in (signal.SIGTERM, *heeded):
-        loop.add_signal_handler(number, on_signal, number)
+    on_stop_signals(on_signal)
     return stop
 
 

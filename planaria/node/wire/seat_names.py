@@ -12,14 +12,15 @@ import re
 import secrets
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.escaping import misspelt
+from planaria.bootstrap.escaping import LONGEST, misspelt
 
 
 def new_identity(name: str) -> str:
     """A node's id: its owner's `name`, if given, and a random suffix. The suffix distinguishes it
     from other nodes of that name, and from itself before a restart. A long name is cut, so that the
     id is a valid name, too."""
-    return f"{name[:121]}-{secrets.token_hex(3)}" if name else secrets.token_hex(6)
+    suffix = secrets.token_hex(3 if name else 6)
+    return f"{name[: LONGEST - len(suffix) - 1]}-{suffix}" if name else suffix
 
 
 def name_of_host(host: str) -> str:
