@@ -114,11 +114,7 @@ class Joining:
     def admit(self, attempt: JoinAttempt, now: float) -> NodeRecord:
         """Makes a node that may join a member or a standby."""
         request = attempt.request
-        stages: Sequence[int]
-        if request.standby:
-            stages, why = (), "standby, as requested"
-        else:
-            stages, why = self._choose(attempt)
+        stages, why = self._choose(attempt)
         self._joined += 1
         member = Member(
             **{name: getattr(request, name) for name in (*PROPERTIES, "node", "standby")},
@@ -252,10 +248,9 @@ class Joining:
 
     def _choose(self, attempt: JoinAttempt) -> tuple[Sequence[int], str]:
         """Chooses stages for a newcomer, and the reason; none: a standby. It gets as many as it has
-        room for of those of which it alone has a state, in its saves: else the one it requests, or
-        the one where it is needed most."""
-        request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
-        requested = requested_stage(request)
+        room for of those of which it alone has a state, in its saves; else what it requests, or the
+        stage where it is needed most. Before the run has started, a request comes first."""
+        request, requested = attempt.request, requested_stage(attempt.request)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
         able = [s for s in numbers if s or self._rules.serves_stage_0(attempt.owner, request.data)]
         unrelayed = [s for s in able if self._members.unreachable(request.address, s) is None]
@@ -264,25 +259,17 @@ class Joining:
         served, direct, carried = (
             [s for s in some if s in wanted] for some in (able, unrelayed, reached)
         )
-        started, newest = self._driving.started, request.saves[:1]
-        saved = [
-            s
-            for s in request.saves
-            if s in (reached if started else carried)
-            and not (self._members.has_holder(s) if started else staff.count[s] and s not in newest)
-        ]
-        saved.sort(key=lambda s: s != requested)  # stable, so the newest follow
-        if (started or requested is None) and (saved := saved[: request.room or 1]):
+        if saved := self._only_saved(request, reached, carried):
             named = ", ".join(map(str, sorted(saved)))
             return saved, f"stage{'s' * (len(saved) > 1)} {named}, for which it has saves"
+        if request.standby:
+            return (), "standby, as requested"
         if requested is not None:
             return (requested,), f"stage {requested}, as requested"
-        vacant = [s for s in (*direct, *carried) if not staff.count[s]]
-        fits = direct or carried
-        if vacant:
+        if vacant := [s for s in (*direct, *carried) if not staff.count[s]]:
             return vacant[:1], f"stage {vacant[0]} was vacant"
-        if fits:
-            stage, why = choose_among(fits, staff, place)
+        if fits := direct or carried:
+            stage, why = choose_among(fits, staff, FailureDomain(attempt.block, request.host))
             return (stage,), why
         if not wanted:
             return (), f"standby: every stage has {self._rules.max_replicas} nodes or more"
@@ -294,6 +281,22 @@ class Joining:
             "standby: it only dials out, and every stage with room needs a link to such a node "
             f"({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
+
+    def _only_saved(
+        self, request: JoinRequest, reached: Sequence[int], carried: Sequence[int]
+    ) -> list[int]:
+        """The stages whose state a newcomer has in its saves and no member has, as many as it has
+        room for: the one that it requests, then the newest. `reached`: the stages that it can
+        serve; `carried`: those with room for it."""
+        requested, staff = requested_stage(request), self._members.staffing()
+        if self._driving.started:
+            saved = [s for s in request.saves if s in reached and not self._members.has_holder(s)]
+        elif request.standby or requested is not None:
+            return []
+        else:
+            saved = [s for s in request.saves if s in carried]
+            saved = [s for s in saved if s == request.saves[0] or not staff.count[s]]
+        return sorted(saved, key=lambda s: s != requested)[: request.room or 1]
 
 
 def _check_request(request: JoinRequest) -> None:

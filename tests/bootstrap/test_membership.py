@@ -309,6 +309,18 @@ def test_saves_that_only_one_node_has_come_before_the_stage_that_it_requests() -
     assert not any(seat.requested for seat in swarm.machine.members.by_name["e"].member.seats)
 
 
+def test_a_standby_gets_the_stage_that_only_it_has_saved() -> None:
+    swarm = Swarm(stages=2, start_grace=1)
+    swarm.seat(a=0, b=1, c=2)
+    swarm.open(*"abc")
+    swarm.tell(*"abc", committed=7)
+    swarm.join("d", standby=True, saves=[2])
+    assert swarm.stage("d") is None, "c has the state of stage 2"
+    swarm.leave("c", "d", why="killed")
+    swarm.join("e", standby=True, saves=[2])
+    assert swarm.stage("e") == 2
+
+
 def test_a_machine_that_comes_back_gets_all_seats_of_its_saves() -> None:
     swarm = Swarm(stages=4, start_grace=1)
     swarm.join("b", 1, room=5)
