@@ -249,7 +249,7 @@ class Joining:
     def _choose(self, attempt: JoinAttempt) -> tuple[Sequence[int], str]:
         """Chooses stages for a newcomer, and the reason; none: a standby. It gets as many as it has
         room for of those of which it alone has a state, in its saves; else what it requests, or the
-        stage where it is needed most. Before the run has started, a request comes first."""
+        stage where it is needed most."""
         request, requested = attempt.request, requested_stage(attempt.request)
         numbers, staff = range(self._rules.stages + 1), self._members.staffing()
         able = [s for s in numbers if s or self._rules.serves_stage_0(attempt.owner, request.data)]
@@ -286,16 +286,16 @@ class Joining:
         self, request: JoinRequest, reached: Sequence[int], carried: Sequence[int]
     ) -> list[int]:
         """The stages whose state a newcomer has in its saves and no member has, as many as it has
-        room for: the one that it requests, then the newest. `reached`: the stages that it can
-        serve; `carried`: those with room for it."""
+        room for: the one that it requests, then the newest. Before the run has started, a member
+        may have the state of its stage in saves. `reached`: the stages that the newcomer can serve;
+        `carried`: those with room for it."""
         requested, staff = requested_stage(request), self._members.staffing()
         if self._driving.started:
             saved = [s for s in request.saves if s in reached and not self._members.has_holder(s)]
-        elif request.standby or requested is not None:
-            return []
         else:
-            saved = [s for s in request.saves if s in carried]
-            saved = [s for s in saved if s == request.saves[0] or not staff.count[s]]
+            asks = request.standby or requested is not None
+            served = {s for s in carried if staff.count[s]} - set(() if asks else request.saves[:1])
+            saved = [s for s in request.saves if s in carried and s not in served]
         return sorted(saved, key=lambda s: s != requested)[: request.room or 1]
 
 

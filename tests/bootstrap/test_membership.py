@@ -294,14 +294,17 @@ def test_who_has_saves_of_a_stage_gets_it_while_nobody_has_its_state() -> None:
 
 def test_saves_that_only_one_node_has_come_before_the_stage_that_it_requests() -> None:
     swarm = Swarm(stages=2, start_grace=1)
-    swarm.join("a", 2, saves=[0])
-    assert swarm.stage("a") == 2, "the run has not begun"
-    swarm.seat(b=1, c=0)
+    swarm.join("c", 2, saves=[0, 2])
+    assert swarm.stage("c") == 2, "it has saves of the stage that it requests, too"
+    swarm.join("b", 1, saves=[0])
+    assert swarm.stage("b") == 0
+    swarm.join("a", 1, saves=[0])
+    assert swarm.stage("a") == 1, "b serves stage 0"
     swarm.open(*"abc")
     swarm.tell(*"abc", committed=7)
     swarm.join("d", 2, saves=[0])
-    assert swarm.stage("d") == 2, "c has the state of stage 0"
-    swarm.leave("c", "d", why="killed")
+    assert swarm.stage("d") == 2, "b has the state of stage 0"
+    swarm.leave("b", "d", why="killed")
     reply = swarm.join("e", 2, saves=[0], room=1)
     assert swarm.stage("e") == 0
     assert "stage 0, for which it has saves" in reply.reason
