@@ -12,6 +12,7 @@ that has a row already is not trained again.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -53,6 +55,7 @@ validation_microbatches = 0
 [saves]
 every = 1
 """
+PR_SET_CHILD_SUBREAPER: Final = 36  # prctl(2)
 LOOK: Final = 0.01
 """Seconds between two reads of the ledgers."""
 DEADLINE: Final = 180.0
@@ -83,6 +86,9 @@ def train(arguments: Sequence[str], out: Path, until: int | None) -> Trained:
             swarm.kill()
             raise RuntimeError(f"step {until or STEPS} was not committed; logs are in {out}")
         time.sleep(LOOK)
+    with suppress(ChildProcessError):  # a dying node may still commit a step
+        while os.waitpid(-1, 0):
+            pass
     if until is None and swarm.returncode:
         raise RuntimeError(f"the run ended with status {swarm.returncode}; logs are in {out}")
     after = [line for line in commits(out) if line not in before]
@@ -175,6 +181,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that `train` can wait for all processes
     seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     path = Path(os.environ.get("OUT") or FOLDER) / "elastic.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
