@@ -102,16 +102,19 @@ class Orders:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
         settings are changed; then that is done, as the returned sentence says. A stage of which no
         seat has that step keeps nobody waiting, nor does one of the `vacant`, unless a lost node
-        with a save of it is `awaited`. A run that can't go on goes back without that. `view`: the
-        newest view's number."""
+        with a save of it is `awaited`. In a run that can't go on, that is the step at which it has
+        halted; it goes back without a save of that. `view`: the newest view's number."""
         if not self.awaits_saves:
             return ""
         back = self.changes[-1].step if self._pending and self.changes[-1].undone else 0
         seats = list(seats)
-        resting = [seat for seat in seats if seat.finished or (back and seat.stopped)]
+        due = max(1, self.changes[-1].step) if self._pending and not back else 0
+        halted = max((seat.committed for seat in seats if seat.stopped), default=0) >= due
+        resting = [seat for seat in seats if seat.finished or (halted and seat.stopped)]
         step = max((seat.committed for seat in resting), default=0)
-        safe = {seat.stage for seat in resting if seat.stopped or seat.saved >= step}
-        kept = {seat.stage for seat in seats if not seat.finished or seat.committed >= step}
+        safe = {seat.stage for seat in resting if (back and seat.stopped) or seat.saved >= step}
+        moving = (seat.stage for seat in seats if not (seat.finished or seat.stopped))
+        kept = {seat.stage for seat in seats if seat.committed >= step}.union(moving)
         lost = ({seat.stage for seat in resting} - safe - kept).union(vacant).difference(awaited)
         if len(safe | lost) <= stages or not (safe or self.order == pb.STOP):
             return ""

@@ -250,6 +250,26 @@ def test_a_run_that_can_not_go_on_goes_back_at_once() -> None:
     assert not run.machine.view.members
 
 
+@pytest.mark.parametrize("word", ["stop", "change"])
+def test_a_run_that_can_not_go_on_is_stopped_or_changed_once_it_is_saved(word: str) -> None:
+    run = Run()
+    run.both(8, stopped=True)
+    run.order("stop") if word == "stop" else run.change("steps=12")
+    assert len(run.machine.view.members) == 2
+    run.both(9, stopped=True)
+    view = run.machine.view
+    assert "each stage has saved step 9" in view.reason
+    assert view.order == STOPPED if word == "stop" else not view.members
+
+
+def test_a_change_after_a_step_that_is_to_come_waits_for_it_in_a_run_that_can_not_go_on() -> None:
+    run = Run()
+    run.both(9, stopped=True)
+    run.change("steps=12", at=11)
+    run.both(9, stopped=True)
+    assert run.machine.view.changes[0].pending
+
+
 def test_a_run_that_is_stopped_has_its_settings_until_it_is_opened() -> None:
     run = Run()
     run.order("stop")
