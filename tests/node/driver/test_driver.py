@@ -1109,15 +1109,17 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     assert run.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
 
 
-def test_a_failed_rebuild_is_retried_after_pauses_too() -> None:
+@pytest.mark.parametrize("all_go_back", [False, True])
+def test_a_failed_rebuild_is_retried_after_pauses_too(all_go_back: bool) -> None:
     run, pauses = asked(), []
+    others = {n: saves(s, 5) for n, s in SWARM.items()} if all_go_back else {"c": pb.Status()}
     for _ in range(4):
-        run.statuses(5, c=pb.Status())
+        run.statuses(5, **others)
         before = run.now
         while run.driver.phase is DriverPhase.PAUSING:
             run.waits(0.05)
         if run.now > before:
-            run.statuses(5, c=pb.Status())
+            run.statuses(5, **others)
         assert run.driver.phase is DriverPhase.SYNCING
         pauses.append(run.now - before)
         run.hears("c", failed=pb.Failed(reason="its disk fails"))
