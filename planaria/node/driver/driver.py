@@ -316,6 +316,12 @@ class Driver:
         """The run's last step, for these nodes."""
         return last_step(self._newest_view(), self.standing.committed, self.rules.steps)
 
+    @property
+    def is_to_rest(self) -> bool:
+        """Whether the operator lets no step follow: the run is stopped, or its settings change."""
+        step = self.standing.committed
+        return last_step(self._newest_view(), step, step + 1) == step
+
     def paused_by_operator(self) -> str:
         """Why no step is begun; empty: the run isn't paused."""
         view, has_next = self._newest_view(), self.standing.committed < self.last_step
@@ -383,7 +389,10 @@ class Driver:
 
     def finish(self, now: float) -> Turn:
         self.finished = True
-        step, loss = self.standing.committed, self.validated[1]
+        step = self.standing.committed
+        if self.validated[0] != step:  # a stopped run may lack a stage
+            self.validated = step, math.nan
+        loss = self.validated[1]
         return self.halt(pb.Halt(finished=True, step=step, validation_loss=loss), now)
 
     def run_finished(self, halt: pb.Halt) -> None:

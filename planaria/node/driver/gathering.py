@@ -268,6 +268,8 @@ class Gathering(Phase):
         if syncs:
             return self._wait_for_state(syncs, now).after(effects)
         if vacant and not driver.finished:
+            if driver.is_to_rest and saved.keys().isdisjoint(vacant):
+                return driver.finish(now).after(effects)
             return self._wait_for_nodes(vacant).after(effects)
         if weightless := answers.weightless():
             return self._wait_for_origin(sorted(weightless)).after(effects)

@@ -303,6 +303,25 @@ def test_so_is_one_that_is_paused_or_has_not_begun() -> None:
     assert sent(run.statuses(), "halt")["b"].halt.finished
 
 
+def test_a_run_that_is_stopped_does_not_wait_for_a_node_at_a_vacant_stage() -> None:
+    run = asked(replace(RULES, validation_microbatches=1), without(SWARM, "d"))
+    run.statuses(4)
+    run.driver.validated = 3, 1.0
+    awaited = registry.AwaitedSave(stage=SWARM["d"], step=2, node="d", seconds=60.0)
+    for order in ({"order": registry.STOP}, {"changes": [registry.Change(step=4, pending=True)]}):
+        run.views(awaited=[awaited], **order)
+        assert "waits for d, which has a save" in events(run.statuses(4), Waiting)[0].reason
+        run.views(**order)
+        halts = sent(run.statuses(4), "halt")
+        assert {(h.halt.finished, h.halt.step) for h in halts.values()} == {(True, 4)}
+        assert math.isnan(halts["b"].halt.validation_loss)
+        run.views(**order)
+        assert sent(run.statuses(4), "halt").keys() == run.members.keys(), "it stays so"
+        run.driver.finished = False
+    run.views(changes=[registry.Change(step=9, pending=True)])
+    assert events(run.statuses(4), Waiting), "it isn't at that step yet"
+
+
 # --- a step
 
 
