@@ -317,9 +317,20 @@ def test_a_run_that_is_stopped_does_not_wait_for_a_node_at_a_vacant_stage() -> N
         assert math.isnan(halts["b"].halt.validation_loss)
         run.views(**order)
         assert sent(run.statuses(4), "halt").keys() == run.members.keys(), "it stays so"
-        run.driver.finished = False
     run.views(changes=[registry.Change(step=9, pending=True)])
     assert events(run.statuses(4), Waiting), "it isn't at that step yet"
+
+
+def test_a_stage_that_is_lost_while_a_stopped_run_is_saved_is_rebuilt_first() -> None:
+    """The run goes on later, and what peers keep of the stage in memory is gone by then."""
+    run = begun()
+    run.views(order=registry.STOP)
+    run.commits()
+    assert sent(run.statuses(1), "halt").keys() == SWARM.keys()
+    run.views({**without(SWARM, "d"), "new": SWARM["d"]}, order=registry.STOP)
+    assert sent(run.statuses(1, new=pb.Status()), "sync").keys() == {"new"}
+    run.hears("new", synced=pb.Synced(step=1, method="checkfree"))
+    assert sent(run.statuses(1), "halt")["new"].halt.finished
 
 
 # --- a step
