@@ -20,6 +20,11 @@ class AwaitedSaves:
         self._seconds = seconds
         self._saves: dict[int, AwaitedSave] = {}  # `seconds`: when the wait ends
 
+    @property
+    def stages(self) -> Collection[int]:
+        """The stages whose saves are awaited."""
+        return self._saves.keys()
+
     def restore(self, listed: Iterable[AwaitedSave], now: float) -> None:
         self._saves = {save.stage: _shifted(save, now) for save in listed}
 

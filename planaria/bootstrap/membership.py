@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.accusations import Accusations, Convicted, evidence
@@ -242,12 +242,13 @@ class Membership:
         self._end_if_saved()
         return self._finish(now)
 
-    def _end_if_saved(self) -> bool:
+    def _end_if_saved(self, vacant: Collection[int] = ()) -> bool:
         """Carries out an order to stop, or to change settings, once the run is saved: ends the
-        membership, or has all nodes join again. Returns whether it is saved."""
+        membership, or has all nodes join again. Returns whether it is saved. `vacant`: stages that
+        no node can take."""
         changing = self._orders.order != pb.STOP
-        seats, number = self.members.seat_reports(), self.view.number
-        saved = self._orders.review(seats, self.rules.stages, number)
+        seats, awaited = self.members.seat_reports(), self._awaited.stages
+        saved = self._orders.review(seats, vacant, awaited, self.rules.stages, self.view.number)
         if saved:
             self._changes.append(saved)
         if saved and changing:
@@ -437,15 +438,19 @@ class Membership:
 
     def _staff(self, now: float) -> None:
         """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
-        only after `start_grace` without a join. A finished run needs no placement."""
+        only after `start_grace` without a join. A finished run needs no placement, unless an order
+        waits for saves."""
         if now < self._collecting_until < math.inf:
             return
         self._collecting_until = math.inf
-        if self.members.settled or any(seat.finished for seat in self.members.seat_reports()):
+        if self.members.settled:
+            return
+        finished = any(seat.finished for seat in self.members.seat_reports())
+        if finished and not self._orders.awaits_saves:
             return
         candidates, rules = self.members.candidates(now), self.rules
         begun = self._driving.has_begun(now)
-        calm = self._driving.started and self._orders.order == pb.TRAIN
+        calm = self._driving.started and self._orders.order == pb.TRAIN and not finished
         outlook = self.members.outlook(candidates, now) if calm else None
         for change in assign(
             candidates, rules.stages, begun, rules.policy, rules.max_replicas, outlook
@@ -453,6 +458,7 @@ class Membership:
             self.members.apply(change, self.view.number + 1, now)
             verb = "takes" if isinstance(change, SeatAssigned) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
+        self._end_if_saved(self.members.vacant())
 
     def _finish(self, now: float) -> list[Effect]:
         """Issues a view if anything has changed."""

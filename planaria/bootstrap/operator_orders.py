@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from planaria.bootstrap import registry_pb2 as pb
@@ -91,25 +91,37 @@ class Orders:
                 "the run is being stopped; when its nodes have ended, `planaria go` opens it again",
             )
 
-    def review(self, seats: Iterable[pb.SeatReport], stages: int, view: int) -> str:
+    def review(
+        self,
+        seats: Iterable[pb.SeatReport],
+        vacant: Collection[int],
+        awaited: Collection[int],
+        stages: int,
+        view: int,
+    ) -> str:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped, or its
         settings are changed; then that is done, as the returned sentence says. A stage of which no
-        seat has that step keeps nobody waiting. A run that can't go on goes back without that.
-        `view`: the newest view's number."""
+        seat has that step keeps nobody waiting, nor does one of the `vacant`, unless a lost node
+        with a save of it is `awaited`. In a run that can't go on, that is the step at which it has
+        halted; it goes back without a save of that. `view`: the newest view's number."""
         if not self.awaits_saves:
             return ""
         back = self.changes[-1].step if self._pending and self.changes[-1].undone else 0
         seats = list(seats)
-        resting = [seat for seat in seats if seat.finished or (back and seat.stopped)]
+        due = max(1, self.changes[-1].step) if self._pending and not back else 0
+        halted = max((seat.committed for seat in seats if seat.stopped), default=0) >= due
+        resting = [seat for seat in seats if seat.finished or (halted and seat.stopped)]
         step = max((seat.committed for seat in resting), default=0)
-        safe = {seat.stage for seat in resting if seat.stopped or seat.saved >= step}
-        kept = {seat.stage for seat in seats if not seat.finished or seat.committed >= step}
-        lost = {seat.stage for seat in resting} - safe - kept
-        if len(safe | lost) <= stages:
+        safe = {seat.stage for seat in resting if (back and seat.stopped) or seat.saved >= step}
+        moving = (seat.stage for seat in seats if not (seat.finished or seat.stopped))
+        kept = {seat.stage for seat in seats if seat.committed >= step}.union(moving)
+        lost = ({seat.stage for seat in resting} - safe - kept).union(vacant).difference(awaited)
+        if len(safe | lost) <= stages or not (safe or self.order == pb.STOP):
             return ""
-        done = f"each stage has saved step {step}"
-        if lost:
-            done = f"step {step} of stage {', '.join(map(str, sorted(lost)))} is lost, others saved"
+        done = f"each stage has saved step {step}" if safe else "no node is left"
+        if safe and lost:
+            named = ", ".join(map(str, sorted(lost)))
+            done = f"no node is left with step {step} of stage {named}, others have saved it"
         if self.order == pb.STOP:
             self.order = pb.STOPPED
             return f"{done}: the run is stopped"

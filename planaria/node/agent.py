@@ -373,8 +373,8 @@ class Agent:
             case Rejoin(reason):
                 self.record.rejoin(reason)
             case Halted(halt):
+                self.own_saves.save_last()
                 if halt.finished:
-                    self.own_saves.save_last()
                     self.driver.run_finished(halt)
                 if not (halt.finished and self.finished):  # reported before
                     self.record.halted(halt)

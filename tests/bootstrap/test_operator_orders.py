@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from planaria.bootstrap.awaited_saves import CRASHED
 from planaria.bootstrap.effects import Effect, Refused
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.operator_orders import last_step
@@ -106,7 +107,56 @@ def test_a_seat_without_state_saves_nothing_and_its_stage_is_lost_if_nobody_has_
             join(run.machine, joining("c", "c:1", stage=1), run.now)
         run.report("c" if others else "b", SeatReport(stage=1, phase="syncing", finished=True))
         assert run.machine.view.order == (STOP if others else STOPPED)
-    assert "step 7 of stage 1 is lost, others saved: the run is stopped" in run.machine.view.reason
+    lost = "no node is left with step 7 of stage 1, others have saved it: the run is stopped"
+    assert lost in run.machine.view.reason
+
+
+@pytest.mark.parametrize("word", ["stop", "change"])
+def test_a_stage_that_has_lost_its_last_node_keeps_nobody_waiting(word: str) -> None:
+    run = Run()
+    run.order("stop") if word == "stop" else run.change("steps=9")
+    run.saves("a", 0, saved=7)
+    run.saves("b", 1, saved=4)
+    run.machine.evict("b", "by hand", run.now)
+    view = run.machine.view
+    done = "no node is left with step 7 of stage 1, others have saved it: "
+    assert done + ("the run is stopped" if word == "stop" else "steps=9") in view.reason
+    assert view.order == (STOPPED if word == "stop" else TRAIN)
+
+
+def test_a_standby_takes_and_saves_a_stage_that_has_lost_its_last_node() -> None:
+    run = Run()
+    join(run.machine, joining("c", "c:1", standby=True), run.now)
+    run.order("stop")
+    run.saves("a", 0, saved=7)
+    run.saves("b", 1, saved=4)
+    run.machine.evict("b", "by hand", run.now)
+    assert [seat.stage for seat in run.machine.view.members[-1].seats] == [1]
+    assert run.machine.view.order == STOP
+    run.saves("c", 1, saved=7)
+    assert "each stage has saved step 7: the run is stopped" in run.machine.view.reason
+
+
+def test_a_lost_node_that_may_come_back_with_its_save_is_waited_for_when_a_run_is_stopped() -> None:
+    run = Run()
+    run.order("stop")
+    run.report("b", SeatReport(stage=1, committed=7, saved=7, saves=[7], finished=True))
+    run.machine.leave("b", f"{CRASHED}no memory", run.now)
+    run.saves("a", 0, saved=7)
+    assert run.machine.view.order == STOP
+    run.now += RULES.wait_for_saves
+    run.saves("a", 0, saved=7)
+    run.machine.tick(run.now)
+    assert run.machine.view.order == STOPPED
+
+
+def test_a_run_whose_nodes_have_all_left_is_stopped_and_may_be_opened_again() -> None:
+    run = Run()
+    run.order("stop")
+    for node in "ab":
+        run.machine.leave(node, "stopped by its owner", run.now)
+    assert "no node is left: the run is stopped" in run.machine.view.reason
+    assert run.order("go") == "the operator lets the run go on"
 
 
 @pytest.mark.parametrize("before", ["go", "pause"])
@@ -198,6 +248,26 @@ def test_a_run_that_can_not_go_on_goes_back_at_once() -> None:
     run.change(back=6)
     assert run.machine.view.changes[0].undone
     assert not run.machine.view.members
+
+
+@pytest.mark.parametrize("word", ["stop", "change"])
+def test_a_run_that_can_not_go_on_is_stopped_or_changed_once_it_is_saved(word: str) -> None:
+    run = Run()
+    run.both(8, stopped=True)
+    run.order("stop") if word == "stop" else run.change("steps=12")
+    assert len(run.machine.view.members) == 2
+    run.both(9, stopped=True)
+    view = run.machine.view
+    assert "each stage has saved step 9" in view.reason
+    assert view.order == STOPPED if word == "stop" else not view.members
+
+
+def test_a_change_after_a_step_that_is_to_come_waits_for_it_in_a_run_that_can_not_go_on() -> None:
+    run = Run()
+    run.both(9, stopped=True)
+    run.change("steps=12", at=11)
+    run.both(9, stopped=True)
+    assert run.machine.view.changes[0].pending
 
 
 def test_a_run_that_is_stopped_has_its_settings_until_it_is_opened() -> None:

@@ -605,6 +605,16 @@ def test_that_a_run_is_finished_is_told_once() -> None:
     assert seat.record.halts == [stopped, stopped, finished]
 
 
+def test_a_run_that_can_not_go_on_is_saved_when_it_halts() -> None:
+    """Its operator may stop it or change its settings then, which waits for saves."""
+    seat, saved = Seat("b"), list[int]()
+    seat.agent.holdings.save = lambda state, *_, **__: saved.append(state.id.step)
+    seat.agent.member.committed = 3
+    seat.hears("a", Ballot(1, 2), query=pb.Query())
+    seat.hears("a", Ballot(1, 2), halt=pb.Halt(step=3, reason="paused: 3 steps were skipped"))
+    assert saved == [3]
+
+
 def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) -> Frame:
     """Return the seat's answer to an observer that sends `x` to be evaluated."""
     descriptors, payload = tensors.encode([x], "none")

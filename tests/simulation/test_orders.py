@@ -81,7 +81,9 @@ class Commanded(Scenario):
             world.run_until(world.now + 0.5)
         newest = cluster.files.newest_common(cluster.rules.stages)
         whole = newest is not None and newest[1] >= max(cluster.confirmed)
-        whole = whole or not any(cluster.confirmed)
+        views = cluster.registry.journal.issued.values()
+        lost = any("no node is left" in view.reason for view in views)
+        whole = whole or lost or cluster.counts["stopped"] or not any(cluster.confirmed)
         cluster.demand(whole, "I4", f"it was stopped, and has saved step {newest}")
         world.run_until(world.now + 20.0)
         stay = [node.name for node in cluster.nodes if node.view.number]

@@ -176,7 +176,8 @@ class Attempting(Phase):
         if begin is not None:
             step.begin.CopyFrom(begin)
             return driver.send_step(step, now)
-        driver.finished = driver.finished or driver.is_over()
+        all_committed = driver.standing.committed >= driver.rules.steps
+        driver.finished = driver.finished or (all_committed and driver.is_over())
         turn = driver.send_step(step, now)
         why = why or "all members must have the last commit"
         return super().gather(why, now).after(turn.effects)

@@ -84,7 +84,7 @@ class Driver:
         # The last pause after skipped steps: the members then, and what they were sent.
         self.paused: tuple[Mapping[str, int], pb.Halt] = {}, pb.Halt()
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
-        self.finished = False  # for good, whichever nodes are lost later
+        self.finished = False  # all steps are committed, whichever nodes are lost later
 
     @property
     def phase(self) -> DriverPhase:
@@ -316,6 +316,12 @@ class Driver:
         """The run's last step, for these nodes."""
         return last_step(self._newest_view(), self.standing.committed, self.rules.steps)
 
+    @property
+    def is_to_rest(self) -> bool:
+        """Whether the operator lets no step follow: the run is stopped, or its settings change."""
+        step = self.standing.committed
+        return last_step(self._newest_view(), step, step + 1) == step
+
     def paused_by_operator(self) -> str:
         """Why no step is begun; empty: the run isn't paused."""
         view, has_next = self._newest_view(), self.standing.committed < self.last_step
@@ -382,13 +388,17 @@ class Driver:
         return effects
 
     def finish(self, now: float) -> Turn:
-        self.finished = True
-        step, loss = self.standing.committed, self.validated[1]
+        step = self.standing.committed
+        self.finished = step >= self.rules.steps
+        if self.validated[0] != step:  # a stopped run may lack a stage
+            self.validated = step, math.nan
+        loss = self.validated[1]
         return self.halt(pb.Halt(finished=True, step=step, validation_loss=loss), now)
 
     def run_finished(self, halt: pb.Halt) -> None:
-        """Another driver says that the run is finished: whichever nodes are lost, it stays so."""
-        self.finished = True
+        """Another driver says that the run is finished: whichever nodes are lost, it stays so. One
+        that is stopped, or gets other settings, goes on later, so lost stages are rebuilt."""
+        self.finished = halt.step >= self.rules.steps
         self.validated = halt.step, halt.validation_loss
 
     def halt(self, halt: pb.Halt, now: float) -> Turn:

@@ -210,6 +210,8 @@ class Gathering(Phase):
     ) -> Turn:
         """Sends nodes back to states that they have themselves, each by its method."""
         driver = self.driver
+        if self._has_just_failed(now):
+            return self._try_later()
         driver.open_lineage(self.answers, event.step)
         effects: list[Effect] = [event]
         for method, source in sources:
@@ -261,11 +263,13 @@ class Gathering(Phase):
                 return self.gather(f"{names} copies its state anew", now).after(effects)
         if not (vacant or driver.finished):
             syncs = syncs or copy_twins(answers, rules)
-        if syncs and now < driver.pause_until < math.inf:  # a rebuild has just failed
-            return Turn(effects, Resting(driver, DriverPhase.PAUSING, answers.why, again=True))
+        if syncs and self._has_just_failed(now):
+            return self._try_later().after(effects)
         if syncs:
             return self._wait_for_state(syncs, now).after(effects)
         if vacant and not driver.finished:
+            if driver.is_to_rest and saved.keys().isdisjoint(vacant):
+                return driver.finish(now).after(effects)
             return self._wait_for_nodes(vacant).after(effects)
         if weightless := answers.weightless():
             return self._wait_for_origin(sorted(weightless)).after(effects)
@@ -321,6 +325,14 @@ class Gathering(Phase):
         return time_for(driver.rules.relearn_seconds, max(0.0, trained), rebuilds.spent)
 
     # --- what the driver waits for
+
+    def _has_just_failed(self, now: float) -> bool:
+        """Whether a rebuild has failed, and the pause after that isn't over."""
+        return now < self.driver.pause_until < math.inf
+
+    def _try_later(self) -> Turn:
+        why = self.answers.why
+        return Turn([], Resting(self.driver, DriverPhase.PAUSING, why, again=True))
 
     def _wait_for_state(self, effects: list[Effect], now: float) -> Turn:
         awaited = {effect.to for effect in effects if isinstance(effect, Send)}

@@ -46,11 +46,14 @@ class Replay(PageSource):
         if not self._all:
             raise UserError(f"{name} has no records yet: neither an event nor a committed step")
         self.span = self._all[0][0], self._all[-1][0]
+        own = [(node_of(str(line.get("node"))), time, line) for time, line in self._all]
+        told = {node for node, _, line in own if line.get("kind") == events.Preempted.kind}
+        self._ends = {node: time for node, time, _ in own if node in told}
         self._begin()
 
     def _begin(self) -> None:
         self._next, self._shown = 0, -math.inf
-        self._scene = Scene(self.run)
+        self._scene = Scene(self.run, self._ends)
 
     def now(self) -> dict[str, Any]:
         return self.at(self.span[1])
@@ -74,8 +77,9 @@ class Replay(PageSource):
 class Scene:
     """A replayed run's members and their steps, from events."""
 
-    def __init__(self, run: RunFile) -> None:
-        self.history = History(run.steps)
+    def __init__(self, run: RunFile, ends: Mapping[str, float]) -> None:
+        """`ends`: when nodes that were told to leave wrote their last event."""
+        self.history, self._ends = History(run.steps), ends
         self._exited = False  # the registry, with no start since
         self._begin_part()
 
@@ -135,6 +139,8 @@ class Scene:
                     self._drop(node_of(lost))
             case events.SwarmEnding():
                 self._ending = True
+        if not self._ending and self._ends.get(node, math.inf) <= entry.time:
+            self._drop(node)
 
     def _drop(self, node: str) -> None:
         self.nodes.pop(node, None)

@@ -223,8 +223,9 @@ def merge(paths: Iterable[Path]) -> Merged:
     different lines for a step the one with the highest (view, attempt) counts: a partitioned driver
     committed the other without effect. A step doesn't count if its commit is older than that of an
     earlier step: the run went back, and hasn't reached it again. An incomplete last line is
-    ignored. Raises LedgerError for damaged lines, and for headers that disagree. It also raises it
-    for two commits of a step with the same (view, attempt), which the step transaction rules out.
+    ignored, even if it is the header. Raises LedgerError for damaged lines, and for headers that
+    disagree. It also raises it for two commits of a step with the same (view, attempt), which the
+    step transaction rules out.
     """
     paths = list(paths)
     header = _common_header(paths)
@@ -235,13 +236,17 @@ def merge(paths: Iterable[Path]) -> Merged:
 
 
 def _common_header(paths: Sequence[Path]) -> LedgerHeader:
-    """The newest header of the ledgers, with the number of steps from those that have it."""
-    headers = [_read_header(path) for path in paths]
+    """The newest header of the ledgers, with the number of steps from those that have it. Only that
+    of a node that crashed as it began may lack one."""
+    headers = {path: header for path in paths if (header := _read_header(path)) is not None}
     if not headers:
-        raise LedgerError("there are no ledgers to merge")
-    newest = max(headers, key=lambda header: (header.get("changes", 0), header.get("steps", 0)))
-    first = paths[headers.index(newest)]
-    for path, header in zip(paths, headers, strict=True):
+        raise LedgerError(
+            f"{' and '.join(map(str, paths))} has no header: it is no ledger, move it away"
+        )
+    first, newest = max(
+        headers.items(), key=lambda of: (of[1].get("changes", 0), of[1].get("steps", 0))
+    )
+    for path, header in headers.items():
         if differs := _difference(newest, header):
             raise LedgerError(
                 f"{first} and {path} are ledgers of different runs ({differs}): keep those of "
@@ -320,10 +325,11 @@ def _difference(first: LedgerHeader, second: LedgerHeader) -> str:
     return ", ".join(f"{key}: {our!r} and {their!r}" for key, our, their in pairs if our != their)
 
 
-def _read_header(path: Path) -> LedgerHeader:
+def _read_header(path: Path) -> LedgerHeader | None:
+    """A ledger's header; None: it has no complete line."""
     for _, row in _rows(path):
         return _parse(_HEADER, row, path, 1)
-    raise LedgerError(f"{path} has no header: it is no ledger, move it away")
+    return None
 
 
 def _lines(path: Path) -> Iterator[Line]:

@@ -65,7 +65,7 @@ class RunStory:
         self.committed = 0  # newest step
         self.loss = math.nan
         self._finished: events.Finished | None = None  # the newest
-        self.stopped: events.Stopped | None = None
+        self.stopped: events.Stopped | None = None  # since the last step
         self.rebuilds: dict[str, RebuildProgress] = {}  # by seat
         self.samples: dict[str, events.Sampled] = {}  # the newest, by prompt
         self._steps_held: dict[str | None, int] = {}  # seat -> newest step in its weights
@@ -122,7 +122,7 @@ class RunStory:
             case events.StageRebuilt() as rebuilt:
                 return self._rebuilt(rebuilt, entry)
             case events.RolledBack(step=step) | events.Resuming(step=step):
-                self.committed, self.loss = step, math.nan
+                self.committed, self.loss, self.stopped = step, math.nan, None
                 self._rolled_back_at, self._rolling_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
@@ -147,6 +147,8 @@ class RunStory:
             return None
         self.committed = max(self.committed, commit.step)
         self.loss = commit.loss
+        if self.stopped is not None and commit.step > self.stopped.step:
+            self.stopped = None  # it goes on
         self._lost.clear()
         noticed, self._noticed = self._noticed, None
         if noticed is None:

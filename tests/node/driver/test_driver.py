@@ -303,6 +303,36 @@ def test_so_is_one_that_is_paused_or_has_not_begun() -> None:
     assert sent(run.statuses(), "halt")["b"].halt.finished
 
 
+def test_a_run_that_is_stopped_does_not_wait_for_a_node_at_a_vacant_stage() -> None:
+    run = asked(replace(RULES, validation_microbatches=1), without(SWARM, "d"))
+    run.statuses(4)
+    run.driver.validated = 3, 1.0
+    awaited = registry.AwaitedSave(stage=SWARM["d"], step=2, node="d", seconds=60.0)
+    for order in ({"order": registry.STOP}, {"changes": [registry.Change(step=4, pending=True)]}):
+        run.views(awaited=[awaited], **order)
+        assert "waits for d, which has a save" in events(run.statuses(4), Waiting)[0].reason
+        run.views(**order)
+        halts = sent(run.statuses(4), "halt")
+        assert {(h.halt.finished, h.halt.step) for h in halts.values()} == {(True, 4)}
+        assert math.isnan(halts["b"].halt.validation_loss)
+        run.views(**order)
+        assert sent(run.statuses(4), "halt").keys() == run.members.keys(), "it stays so"
+    run.views(changes=[registry.Change(step=9, pending=True)])
+    assert events(run.statuses(4), Waiting), "it isn't at that step yet"
+
+
+def test_a_stage_that_is_lost_while_a_stopped_run_is_saved_is_rebuilt_first() -> None:
+    """The run goes on later, and what peers keep of the stage in memory is gone by then."""
+    run = begun()
+    run.views(order=registry.STOP)
+    run.commits()
+    assert sent(run.statuses(1), "halt").keys() == SWARM.keys()
+    run.views({**without(SWARM, "d"), "new": SWARM["d"]}, order=registry.STOP)
+    assert sent(run.statuses(1, new=pb.Status()), "sync").keys() == {"new"}
+    run.hears("new", synced=pb.Synced(step=1, method="checkfree"))
+    assert sent(run.statuses(1), "halt")["new"].halt.finished
+
+
 # --- a step
 
 
@@ -1109,15 +1139,17 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     assert run.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
 
 
-def test_a_failed_rebuild_is_retried_after_pauses_too() -> None:
+@pytest.mark.parametrize("all_go_back", [False, True])
+def test_a_failed_rebuild_is_retried_after_pauses_too(all_go_back: bool) -> None:
     run, pauses = asked(), []
+    others = {n: saves(s, 5) for n, s in SWARM.items()} if all_go_back else {"c": pb.Status()}
     for _ in range(4):
-        run.statuses(5, c=pb.Status())
+        run.statuses(5, **others)
         before = run.now
         while run.driver.phase is DriverPhase.PAUSING:
             run.waits(0.05)
         if run.now > before:
-            run.statuses(5, c=pb.Status())
+            run.statuses(5, **others)
         assert run.driver.phase is DriverPhase.SYNCING
         pauses.append(run.now - before)
         run.hears("c", failed=pb.Failed(reason="its disk fails"))

@@ -107,6 +107,19 @@ def test_of_a_resumed_run_only_the_nodes_since_then_are_there(ended: bool) -> No
     assert shown["progress"]["spent"] == pytest.approx(2 * (8.0 if ended else 2.0) + 2 * 2.0)
 
 
+def test_a_node_that_was_told_to_leave_is_there_until_its_last_event() -> None:
+    """Nobody may report its loss, as it takes leave of the registry."""
+    leaving = [
+        event(3.1, "bbbb", "preempted", grace=25.0, reason="SIGTERM"),
+        event(3.2, "bbbb", "handed over", to="cccc", stage=1),
+    ]
+    later = [each for each in EVENTS if each["time"] > 4.0]
+    run = Replay(RUN, [*(e for e in EVENTS if e["time"] < 4.0), *leaving, *later], [], "mine")
+    assert states(run.at(3.15))[1] == ("running", ["bbbb"])
+    assert states(run.at(3.5))[1] == ("vacant", [])
+    assert states(run.at(7.5))[1][1] == ["cccc"]
+
+
 def test_processes_of_two_hosts_may_have_one_number() -> None:
     """In containers, each node's process has the same."""
     hosts = {"aaaa": "box", "bbbb": "vm"}

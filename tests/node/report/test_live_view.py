@@ -396,6 +396,19 @@ def test_the_first_reason_to_stop_is_told_once():
     assert (story.stopped.step, story.stopped.reason) == (5, "stage 1 is lost")
 
 
+def test_a_run_that_goes_on_is_not_stopped_any_more():
+    for goes_on in (
+        event("committed", step=6, loss=2.5, time=2.0),
+        event("resuming", step=4, exact=True, reason="its operator went back", time=2.0),
+    ):
+        story = RunStory(steps=10)
+        hear(story, event("stopped", OLD, step=5, reason="overflow", validation=None, time=1.0))
+        hear(story, event("committed", step=5, loss=2.5, time=1.1))  # from a file read later
+        assert story.stopped is not None
+        hear(story, goes_on)
+        assert story.stopped is None
+
+
 def test_the_stage_table_shows_vacant_stages_and_spares():
     description = described(
         member("a", 0, committed=4, phase="running", microbatches=1200, bytes_in=5_000_000),
