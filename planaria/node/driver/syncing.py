@@ -68,10 +68,11 @@ class Syncing(Phase):
         return self.gather(waited, now).after(suspects)
 
     def accused_by(self, peer: str, failed: pb.Failed, now: float) -> Turn:
-        self.driver.count_failure(now)
-        accusations = self.driver.accuse(peer, failed)
+        driver = self.driver
+        driver.count_failure(now)
+        charges = driver.accuse(peer, failed) + driver.charge_holdup(peer, failed.reason)
         event = RebuildFailed(node=peer, reason=failed.reason)
-        return self.gather(f"{peer} says: {failed.reason}", now).after([*accusations, event])
+        return self.gather(f"{peer} says: {failed.reason}", now).after([*charges, event])
 
     def gather(self, why: str, now: float) -> Turn:
         if self.awaited:

@@ -34,7 +34,7 @@ from planaria.node.driver.fault_policy import (
 )
 from planaria.node.driver.gathering import ANSWER, QUERY_AGAIN, REPLACED, Gathering
 from planaria.node.driver.hangs import ASK, HEIR
-from planaria.node.driver.joiners import IN_VAIN
+from planaria.node.driver.joiners import FOLLOWS, IN_VAIN
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.report.events import (
     Aborted,
@@ -1123,6 +1123,23 @@ def test_a_failed_rebuild_is_retried_after_pauses_too() -> None:
         run.hears("c", failed=pb.Failed(reason="its disk fails"))
     assert pauses[:2] == [0, 0]
     assert 0 < pauses[2] < pauses[3]
+
+
+@pytest.mark.parametrize("at_stage", ["lost", "replicated"])
+def test_who_always_fails_to_get_its_state_is_accused(at_stage: str) -> None:
+    """All others wait for it, and the registry could give its seat to another node."""
+    run = asked(members=SWARM if at_stage == "lost" else {**SWARM, "r": 2})
+    run.driver.joining.failures["c"] = FOLLOWS
+    suspects: list[str] = []
+    for _ in range(HELD_UP):
+        assert suspects == []
+        run.statuses(5, c=pb.Status())
+        if run.driver.phase is DriverPhase.PAUSING:
+            run.waits(LONGEST_PAUSE)
+            run.statuses(5, c=pb.Status())
+        assert run.driver.phase is DriverPhase.SYNCING
+        suspects = suspected(run.hears("c", failed=pb.Failed(reason="not enough memory")))
+    assert suspects == ["c"]
 
 
 def test_a_driver_that_leaves_begins_nothing_whatever_fails_meanwhile() -> None:
