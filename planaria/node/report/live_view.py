@@ -63,6 +63,7 @@ class RunStory:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.committed = 0  # newest step
+        self.resumed = 0  # step from which it last went on from files
         self.loss = math.nan
         self._finished: events.Finished | None = None  # the newest
         self.stopped: events.Stopped | None = None
@@ -122,7 +123,8 @@ class RunStory:
             case events.StageRebuilt() as rebuilt:
                 return self._rebuilt(rebuilt, entry)
             case events.RolledBack(step=step) | events.Resuming(step=step):
-                self.committed, self.loss = step, math.nan
+                self.committed = self.resumed = step
+                self.loss = math.nan
                 self._rolled_back_at, self._rolling_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
