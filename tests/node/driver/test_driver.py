@@ -29,6 +29,7 @@ from planaria.node.driver.fault_policy import (
     HELD_UP,
     HELD_UP_BY_SEVERAL,
     LONGEST_PAUSE,
+    UNVOTED,
     VAIN,
     FailedAttempts,
 )
@@ -514,6 +515,18 @@ def test_a_rebuild_lasts_as_long_as_its_state_comes_fast_enough(fetched: float, 
     assert suspected(run.waits(0.9 * RULES.progress)) == []
     run.hears("c", account=pb.Account(fetched=int(fetched)))
     assert suspected(run.waits(0.2 * RULES.progress)) == ([] if patient else ["c"])
+
+
+def test_whose_state_never_comes_is_accused_and_the_reason_grows_no_longer() -> None:
+    """It answers the registry's probes, for example while its disk hangs."""
+    run, reasons = asked(), set[str]()
+    for _ in range(UNVOTED):
+        assert reasons == set()
+        run.statuses(5, c=pb.Status())
+        accused = events(run.waits(RULES.progress), Accused)
+        reasons = {event.reason for event in accused if event.node == "c"}
+    (reason,) = reasons
+    assert reason.count("no progress") == 1
 
 
 @pytest.mark.parametrize("lost", ["b", "e"])

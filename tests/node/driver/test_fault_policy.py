@@ -27,7 +27,7 @@ CHARGES = {
     f"{VAIN} accusations that nobody else makes": "eviction",
     f"{HELD_UP} failed attempts or rebuilds, less those of others": "eviction",
     f"{HELD_UP_BY_SEVERAL} of these": "eviction",
-    f"{UNVOTED} votes too late, alone": "eviction",
+    f"{UNVOTED} votes or states too late, alone": "eviction",
     f"{UNEXPLAINED} losses of messages, explained by it alone": "eviction",
     f"{SPOILT} steps with non-finite values, alone": "eviction",
     "differs from its replicas": "a new copy",
