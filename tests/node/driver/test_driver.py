@@ -285,6 +285,17 @@ def test_a_run_that_is_paused_begins_no_step_until_it_may_go_on() -> None:
     assert run.whole(sent(run.statuses(1), "step")["c"]).step == 2
 
 
+def test_links_that_are_lost_while_a_run_is_paused_cost_no_seat() -> None:
+    run = begun()
+    run.views(order=registry.PAUSE)
+    run.commits()
+    for _ in range(HELD_UP_BY_SEVERAL):
+        run.statuses(1)
+        effects = run.driver.link_lost("c", "silent for 3 s", run.now)
+        assert sent(effects, "query").keys() == SWARM.keys()
+        assert suspected(effects) == []
+
+
 def test_a_run_that_is_stopped_is_over_with_the_step_that_it_has() -> None:
     run = begun(replace(RULES, validation_microbatches=1))
     run.views(order=registry.STOP)
