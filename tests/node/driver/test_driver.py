@@ -285,6 +285,22 @@ def test_a_run_that_is_paused_begins_no_step_until_it_may_go_on() -> None:
     assert run.whole(sent(run.statuses(1), "step")["c"]).step == 2
 
 
+def test_a_rebuild_while_a_run_is_paused_is_told_then_and_the_pause_is_not_its_stall() -> None:
+    run = begun()
+    run.views(order=registry.PAUSE)
+    run.commits()
+    run.statuses(1)
+    run.now += 1000.0
+    run.views({**without(SWARM, "c"), "new": 2}, order=registry.PAUSE)
+    run.statuses(1, new=pb.Status())
+    run.now += 3.0
+    run.hears("new", synced=pb.Synced(step=1, method="checkfree"))
+    (rebuilt,) = events(run.statuses(1), StageRebuilt)
+    assert rebuilt.stall_seconds == 3.0
+    run.views()
+    assert events(run.statuses(1), StageRebuilt) == []
+
+
 def test_links_that_are_lost_while_a_run_is_paused_cost_no_seat() -> None:
     run = begun()
     run.views(order=registry.PAUSE)
