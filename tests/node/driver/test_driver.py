@@ -1599,6 +1599,21 @@ def test_if_all_body_stages_are_lost_one_with_a_snapshot_comes_back_and_others_a
     assert {node: m.sync.method for node, m in syncs.items()} == {"b": "interpolate"}
 
 
+def test_if_all_body_stages_are_lost_the_run_waits_for_the_only_save_of_one() -> None:
+    rules = replace(LOOSE, stages=2)
+    save = registry.AwaitedSave(stage=2, step=5, node="former", seconds=60.0)
+    three = {"a": 0, "b": 1, "c": 2}
+    run = asked(rules, three, committed=5, awaited=[save])
+    assert sent(run.statuses(5, b=pb.Status(), c=pb.Status()), "halt") == {}
+    assert "waits for former" in run.driver.explain()
+    run.views({"a": 0, "b": 1, "former": 2}, committed=5)
+    syncs = sent(run.statuses(5, b=pb.Status(), former=saves(2, 5)), "sync")
+    assert {node: m.sync.method for node, m in syncs.items()} == {"former": "save"}
+    run.hears("former", synced=pb.Synced(step=5, method="save"))
+    syncs = sent(run.statuses(5, b=pb.Status()), "sync")
+    assert {node: m.sync.method for node, m in syncs.items()} == {"b": "interpolate"}
+
+
 def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb.Status:
     held = [pb.Holding(kind="checkpoint", stage=stage, step=step) for step in steps]
     return at(committed, holdings=held, lineage=lineage)
