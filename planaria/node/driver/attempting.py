@@ -135,7 +135,7 @@ class Attempting(Phase):
 
     def tick(self, now: float) -> Turn:
         driver, state = self.driver, self.state
-        if state.is_home() and state.vote.is_complete:
+        if state.takeover is None and state.is_home() and state.vote.is_complete:
             return self._if_all_ready(now)
         effects: list[Effect] = []
         limit = FOLLOWED * driver.rules.progress

@@ -302,7 +302,8 @@ class Driver:
     def begin_next(self, now: float) -> Turn:
         """Begins what comes next: the next step, a validation, a pause, or the end."""
         if self.paused_by_operator() and not self.is_over():
-            return Turn([], Resting(self, DriverPhase.WAITING, self.paused_by_operator()))
+            events = self._report_rebuilds(now)  # the pause isn't their stall
+            return Turn(events, Resting(self, DriverPhase.WAITING, self.paused_by_operator()))
         begin = self.what_next()
         return self.finish(now) if begin is None else self.send_step(pb.Step(begin=begin), now)
 

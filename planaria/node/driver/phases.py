@@ -158,6 +158,11 @@ class Resting(Phase):
     def explain(self) -> str:
         return self.why or self.kind.value
 
+    def link_lost(self, lost: NodeLost, why: str, now: float) -> Turn:
+        if self.kind is DriverPhase.PAUSING:
+            return super().link_lost(lost, why, now)
+        return self.gather(why, now).after([lost])  # nobody is held up
+
     def tick(self, now: float) -> Turn:
         driver = self.driver
         if self.kind is not DriverPhase.PAUSING or now < driver.pause_until:

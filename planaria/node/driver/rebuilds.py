@@ -70,7 +70,8 @@ def decide_each(
     answers: Answers, rules: TransactionRules, saved: Collection[int]
 ) -> dict[int, Decision]:
     """Decides about each stage of which some node, or every one, lacks the newest state. If no body
-    stage is left, those of which nothing is kept come later: they are guessed from the others.
+    stage is left, those of which nothing is kept come later: they are guessed from the others,
+    also from one whose save is awaited.
     `saved`: stages that wait for a node with a save."""
     left = replace(answers.left(), adapters=rules.adapters)
     having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
@@ -79,7 +80,7 @@ def decide_each(
     else:
         lacking = [s for s, n in having.items() if n < max(1, len(answers.nodes_of(s)))]
     made = {s: decide(s, left, rules.policy, rules.strict, rules.relearn) for s in lacking}
-    if rules.strict or not any(s and isinstance(d, Rebuild) for s, d in made.items()):
+    if rules.strict or not any(s and (s in saved or isinstance(made[s], Rebuild)) for s in made):
         return made
     return {s: d for s, d in made.items() if s in (0, *saved) or not isinstance(d, Stop)}
 

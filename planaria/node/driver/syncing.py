@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import HANG
+from planaria.node.driver.fault_policy import HELD_UP, UNVOTED
 from planaria.node.driver.phases import DriverPhase, Phase, Turn
 from planaria.node.driver.query_answers import Answers
 from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.report.events import RebuildFailed, StageRebuilt
-from planaria.node.transaction.effects import Ballot, Suspect
+from planaria.node.transaction.effects import Ballot, Effect, Suspect
 from planaria.node.transaction.rules import SLOWEST
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.facts import ARRIVED
@@ -32,8 +33,10 @@ class Syncing(Phase):
         self.fetched = Counter[str]()  # bytes that have come, by awaited member
 
     def explain(self) -> str:
-        why, awaited = self.answers.why, ", ".join(sorted(self.awaited))
-        return f"{why}; waiting for the state of {awaited}"
+        return f"{self.answers.why}; {self._waits()}"
+
+    def _waits(self) -> str:
+        return f"waiting for the state of {', '.join(sorted(self.awaited))}"
 
     def received(self, peer: str, message: pb.Message, now: float) -> Turn:
         joins = peer in self.driver.joining.joiners
@@ -59,19 +62,22 @@ class Syncing(Phase):
             return self.stays()
         driver.faults.failures.count += 1
         problem = "held up" if hanging else "no progress"
-        waited = f"{problem} for {seconds:.0f} s: {self.explain()}"
-        suspects = [
+        waited = f"{problem} for {seconds:.0f} s: {self._waits()}"
+        effects: list[Effect] = [
             Suspect(node, hanging[node], HANG) if node in hanging else Suspect(node, waited)
             for node in sorted({*self.awaited, *hanging})
             if not driver.faults.is_here(node)
         ]
-        return self.gather(waited, now).after(suspects)
+        for node in () if hanging else sorted(self.awaited):
+            effects += driver.charge_holdup(node, waited, HELD_UP // UNVOTED)
+        return self.gather(waited, now).after(effects)
 
     def accused_by(self, peer: str, failed: pb.Failed, now: float) -> Turn:
-        self.driver.count_failure(now)
-        accusations = self.driver.accuse(peer, failed)
+        driver = self.driver
+        driver.count_failure(now)
+        charges = driver.accuse(peer, failed) + driver.charge_holdup(peer, failed.reason)
         event = RebuildFailed(node=peer, reason=failed.reason)
-        return self.gather(f"{peer} says: {failed.reason}", now).after([*accusations, event])
+        return self.gather(f"{peer} says: {failed.reason}", now).after([*charges, event])
 
     def gather(self, why: str, now: float) -> Turn:
         if self.awaited:

@@ -405,8 +405,11 @@ class _Swarm:
         due = [kill for kill in self.kills if self._has_begun(kill.step)]
         for kill in due:
             self.kills.remove(kill)
-            if self.story.finished is not None:
-                self.screen.say(f"too late to kill at step {kill.step}: the run is over")
+            over = "the run is over" if self.story.finished is not None else ""
+            if kill.step <= self.story.resumed:
+                over = f"the run goes on from step {self.story.resumed}"
+            if over:
+                self.screen.say(f"too late to kill at step {kill.step}: {over}")
                 continue
             self._kill_slots(kill)
 

@@ -714,6 +714,7 @@ class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
 
 
 class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
+    holding: str = "save"  # or "checkpoint"
     reason: str
     says = "save failed at {writer}: {reason}"
 

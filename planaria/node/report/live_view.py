@@ -63,6 +63,7 @@ class RunStory:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.committed = 0  # newest step
+        self.resumed = 0  # step from which it last went on from files
         self.loss = math.nan
         self._finished: events.Finished | None = None  # the newest
         self.stopped: events.Stopped | None = None  # since the last step
@@ -78,7 +79,7 @@ class RunStory:
         self._noticed: float | None = None  # time of the first loss since the last commit
         self._rolled_back_at = 0.0  # time of the last rollback, Unix seconds
         self._rolling_back = False
-        self._unsaved: set[str | None] = set()  # nodes whose last save failed
+        self._unsaved: set[tuple[str | None, str]] = set()  # whose last save of a kind failed
 
     @property
     def finished(self) -> events.Finished | None:
@@ -122,18 +123,19 @@ class RunStory:
             case events.StageRebuilt() as rebuilt:
                 return self._rebuilt(rebuilt, entry)
             case events.RolledBack(step=step) | events.Resuming(step=step):
-                self.committed, self.loss, self.stopped = step, math.nan, None
+                self.committed = self.resumed = step
+                self.loss, self.stopped = math.nan, None
                 self._rolled_back_at, self._rolling_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
             case events.Sampled() as sample:
                 self.samples[sample.prompt] = sample
-            case events.Saved():
-                self._unsaved.discard(entry.node)
-            case events.SaveFailed() if entry.node in self._unsaved:
+            case events.Saved(holding=holding):
+                self._unsaved.discard((entry.node, holding))
+            case events.SaveFailed(holding=holding) if (entry.node, holding) in self._unsaved:
                 return None  # the disk is still full
-            case events.SaveFailed():
-                self._unsaved.add(entry.node)
+            case events.SaveFailed(holding=holding):
+                self._unsaved.add((entry.node, holding))
             case events.Finished() as finished:
                 self._finished = finished
             case events.Stopped() if self.stopped is not None:

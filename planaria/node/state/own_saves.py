@@ -110,5 +110,5 @@ class OwnSaves:
         if self._seat.finished:
             reason += ". The run is over: this one is tried again, or take it away by export"
         self._troubles[kind] = reason
-        self._seat.record.tell(SaveFailed(reason=reason))
+        self._seat.record.tell(SaveFailed(holding=kind, reason=reason))
         self._seat.record.report_changed()

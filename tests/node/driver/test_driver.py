@@ -29,12 +29,13 @@ from planaria.node.driver.fault_policy import (
     HELD_UP,
     HELD_UP_BY_SEVERAL,
     LONGEST_PAUSE,
+    UNVOTED,
     VAIN,
     FailedAttempts,
 )
 from planaria.node.driver.gathering import ANSWER, QUERY_AGAIN, REPLACED, Gathering
 from planaria.node.driver.hangs import ASK, HEIR
-from planaria.node.driver.joiners import IN_VAIN
+from planaria.node.driver.joiners import FOLLOWS, IN_VAIN
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.report.events import (
     Aborted,
@@ -282,6 +283,33 @@ def test_a_run_that_is_paused_begins_no_step_until_it_may_go_on() -> None:
     assert sent(run.statuses(1), "step") == {}
     run.views()
     assert run.whole(sent(run.statuses(1), "step")["c"]).step == 2
+
+
+def test_a_rebuild_while_a_run_is_paused_is_told_then_and_the_pause_is_not_its_stall() -> None:
+    run = begun()
+    run.views(order=registry.PAUSE)
+    run.commits()
+    run.statuses(1)
+    run.now += 1000.0
+    run.views({**without(SWARM, "c"), "new": 2}, order=registry.PAUSE)
+    run.statuses(1, new=pb.Status())
+    run.now += 3.0
+    run.hears("new", synced=pb.Synced(step=1, method="checkfree"))
+    (rebuilt,) = events(run.statuses(1), StageRebuilt)
+    assert rebuilt.stall_seconds == 3.0
+    run.views()
+    assert events(run.statuses(1), StageRebuilt) == []
+
+
+def test_links_that_are_lost_while_a_run_is_paused_cost_no_seat() -> None:
+    run = begun()
+    run.views(order=registry.PAUSE)
+    run.commits()
+    for _ in range(HELD_UP_BY_SEVERAL):
+        run.statuses(1)
+        effects = run.driver.link_lost("c", "silent for 3 s", run.now)
+        assert sent(effects, "query").keys() == SWARM.keys()
+        assert suspected(effects) == []
 
 
 def test_a_run_that_is_stopped_is_over_with_the_step_that_it_has() -> None:
@@ -544,6 +572,18 @@ def test_a_rebuild_lasts_as_long_as_its_state_comes_fast_enough(fetched: float, 
     assert suspected(run.waits(0.9 * RULES.progress)) == []
     run.hears("c", account=pb.Account(fetched=int(fetched)))
     assert suspected(run.waits(0.2 * RULES.progress)) == ([] if patient else ["c"])
+
+
+def test_whose_state_never_comes_is_accused_and_the_reason_grows_no_longer() -> None:
+    """It answers the registry's probes, for example while its disk hangs."""
+    run, reasons = asked(), set[str]()
+    for _ in range(UNVOTED):
+        assert reasons == set()
+        run.statuses(5, c=pb.Status())
+        accused = events(run.waits(RULES.progress), Accused)
+        reasons = {event.reason for event in accused if event.node == "c"}
+    (reason,) = reasons
+    assert reason.count("no progress") == 1
 
 
 @pytest.mark.parametrize("lost", ["b", "e"])
@@ -1157,6 +1197,23 @@ def test_a_failed_rebuild_is_retried_after_pauses_too(all_go_back: bool) -> None
     assert 0 < pauses[2] < pauses[3]
 
 
+@pytest.mark.parametrize("at_stage", ["lost", "replicated"])
+def test_who_always_fails_to_get_its_state_is_accused(at_stage: str) -> None:
+    """All others wait for it, and the registry could give its seat to another node."""
+    run = asked(members=SWARM if at_stage == "lost" else {**SWARM, "r": 2})
+    run.driver.joining.failures["c"] = FOLLOWS
+    suspects: list[str] = []
+    for _ in range(HELD_UP):
+        assert suspects == []
+        run.statuses(5, c=pb.Status())
+        if run.driver.phase is DriverPhase.PAUSING:
+            run.waits(LONGEST_PAUSE)
+            run.statuses(5, c=pb.Status())
+        assert run.driver.phase is DriverPhase.SYNCING
+        suspects = suspected(run.hears("c", failed=pb.Failed(reason="not enough memory")))
+    assert suspects == ["c"]
+
+
 def test_a_driver_that_leaves_begins_nothing_whatever_fails_meanwhile() -> None:
     run = asked()
     run.driver.rest("it leaves", run.now)
@@ -1570,6 +1627,21 @@ def test_if_all_body_stages_are_lost_one_with_a_snapshot_comes_back_and_others_a
         return
     assert {node: m.sync.method for node, m in syncs.items()} == {"c": "snapshot"}
     run.hears("c", synced=pb.Synced(step=5, method="snapshot"))
+    syncs = sent(run.statuses(5, b=pb.Status()), "sync")
+    assert {node: m.sync.method for node, m in syncs.items()} == {"b": "interpolate"}
+
+
+def test_if_all_body_stages_are_lost_the_run_waits_for_the_only_save_of_one() -> None:
+    rules = replace(LOOSE, stages=2)
+    save = registry.AwaitedSave(stage=2, step=5, node="former", seconds=60.0)
+    three = {"a": 0, "b": 1, "c": 2}
+    run = asked(rules, three, committed=5, awaited=[save])
+    assert sent(run.statuses(5, b=pb.Status(), c=pb.Status()), "halt") == {}
+    assert "waits for former" in run.driver.explain()
+    run.views({"a": 0, "b": 1, "former": 2}, committed=5)
+    syncs = sent(run.statuses(5, b=pb.Status(), former=saves(2, 5)), "sync")
+    assert {node: m.sync.method for node, m in syncs.items()} == {"former": "save"}
+    run.hears("former", synced=pb.Synced(step=5, method="save"))
     syncs = sent(run.statuses(5, b=pb.Status()), "sync")
     assert {node: m.sync.method for node, m in syncs.items()} == {"b": "interpolate"}
 

@@ -133,6 +133,17 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     assert aborted.reason.startswith("no node has taken the seat of c/2 in 3 s")
 
 
+def test_nor_is_one_when_all_had_voted_before() -> None:
+    """The commit waited for a view without e."""
+    run = in_second_step({**ONE_EACH, "e/1": 1})
+    run.driver.link_lost("e/1", "silent", run.now)
+    run.comes_home()
+    run.votes(but="e/1")
+    run.driver.link_lost("c/2", "silent", run.now)
+    (aborted,) = events(run.waits(VACANT), Aborted)
+    assert aborted.reason.startswith("no node has taken the seat of c/2")
+
+
 @pytest.mark.parametrize(
     ("left", "rules"),
     [

@@ -270,6 +270,27 @@ async def test_steps_that_are_repeated_after_a_rollback_are_progress(tmp_path, m
     await scripted.end()
 
 
+async def test_who_was_to_be_killed_in_a_step_before_the_resumed_one_is_spared(tmp_path):
+    """Its saves would be removed, too."""
+    killed = []
+
+    class Resumed(swarm._Swarm):
+        def _kill_slots(self, kill):
+            killed.append(kill)
+
+    run, screen = override(RUN, model__vocabulary=9), LiveScreen(Console(file=io.StringIO()), 40)
+    kills = [Kill(2, None, step) for step in (15, 20, 21, 22)]
+    resumed = Resumed(
+        SwarmPlan(run, tmp_path, None, "cpu"), kills, screen, True, choose_losses(run)
+    )
+    at_20 = {"time": 1.0, "kind": "resuming", "step": 20, "exact": True, "reason": ""}
+    resumed.story.hear(entry({"node": "a/0", **at_20}))
+    resumed._apply_due_kills()
+    assert killed == [Kill(2, None, 21)]
+    assert resumed.kills == [Kill(2, None, 22)]
+    await resumed.end()
+
+
 async def test_up_is_not_ended_by_what_it_was_started_to_ignore():
     """nohup ignores SIGHUP, and a script ignores SIGINT for processes in the background."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}

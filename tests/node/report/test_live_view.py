@@ -317,6 +317,15 @@ def test_a_full_disk_is_told_of_once_until_it_takes_a_save_again():
     assert [bool(sentence) for sentence in sentences] == [True, False, False, True]
 
 
+def test_a_full_disk_for_saves_is_not_one_for_checkpoints():
+    story = swarm_that_lost_stage_2()
+    failed = at(1.0, "save failed", "aaa1", reason="No space left", holding="save")
+    written = at(2.0, "saved", "aaa1", holding="checkpoint", step=5)
+    read_only = at(3.0, "save failed", "aaa1", reason="read-only", holding="checkpoint")
+    sentences = [hear(story, record) for record in (failed, written, failed, read_only)]
+    assert [bool(sentence) for sentence in sentences] == [True, False, False, True]
+
+
 def test_a_twin_that_is_fetched_is_no_rebuild():
     story = swarm_that_lost_stage_2()
     assert hear(story, fetching(103.4, 1, 3.0) | {"method": "twin"}) is None
