@@ -115,10 +115,19 @@ def test_adapters_are_said_to_be_none_of_their_own_model(tmp_path) -> None:
     run = of_model(tmp_path / "base")
     write(tmp_path / "apart", run, False)
     card = (tmp_path / "apart" / "README.md").read_text()
-    assert "base_model: base\nlibrary_name: peft" in card
+    assert 'base_model: "base"\nlibrary_name: peft' in card
     assert "| adapters | LoRA, rank 4, alpha 6, of q_proj, k_proj, down_proj |" in card
     with pytest.raises(UnsupportedModelError, match="has adapters but no model: `planaria exp"):
         Checkpoint.open(tmp_path / "apart")
+
+
+@pytest.mark.parametrize("name", ["1000", "@run", "base: best", "base #2", 'it\'s "the" one'])
+def test_a_card_names_its_base_model_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    run = of_model(tmp_path / "base")
+    data = ModelCard(model_card(run, run.config, 7, "", {}, base=name)).data
+    assert (data.base_model, data.library_name) == (name, "peft")
 
 
 def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> None:
