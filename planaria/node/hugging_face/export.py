@@ -102,7 +102,7 @@ def export(
 @contextmanager
 def complete_folder(out: Path) -> Iterator[Path]:
     """A temporary folder, renamed to `out` at the end: complete or missing. Raises ExportError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists already: choose another folder, or remove it")
     unfinished = out.with_name(out.name + ".unfinished")
     try:

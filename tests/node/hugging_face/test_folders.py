@@ -298,6 +298,12 @@ def test_a_folder_that_is_taken_stays_as_it_is(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_the_current_folder_is_taken_even_if_it_is_empty(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match="exists already: choose another folder"):
+        exported(Path(), GROUPED)
+
+
 def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
     def read(stage: int, first: int, count: int) -> torch.Tensor:
         if stage == 2:
