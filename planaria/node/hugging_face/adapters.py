@@ -33,7 +33,7 @@ from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import ADAPTER_CONFIG, UnsupportedModelError
 from planaria.node.model.layout import lora_weights, model_weights
 from planaria.node.model.lora import merged
-from planaria.node.model.shape import Lora, ModelConfig
+from planaria.node.model.shape import PROJECTIONS, Lora, ModelConfig
 from planaria.node.run_file import RunFile, override
 
 log = logging.getLogger("planaria")
@@ -64,9 +64,24 @@ def export_writer(run: RunFile, config: ModelConfig, into_weights: bool, base: s
                 "by --base ORG/NAME",
                 base,
             )
+        if names := _taken_for_experts(config):
+            log.warning(
+                "of some models with experts, as GLM-4.5, peft takes adapters of %s for those of "
+                "the experts, and leaves them out: use the model that --merged writes",
+                ", ".join(names),
+            )
         return partial(_write_adapters, base)
     of_run = run.config_for(config.vocabulary)
     return partial(_write_merged, _base_checkpoint(run, config), of_run, run.model.content or ())
+
+
+def _taken_for_experts(config: ModelConfig) -> list[str]:
+    """Targets of adapters, as in dense layers or shared experts, that peft (0.21) may take for
+    those of the experts beside them, which transformers 5 has in one tensor."""
+    kinds = () if config.own is None else (config.own.block, *config.own.others)
+    fused = any(".experts." in name and len(shape) > 2 for kind in kinds for name, shape in kind)
+    targets = () if config.lora is None or not fused else config.lora.targets
+    return [name for name in targets if name in PROJECTIONS[4:]]
 
 
 def kind_of_result(run: RunFile, into_weights: bool) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.node.hugging_face.adapters import export_writer
 from planaria.node.hugging_face.begin_from_model import with_model, with_model_here
 from planaria.node.model import decoder_trial
 from planaria.node.model.checkpoint import Checkpoint
@@ -257,3 +258,20 @@ def test_a_stage_is_read_for_others_as_it_is_made_here(
         words, cuts = beginning.words(stage), [*range(0, len(expected), 999), len(expected)]
         given = torch.cat([words.between(*cut) for cut in pairwise(cuts)])
         assert torch.equal(given.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "names"),
+    [
+        ("qwen3_moe", ("q_proj", "up_proj", "down_proj"), "of up_proj, down_proj for those"),
+        ("qwen3_moe", ("q_proj",), ""),
+        ("granite", ("q_proj", "up_proj"), ""),
+    ],
+)
+def test_adapters_that_peft_takes_for_those_of_experts_are_named(
+    kind: str, targets: tuple[str, ...], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config_of(of(kind)), lora=Lora(2, 4.0, targets))
+    export_writer(RunFile(), config, False, "org/name")
+    assert caplog.text.count("--merged") == bool(names)
+    assert names in caplog.text
