@@ -160,6 +160,24 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
     assert torch.equal(again(ends.embed(tokens)), bodies[0](ends.embed(tokens)))
 
 
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_a_router_whose_bias_no_stage_would_have_is_refused(bias: float, tmp_path: Path) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    figures = {"moe_intermediate_size": 16, "head_dim": 8, "n_group": 1, "topk_group": 1}
+    model = decoder_trial.small_model(of("glm4_moe", **experts, **figures), {})
+    for name, part in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            part[1] = bias
+    model.save_pretrained(tmp_path)
+    if bias:
+        with pytest.raises(
+            RunFileError, match=r"gate\.e_score_correction_bias have values of thei"
+        ):
+            run_of(tmp_path)
+    else:
+        assert run_of(tmp_path).model.content
+
+
 def test_recomputed_activations_give_the_same_gradients(tmp_path) -> None:
     saved(tmp_path, "gemma3_text")
     run = run_of(tmp_path)
