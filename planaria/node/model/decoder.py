@@ -147,6 +147,16 @@ class Decoder:
             not_linear=tuple(sorted(not_linear)),
         )
 
+    def check_trained(self) -> None:
+        """Check that all parameters get gradients, as the flat weights of a stage that is trained
+        whole are all its parameters. Raises DecoderError."""
+        named = self._skeleton.named_parameters()
+        if frozen := [name for name, part in named if not part.requires_grad]:
+            raise DecoderError(
+                f"{self.name}: {first_few(frozen)} get no gradient, and only all weights can be "
+                "trained, or adapters: set training.lora"
+            )
+
     def class_of(self, layers: range) -> type[PreTrainedModel]:
         """The model's class with these layers only; without any, with all but its layers."""
         list_name, kind = self.list_name, self.kind

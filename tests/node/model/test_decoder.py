@@ -178,6 +178,16 @@ def test_a_router_whose_bias_no_stage_would_have_is_refused(bias: float, tmp_pat
         assert run_of(tmp_path).model.content
 
 
+def test_a_router_whose_bias_gets_no_gradient_is_for_adapters_only(tmp_path: Path) -> None:
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    saved(tmp_path, "ernie4_5_moe", **experts)
+    with pytest.raises(RunFileError, match=r"correction_bias get no gradient, .*set training"):
+        run_of(tmp_path)
+    fields = {"from": str(tmp_path), "stages": 2, "context": 24}
+    lora = {"lora": {"rank": 2, "targets": ["q_proj"]}}
+    assert with_model_here(from_fields({"model": fields, "training": lora})).model.content
+
+
 def test_recomputed_activations_give_the_same_gradients(tmp_path) -> None:
     saved(tmp_path, "gemma3_text")
     run = run_of(tmp_path)
