@@ -207,7 +207,7 @@ def sites(
 
 def one_site(delay_ms: float, mbps: float, name: str = "anywhere") -> Network:
     """A network with the same link between any two nodes. Raises LinkError."""
-    return sites([Link(name, name, delay_ms, mbps)])
+    return sites([Link(name, name, delay_ms, mbps).check("")])
 
 
 def uniform(

@@ -30,7 +30,7 @@ from planaria.node.model.modules import (
     empty_stage,
 )
 from planaria.node.model.quantized import put_values, slots
-from planaria.node.model.shape import PROJECTIONS, ModelConfig
+from planaria.node.model.shape import PROJECTIONS, ModelConfig, Own
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.lesson import StageLesson
@@ -120,6 +120,13 @@ def test_activations_of_a_body_stage_are_what_torch_allocates(
     measured = allocated(lambda: train_some(stage, run))
     expected = 4 * saved_bytes(run, config, 1) + working_bytes(run, config, 1)
     assert 0.99 * measured <= expected <= 1.35 * measured
+
+
+def test_what_is_cast_are_the_matrices_of_the_stages_own_layers() -> None:
+    run, config = made(model__stages=2, model__layers=2, training__precision="bf16")
+    wide = (("wide.weight", (64, 64)),)
+    config = replace(config, own=Own("some:build", others=(wide,), kinds=(0, 1)))
+    assert saved_bytes(run, config, 2) == saved_bytes(run, config, 1) + 2 * 64 * 64
 
 
 def train_some(stage: torch.nn.Module, run: RunFile) -> None:

@@ -196,6 +196,8 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message:
         (("RUN", *NODES, "--site", "Iowa", "--site", "Mars", "--nodes", "4"), "no link between"),
         (("RUN", *NODES, "--nodes", "4", "--policy", "hope"), "--policy hope: unknown; choose"),
         (("RUN", *NODES, "--nodes", "4", "--hourly", "10"), "10 % is 0.1"),
+        (("RUN", *NODES, "--nodes", "4", "--mbps", "0"), "a delay of 40 ms and 0 Mbit/s are impos"),
+        (("RUN", *NODES, "--nodes", "4", "--delay", "-5"), "-5 ms and 100 Mbit/s are impossible"),
         (
             ("RUN", *NODES, "--nodes", "4", "--deadline", "0.0001"),
             "no plan meets the deadline and the budget: the nearest",

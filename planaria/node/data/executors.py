@@ -114,6 +114,13 @@ def over_dask(address: str, in_order: bool = True) -> Iterator[Spread]:
                     yield future.result()
             except (distributed.KilledWorker, distributed.CancelledError) as error:
                 raise CorpusError(f"the Dask cluster at {address} gave up: {error}") from error
+            except RuntimeError as error:  # of the scheduler, which reads what it is given
+                if not isinstance(error.__cause__, ImportError):
+                    raise
+                raise CorpusError(
+                    f"the Dask scheduler at {address} says {error.__cause__}: install the same "
+                    "packages there and at the workers as here"
+                ) from error
             finally:
                 client.cancel(futures)
 

@@ -78,7 +78,11 @@ class RemoteFolder:
         return content
 
     def has(self, name: str) -> bool:
-        return bool(self._system.exists(f"{self._path}/{name}"))
+        """Whether the remote folder has this file. Raises CorpusError."""
+        try:
+            return bool(self._system.exists(f"{self._path}/{name}"))
+        except Exception as error:
+            raise CorpusError(f"can't read {self.url}/{name}: {describe_error(error)}") from error
 
     def _read(self, name: str, first: int, end: int) -> bytes:
         where = f"bytes {first} to {end} of {self.url}/{name}"

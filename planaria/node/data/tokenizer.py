@@ -45,11 +45,10 @@ PLAIN: Final[dict[str, Any]] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
 """Default tokenizer_config.json of a tokenizer without one."""
-OF_LLAMA: Final[dict[str, Any]] = {
-    "model_input_names": ["input_ids", "attention_mask"],
-    "padding_side": "left",
-}
-"""Defaults of transformers' LlamaTokenizer."""
+INPUTS: Final[dict[str, Any]] = {"model_input_names": ["input_ids", "attention_mask"]}
+REBUILT: Final = {"GPT2Tokenizer": INPUTS, "LlamaTokenizer": INPUTS | {"padding_side": "left"}}
+"""Classes of transformers 5 that ignore normalizer and pre-tokenizer of tokenizer.json, with their
+other defaults."""
 
 
 class TextBounds(NamedTuple):
@@ -200,9 +199,9 @@ def write_tokenizer(
         (out / TEMPLATE).unlink(missing_ok=True)  # it would override them
     elif (folder / TEMPLATE).is_file():
         shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
-    if str(config["tokenizer_class"]).startswith("LlamaTokenizer"):
-        # of tokenizer.json, transformers 5 would ignore normalizer and pre-tokenizer
-        config = OF_LLAMA | config | {"tokenizer_class": PLAIN["tokenizer_class"]}
+    if of_class := REBUILT.get(str(config["tokenizer_class"]).removesuffix("Fast")):
+        config = of_class | config | {"tokenizer_class": PLAIN["tokenizer_class"]}
+    config.pop("auto_map", None)  # it names code that isn't here
     (out / SPECIAL).unlink(missing_ok=True)  # it would override the config below
     written = json.dumps(config, indent=2, ensure_ascii=False)
     (out / CONFIG).write_text(written + "\n", encoding="utf-8")

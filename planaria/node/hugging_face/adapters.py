@@ -33,7 +33,7 @@ from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import ADAPTER_CONFIG, UnsupportedModelError
 from planaria.node.model.layout import lora_weights, model_weights
 from planaria.node.model.lora import merged
-from planaria.node.model.shape import Lora, ModelConfig
+from planaria.node.model.shape import PROJECTIONS, Lora, ModelConfig
 from planaria.node.run_file import RunFile, override
 
 log = logging.getLogger("planaria")
@@ -64,8 +64,24 @@ def export_writer(run: RunFile, config: ModelConfig, into_weights: bool, base: s
                 "by --base ORG/NAME",
                 base,
             )
+        if names := _taken_for_experts(config):
+            log.warning(
+                "of some models with experts, as GLM-4.5, peft takes adapters of %s for those of "
+                "the experts, and leaves them out: use the model that --merged writes",
+                ", ".join(names),
+            )
         return partial(_write_adapters, base)
-    return partial(_write_merged, _base_checkpoint(run, config), run.model.content or ())
+    of_run = run.config_for(config.vocabulary)
+    return partial(_write_merged, _base_checkpoint(run, config), of_run, run.model.content or ())
+
+
+def _taken_for_experts(config: ModelConfig) -> list[str]:
+    """Targets of adapters, as in dense layers or shared experts, that peft (0.21) may take for
+    those of the experts beside them, which transformers 5 has in one tensor."""
+    kinds = () if config.own is None else (config.own.block, *config.own.others)
+    fused = any(".experts." in name and len(shape) > 2 for kind in kinds for name, shape in kind)
+    targets = () if config.lora is None or not fused else config.lora.targets
+    return [name for name in targets if name in PROJECTIONS[4:]]
 
 
 def kind_of_result(run: RunFile, into_weights: bool) -> str:
@@ -103,13 +119,15 @@ def _base_checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
 
 def _write_merged(
     checkpoint: Checkpoint,
+    of_run: ModelConfig,
     content: Sequence[str],
     out: Path,
     model: ModelParts,
     dtype: str,
     track: Track,
 ) -> None:
-    """Write the checkpoint's model with merged adapters; check each stage's digest meanwhile."""
+    """Write the checkpoint's model with merged adapters. Meanwhile check the digests `content` of
+    the stages that it has in `of_run`: adapters may be saved in others."""
     config, read, *_ = model
     lora = config.lora
     assert lora is not None
@@ -117,14 +135,16 @@ def _write_merged(
     adapter_weights = {weight.name: weight for weight in lora_weights(config)}
 
     seen = [xxh3_128() for _ in content]  # of each stage, in the order of its tensors
-    left = Counter(weight.stage for weight in at.values())
+    stage_of = {weight.name: weight.stage for weight in model_weights(of_run)}
+    left = Counter(stage_of.values())
 
     def read_merged(stage: int, first: int, count: int) -> Tensor:
         weight = at[stage, first]
         words, kept = checkpoint.base_words(config, stage, weight.name)
-        seen[stage].update(words.astype("<f4", copy=False).data)
-        left[stage] -= 1
-        if not left[stage] and seen[stage].hexdigest() != content[stage]:
+        checked = stage_of[weight.name]
+        seen[checked].update(words.astype("<f4", copy=False).data)
+        left[checked] -= 1
+        if not left[checked] and seen[checked].hexdigest() != content[checked]:
             raise ExportError(f"--merged: {checkpoint.folder} {ANOTHER}")
         values = torch.from_numpy(kept)
         module = weight.name.removesuffix(".weight")

@@ -169,7 +169,10 @@ def _try_cut(run: RunFile) -> None:
 
     config = run.config
     assert config.own is not None
-    try_cut(Decoder(config.own.decoder), config.cut, config.block_causal)
+    decoder = Decoder(config.own.decoder)
+    if config.lora is None:
+        decoder.check_trained()
+    try_cut(decoder, config.cut, config.block_causal)
 
 
 def check_targets(run: RunFile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ its own, which has to be there; its tensors are in `model*.safetensors`: those o
 
 ADAPTERS = """\
 ---
-base_model: {base}
+base_model: {quoted}
 library_name: peft
 pipeline_tag: text-generation
 tags:
@@ -102,7 +103,8 @@ def model_card(
     if lora is not None and not merged:
         head, count = ADAPTERS, config.trained_in
     parameters = sum(map(count, range(config.stages + 1)))
-    text = head.format(base=base, name=run.name, parameters=parameters)
+    quoted = json.dumps(base, ensure_ascii=False)  # is YAML, too
+    text = head.format(base=base, quoted=quoted, name=run.name, parameters=parameters)
     text += "" if head == OWN_HEAD else LOADING
     text += "\n| | |\n| --- | --- |\n"
     text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())

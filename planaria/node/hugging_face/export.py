@@ -7,7 +7,6 @@ folder is written under another name and renamed: it is complete or missing.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +29,18 @@ from planaria.node.model.layout import Weight, model_weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.model.subspace import subspace_of
 
-log = logging.getLogger("planaria")
-
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OF_QWEN2: Final = "Qwen2Tokenizer"
-"""The tokenizer of models of family qwen2 in transformers, whatever their files say."""
+FORCED: Final = {"qwen2": "Qwen2Tokenizer", "qwen3_5_moe_text": "Qwen3_5Tokenizer"}
+"""Classes that transformers takes for models of these types, with normalizer and pre-tokenizer of
+their own, unless tokenizer_config.json names code."""
+AS_IT_IS: Final = """\
+from transformers import PreTrainedTokenizerFast
+
+
+class AsItIs(PreTrainedTokenizerFast):
+    pass
+"""
+"""Code of a tokenizer that is read as tokenizer.json has it, with or without trust in code."""
 SHARD: Final = 256 << 20
 """Size limit of a file of weights in bytes, unless a single tensor is larger."""
 
@@ -80,13 +86,12 @@ def export(
         fields = to_config(config, name, end) | (special_token_ids(origin) if origin else {})
         write_json(folder / CONFIG, fields | _end_tokens(fields, end))
         write_vocabulary(folder, vocabulary, config.context)
-        kind = str(read_object(folder / TOKENIZER_CONFIG).get("tokenizer_class", OF_QWEN2))
-        if fields.get("model_type") == "qwen2" and not kind.startswith(OF_QWEN2):
-            log.warning(
-                "for a model of family qwen2, transformers' AutoTokenizer always takes %s, which "
-                "may make other tokens: load the tokenizer with PreTrainedTokenizerFast",
-                OF_QWEN2,
-            )
+        forced = FORCED.get(str(fields.get("model_type")))
+        tokenizer = read_object(folder / TOKENIZER_CONFIG)
+        if forced and not str(tokenizer.get("tokenizer_class", forced)).startswith(forced):
+            code = {"AutoTokenizer": [None, "tokenization.AsItIs"]}
+            write_json(folder / TOKENIZER_CONFIG, tokenizer | {"auto_map": code})
+            (folder / "tokenization.py").write_text(AS_IT_IS, encoding="utf-8")
         fields = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
         write_json(folder / GENERATION_CONFIG, fields | _end_tokens(fields, end))
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -97,7 +102,7 @@ def export(
 @contextmanager
 def complete_folder(out: Path) -> Iterator[Path]:
     """A temporary folder, renamed to `out` at the end: complete or missing. Raises ExportError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists already: choose another folder, or remove it")
     unfinished = out.with_name(out.name + ".unfinished")
     try:

@@ -78,6 +78,7 @@ class Data(NamedTuple):
     path: str
     problem: str  # empty: it is the run's
     exists: bool
+    named: bool = False  # by --data: a node that can't use it doesn't start
 
 
 class Device(NamedTuple):
@@ -317,11 +318,12 @@ def _disk(facts: Facts) -> Finding:
 def _data(facts: Facts) -> Finding:
     if isinstance(facts.data, UnknownFact):
         return _unknown(facts.data)
-    path, problem, exists = facts.data
+    path, problem, exists, named = facts.data
+    needed = facts.stage == 0 or named
     if not problem:
         return Finding(Grade.OK, f"{path} has the run's data: this node can serve stage 0")
-    if facts.stage == 0 or exists:
-        verdict = Grade.PROBLEM if facts.stage == 0 else Grade.WARNING
+    if needed or exists:
+        verdict = Grade.PROBLEM if needed else Grade.WARNING
         return Finding(verdict, problem, "name the run's prepared data by --data DIR|URL")
     return Finding(Grade.OK, f"none at {path}: it is needed at stage 0 only")
 

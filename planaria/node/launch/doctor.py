@@ -318,7 +318,7 @@ def _disk_facts(folder: Path) -> DiskFacts:
 
 
 def _data_facts(places: Sequence[str], run: RunFile) -> Data:
-    places = places or find_by_content(run.data)
+    named, places = bool(places), places or find_by_content(run.data)
     where, data = " with ".join(places) or run.data.where, run.data
     try:
         data = data if places else data_below(own_folder(None, run), data)
@@ -330,8 +330,8 @@ def _data_facts(places: Sequence[str], run: RunFile) -> Data:
         return Data(where, str(error), False)
     except CorpusError as error:
         folders = list(map(Path, places)) or data.folders
-        return Data(where, str(error), all(path.exists() for path in folders))
-    return Data(where, problem and f"{where} {problem}", True)
+        return Data(where, str(error), all(path.exists() for path in folders), named)
+    return Data(where, problem and f"{where} {problem}", True, named)
 
 
 async def _device_facts(wanted: str) -> Device | UnknownFact:

@@ -158,7 +158,8 @@ def forecast(plan: SwarmPlan, machine: MachineSize, speed: Callable[[], float]) 
             "WARNING: that is more than this machine has, so nodes may be killed: choose a smaller "
             "--preset or training.microbatch, or start nodes on several machines"
         )
-    if load.operations:
+    # bf16 may be faster than what is measured, and own code may use a part of its parameters
+    if load.operations and run.training.precision == "float32" and config.own is None:
         seconds = load.operations / (machine.cores * speed())
         least = f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:.2g} s"
         tokens = run.training.batch * config.context

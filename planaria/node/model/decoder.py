@@ -147,6 +147,16 @@ class Decoder:
             not_linear=tuple(sorted(not_linear)),
         )
 
+    def check_trained(self) -> None:
+        """Check that all parameters get gradients, as the flat weights of a stage that is trained
+        whole are all its parameters. Raises DecoderError."""
+        named = self._skeleton.named_parameters()
+        if frozen := [name for name, part in named if not part.requires_grad]:
+            raise DecoderError(
+                f"{self.name}: {first_few(frozen)} get no gradient, and only all weights can be "
+                "trained, or adapters: set training.lora"
+            )
+
     def class_of(self, layers: range) -> type[PreTrainedModel]:
         """The model's class with these layers only; without any, with all but its layers."""
         list_name, kind = self.list_name, self.kind
@@ -213,7 +223,21 @@ class Decoder:
             raise DecoderError(f"{folder} can't be read by {self.name}: {error}") from error
         if missing := sorted(report["missing_keys"]):
             raise DecoderError(f"{folder} has only part of a model: it lacks {first_few(missing)}")
+        self._check_buffers(folder, model, layers)
         return {name: part.detach() for name, part in model.named_parameters()}
+
+    def _check_buffers(self, folder: Path, model: PreTrainedModel, layers: range) -> None:
+        """Check that a folder's model has no buffers with values of its own, as a router's bias:
+        stages, and what is exported, have parameters alone. Raises DecoderError."""
+        stored = model.state_dict().keys()
+        buffers = {name: part for name, part in model.named_buffers() if name in stored}
+        built = dict(self.build(layers).named_buffers()) if buffers else {}
+        if lost := [name for name in buffers if not torch.equal(buffers[name], built[name])]:
+            raise DecoderError(
+                f"{folder}: {first_few(lost)} have values of their own but are no parameters, and "
+                "stages have only these. Train it with a tool that keeps the whole model in one "
+                "process"
+            )
 
     def _dequantized(self, folder: Path, layers: range) -> dict[str, Tensor]:
         """A quantized folder's tensors of these layers. Raises UnsupportedModelError, NO_SENSE."""

@@ -2,9 +2,9 @@
 architectures of runs (architecture.py).
 
 Stage 0 holds both ends of the model: token embedding, final norm and LM head, which shares the
-embedding's weights where they are tied. Body stages 1..L hold the same number of transformer blocks
-each, under the same names. LLaMA's weights map one to one to those of Hugging Face's
-`LlamaForCausalLM` and its kin (node/model/layout.py).
+embedding's weights where they are tied. Body stages 1..L hold the transformer blocks. LLaMA's
+weights map one to one to those of Hugging Face's `LlamaForCausalLM` and its kin
+(node/model/layout.py).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def within_documents(begins: Tensor) -> Tensor:
 
 
 class BodyStage(nn.Module):
-    """The blocks of one body stage. All body stages have the same names and shapes."""
+    """The blocks of one body stage."""
 
     draws = True
     """Whether blocks may draw random numbers (dropout), which recomputation must draw again."""

@@ -27,14 +27,15 @@ def saved_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = Fa
     row = VALUE * run.training.microbatch * config.context * config.crossing
     if stage == 0:  # tokens and their embedding
         return row + run.training.microbatch * (config.context + 1) * TOKEN
+    layers = len(config.layers_of(stage))
     if run.training.recompute:
-        return row * (len(config.layers_of(stage)) + 1)
-    return len(config.layers_of(stage)) * _block_bytes(run, config, narrow) + row
+        return row * (layers + 1)
+    return layers * _block_bytes(run, config, stage, narrow) + row
 
 
-def _block_bytes(run: RunFile, config: ModelConfig, narrow: bool) -> int:
-    """Bytes that autograd keeps of one block: inputs of norms and of trained matrices, q, k, v,
-    outputs of attention and the SwiGLU. Of a frozen norm it keeps the input alone, not its
+def _block_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool) -> int:
+    """Bytes that autograd keeps of a stage's block: inputs of norms and of trained matrices, q, k,
+    v, outputs of attention and the SwiGLU. Of a frozen norm it keeps the input alone, not its
     result. Under autocast most is half as wide, each matrix has a cast of its input, and all
     float32 matrices are cast, too."""
     tokens, half = run.training.microbatch * config.context, run.training.precision == "bf16"
@@ -45,19 +46,20 @@ def _block_bytes(run: RunFile, config: ModelConfig, narrow: bool) -> int:
     inputs = sum(readers if half else map(bool, readers))
     width = 2 * queries + 2 * keys + (3 + (DOWN in targets)) * config.hidden + inputs * config.dim
     norms = VALUE * tokens * ((4 if lora is None else 2) * config.dim + config.heads + 2)
-    casts = 0
+    casts, layers = 0, len(config.layers_of(stage))
     if lora is not None:
         width += len(targets) * lora.rank
-        casts = config.trained_in(1) // config.cut[0]
+        casts = config.trained_in(stage) // layers
     if lora is None or not (narrow or lora.base):
-        casts += _matrix_values(config) // config.cut[0]
+        casts += _matrix_values(config, stage) // layers
     return norms + (HALF * (tokens * width + casts) if half else VALUE * tokens * width)
 
 
 @cache
-def _matrix_values(config: ModelConfig) -> int:
-    """Number of values in stage 1's matrices."""
-    return sum(math.prod(shape) for shape in named_shapes(config, 1).values() if len(shape) == 2)
+def _matrix_values(config: ModelConfig, stage: int) -> int:
+    """Number of values in a stage's matrices."""
+    shapes = named_shapes(config, stage).values()
+    return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
 def working_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:
@@ -78,7 +80,7 @@ def working_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = 
         kept, cast = (logits // 2, HALF * values) if half else (logits, 0)
         cast = 0 if narrow and config.lora is not None else cast
         return max(3 * logits, kept + matrix) + cast + 5 * VALUE * tokens * config.dim
-    again = _block_bytes(run, config, narrow) if run.training.recompute else 0
+    again = _block_bytes(run, config, stage, narrow) if run.training.recompute else 0
     hidden = 2 if config.lora is None else 3
     return VALUE * tokens * (hidden * config.hidden + config.dim) + matrix + again
 

@@ -85,6 +85,7 @@ class TorchWork:
     def __init__(
         self,
         node: str,
+        stage: int,
         module: EmbeddingStage | BodyStage,
         optimizer: StageOptimizer,
         run: RunFile,
@@ -103,7 +104,6 @@ class TorchWork:
         }
         self._attempt = _AttemptState(NEVER, pb.Begin())
         self._room = room or DeviceRoom(self.device)
-        stage = 0 if isinstance(module, EmbeddingStage) else 1
         self._needs = saved_bytes(run, config, stage) + (
             working_bytes(run, config, stage) if stage else 0
         )

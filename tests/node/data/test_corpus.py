@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from itertools import count, starmap
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,27 @@ def test_it_is_the_same_data_on_a_dask_cluster(stories: Path, tmp_path: Path) ->
         over_dask(cluster.scheduler_address) as spread,
     ):
         assert prepare(recipe, tmp_path / "dask", spread=spread)[0].content == alone.content
+
+
+class NotInstalled:
+    """Work whose code the other side doesn't have."""
+
+    def __call__(self, number: int) -> int:
+        return number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, ("no_such_package",)
+
+
+def test_a_dask_cluster_that_lacks_a_package_is_told_which() -> None:
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        over_dask(cluster.scheduler_address) as spread,
+        pytest.raises(CorpusError, match=r"says No module named 'no_such_package': install the"),
+    ):
+        list(spread(NotInstalled(), [1, 2]))
 
 
 def test_a_dask_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

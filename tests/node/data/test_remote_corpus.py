@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -140,6 +142,21 @@ def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> N
         local_folder_of("http://127.0.0.1:1/prose", tmp_path)
     with pytest.raises(CorpusError, match="exists, but isn't a link to data"):
         make_stand_in(served.url, served.folder)
+
+
+class Forbidden(fsspec.AbstractFileSystem):
+    """As s3fs without credentials."""
+
+    protocol = "forbidden"
+
+    def exists(self, path: str, **how: Any) -> bool:
+        raise PermissionError("no credentials")
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    fsspec.register_implementation("forbidden", Forbidden, clobber=True)
+    with pytest.raises(CorpusError, match=r"can't read forbidden://a/.*: no credentials"):
+        make_stand_in("forbidden://a/prose", tmp_path / "here")
 
 
 def test_blocks_are_kept_in_bounds(

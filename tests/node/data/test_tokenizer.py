@@ -261,6 +261,26 @@ def test_transformers_reads_the_tokenizer_of_llama_2_as_it_is(tmp_path: Path) ->
     assert sorted(documents(corpus)) == sorted(expected)
 
 
+def test_transformers_reads_another_pre_tokenizer_than_that_of_gpt_2_as_it_is(tmp_path) -> None:
+    """transformers 5 makes a GPT2Tokenizer without it. Code that the folder names isn't there."""
+    from transformers import AutoTokenizer
+
+    code = {"AutoTokenizer": [None, "own.Tokenizer"]}
+    file = write(tmp_path / "from", tokenizer_class="GPT2Tokenizer", auto_map=code, **NAMED)
+    tokenizer = Tokenizer.from_file(str(file))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    assert tokenizer.pre_tokenizer is not None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
+    fields = json.loads(tokenizer.to_str())
+    fields["model"]["vocab"]["12"] = len(fields["model"]["vocab"])
+    fields["model"]["merges"].append(["1", "2"])
+    file.write_text(json.dumps(fields))
+    corpus = prepared(tmp_path, file)
+    assert sorted(documents(corpus)) == sorted([*ids, 2] for ids in in_transformers(corpus.path))
+    trusted = AutoTokenizer.from_pretrained(corpus.path, trust_remote_code=True)
+    assert trusted("12").tokens() == ["1", "2"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_that_is_written_anew_is_the_same(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,13 @@ def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
     return adapters
 
 
-def write(out: Path, run: RunFile, into_weights: bool, base: str = "") -> None:
-    flat, base = trained(run.config), base_name(run, base)
-    card = model_card(run, run.config, 7, "", {}, into_weights, base)
-    model = ModelParts(run.config, lambda of, at, n: flat[of][at : at + n], card=card)
-    export_writer(run, run.config, into_weights, base)(out, model, "fp32", untracked)
+def write(out: Path, run: RunFile, into_weights: bool, base: str = "", stages: int = 0) -> None:
+    """Export adapters in the run's stages, or in so many."""
+    config = replace(run.config, stages=stages or run.config.stages)
+    flat, base = trained(config), base_name(run, base)
+    card = model_card(run, config, 7, "", {}, into_weights, base)
+    model = ModelParts(config, lambda of, at, n: flat[of][at : at + n], card=card)
+    export_writer(run, config, into_weights, base)(out, model, "fp32", untracked)
 
 
 def test_they_are_called_as_peft_calls_them(tmp_path) -> None:
@@ -88,6 +91,19 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     assert (merged - before).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("stages", [1, 6])
+def test_adapters_saved_in_other_stages_than_the_run_files_are_merged(
+    stages: int, tmp_path: Path
+) -> None:
+    run = of_model(tmp_path / "base")
+    write(tmp_path / "merged", run, True, stages=stages)
+    layer = "model.layers.5.mlp.down_proj.weight"
+    merged, base = (
+        load_file(tmp_path / of / "model.safetensors")[layer] for of in ("merged", "base")
+    )
+    assert not torch.equal(merged, base)
+
+
 @pytest.mark.parametrize("config", [GROUPED, QWEN2], ids=["llama", "qwen2"])
 def test_peft_takes_them_and_has_the_logits_of_the_merged_model(tmp_path, config) -> None:
     import peft  # a slow import
@@ -115,10 +131,19 @@ def test_adapters_are_said_to_be_none_of_their_own_model(tmp_path) -> None:
     run = of_model(tmp_path / "base")
     write(tmp_path / "apart", run, False)
     card = (tmp_path / "apart" / "README.md").read_text()
-    assert "base_model: base\nlibrary_name: peft" in card
+    assert 'base_model: "base"\nlibrary_name: peft' in card
     assert "| adapters | LoRA, rank 4, alpha 6, of q_proj, k_proj, down_proj |" in card
     with pytest.raises(UnsupportedModelError, match="has adapters but no model: `planaria exp"):
         Checkpoint.open(tmp_path / "apart")
+
+
+@pytest.mark.parametrize("name", ["1000", "@run", "base: best", "base #2", 'it\'s "the" one'])
+def test_a_card_names_its_base_model_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    run = of_model(tmp_path / "base")
+    data = ModelCard(model_card(run, run.config, 7, "", {}, base=name)).data
+    assert (data.base_model, data.library_name) == (name, "peft")
 
 
 def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> None:

@@ -150,6 +150,7 @@ SELF = DialledBack("::1", 7401, False)
         ("data", {"data": Data("d", "d is other data", True)}, W, "d is other data"),
         ("data", {"data": Data("d", "no data at d", False)}, OK, "needed at stage 0 only"),
         ("data", {"data": Data("d", "no data at d", False), "stage": 0}, P, "--data DIR"),
+        ("data", {"data": Data("d", "no data at d", False, named=True)}, P, "no data at d"),
         ("device", {"wanted": "cuda:1"}, P, "sees 0 GPUs; the system knows of no NVIDIA driver"),
         ("device", {"device": Device("cpu", 1 << 40, "2.6", 0, GPU)}, W, "doesn't see it"),
         ("device", {"device": Device("cpu", 1 << 40, "2.6", 0, GPU), "wanted": "cpu"}, OK, "H100"),

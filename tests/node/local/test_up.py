@@ -140,6 +140,17 @@ def test_each_replicas_muon_counts_in_the_least_time_of_a_step(optimizer, least,
     assert f"takes at least {least} here" in time
 
 
+BLOCK = (("experts", (64, 8, 8)),)
+EXPERTS = {"source": "transformers", "ends": (("embed", (9, 8)),), "block": BLOCK}
+
+
+@pytest.mark.parametrize("changes", [{"training__precision": "bf16"}, {"model__parts": EXPERTS}])
+def test_no_least_time_is_said_where_a_step_may_be_faster(changes, tmp_path):
+    run = override(loads("[model]\nvocabulary = 2048"), **changes)
+    [size] = forecast(SwarmPlan(run, tmp_path, None, "cpu"), MachineSize(2**36, 1), lambda: 1e11)
+    assert "of memory" in size
+
+
 @pytest.mark.parametrize(("machine", "swarm"), [(24, "22.2"), (16, "16.0"), (8, "14.8")])
 def test_a_swarm_keeps_as_many_microbatches_as_there_is_memory_for(machine, swarm, tmp_path):
     training = "[training]\nbatch = 8\nmicrobatch = 2"

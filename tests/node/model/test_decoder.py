@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.node.hugging_face.adapters import export_writer
 from planaria.node.hugging_face.begin_from_model import with_model, with_model_here
 from planaria.node.model import decoder_trial
 from planaria.node.model.checkpoint import Checkpoint
@@ -159,6 +160,34 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
     assert torch.equal(again(ends.embed(tokens)), bodies[0](ends.embed(tokens)))
 
 
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_a_router_whose_bias_no_stage_would_have_is_refused(bias: float, tmp_path: Path) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    figures = {"moe_intermediate_size": 16, "head_dim": 8, "n_group": 1, "topk_group": 1}
+    model = decoder_trial.small_model(of("glm4_moe", **experts, **figures), {})
+    for name, part in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            part[1] = bias
+    model.save_pretrained(tmp_path)
+    if bias:
+        with pytest.raises(
+            RunFileError, match=r"gate\.e_score_correction_bias have values of thei"
+        ):
+            run_of(tmp_path)
+    else:
+        assert run_of(tmp_path).model.content
+
+
+def test_a_router_whose_bias_gets_no_gradient_is_for_adapters_only(tmp_path: Path) -> None:
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    saved(tmp_path, "ernie4_5_moe", **experts)
+    with pytest.raises(RunFileError, match=r"correction_bias get no gradient, .*set training"):
+        run_of(tmp_path)
+    fields = {"from": str(tmp_path), "stages": 2, "context": 24}
+    lora = {"lora": {"rank": 2, "targets": ["q_proj"]}}
+    assert with_model_here(from_fields({"model": fields, "training": lora})).model.content
+
+
 def test_recomputed_activations_give_the_same_gradients(tmp_path) -> None:
     saved(tmp_path, "gemma3_text")
     run = run_of(tmp_path)
@@ -257,3 +286,20 @@ def test_a_stage_is_read_for_others_as_it_is_made_here(
         words, cuts = beginning.words(stage), [*range(0, len(expected), 999), len(expected)]
         given = torch.cat([words.between(*cut) for cut in pairwise(cuts)])
         assert torch.equal(given.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "names"),
+    [
+        ("qwen3_moe", ("q_proj", "up_proj", "down_proj"), "of up_proj, down_proj for those"),
+        ("qwen3_moe", ("q_proj",), ""),
+        ("granite", ("q_proj", "up_proj"), ""),
+    ],
+)
+def test_adapters_that_peft_takes_for_those_of_experts_are_named(
+    kind: str, targets: tuple[str, ...], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config_of(of(kind)), lora=Lora(2, 4.0, targets))
+    export_writer(RunFile(), config, False, "org/name")
+    assert caplog.text.count("--merged") == bool(names)
+    assert names in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from contextlib import suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -24,6 +25,8 @@ from planaria.node.machine.compute import ComputeThread
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
+from planaria.node.stage import memory_limit
+from planaria.node.stage.activations import saved_bytes, working_bytes
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.work import TorchWork
 from planaria.node.transaction.attempt import (
@@ -59,7 +62,7 @@ def make_work(corpus: Corpus, node: str, stage: int, kind: type[TorchWork] = Tor
     config = model_config(SECTION, corpus.vocabulary)
     module = build_stage(config, stage, 0)
     optimizer = StageOptimizer(module, CPU)
-    return kind(node, module, optimizer, RUN, config, None if stage else corpus)
+    return kind(node, stage, module, optimizer, RUN, config, None if stage else corpus)
 
 
 ROUTE = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
@@ -166,7 +169,8 @@ def test_where_documents_begin_is_said_and_checked(conversations):
     for stage in (0, 1):
         module = build_stage(config, stage, 0)
         data = None if stage else chat
-        works.append(TorchWork("n", module, StageOptimizer(module, CPU), run, config, corpus=data))
+        optimizer = StageOptimizer(module, CPU)
+        works.append(TorchWork("n", stage, module, optimizer, run, config, corpus=data))
         works[-1].begin(BEGAN, pb.Begin(step=step))
     first, second = works
     sent_begins = []
@@ -262,6 +266,30 @@ def test_a_backward_pass_that_runs_out_of_memory_leaves_less_for_the_next_attemp
         work.backward(BEGAN, Visit(3, 1, ROUTE), "2.0", frame)
     assert not (failure.value.waits or failure.value.ends)
     assert work._room.most == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_microbatch_needs_the_memory_of_its_own_stages_layers(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RUN.model_copy(
+        update={"model": SECTION.model_copy(update={"stages": (1, 3), "layers": 4})}
+    )
+    config = model_config(run.model, 16)
+    needs = [saved_bytes(run, config, at) + working_bytes(run, config, at) for at in (1, 2)]
+    monkeypatch.setattr(memory_limit, "SMALL", 0)
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: sum(needs) / 2)
+    module = build_stage(config, stage, 0)
+    work = TorchWork("n", stage, module, StageOptimizer(module, CPU), run, config)
+    work.begin(BEGAN, pb.Begin(step=1))
+    descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
+    done = []
+    with suppress(NoRoomError):
+        for microbatch in range(2):
+            fields = {"microbatch": microbatch, "position": stage}
+            frame = Frame("activation", BEGAN, fields, descriptors, payload)
+            done.append(work.forward(BEGAN, Visit(microbatch, stage, ROUTE), "0.0", frame))
+    assert len(done) == {1: 2, 2: 1}[stage]
 
 
 def test_bytes_that_are_kept_are_those_of_gradients(corpus):
