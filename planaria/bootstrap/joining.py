@@ -292,6 +292,8 @@ class Joining:
         requested, staff = requested_stage(request), self._members.staffing()
         if self._driving.started:
             saved = [s for s in request.saves if s in reached and not self._members.has_holder(s)]
+        elif requested in request.saves:
+            return []  # others may come for the other stages
         else:
             asks = request.standby or requested is not None
             served = {s for s in carried if staff.count[s]} - set(() if asks else request.saves[:1])

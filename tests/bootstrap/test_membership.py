@@ -294,8 +294,8 @@ def test_who_has_saves_of_a_stage_gets_it_while_nobody_has_its_state() -> None:
 
 def test_saves_that_only_one_node_has_come_before_the_stage_that_it_requests() -> None:
     swarm = Swarm(stages=2, start_grace=1)
-    swarm.join("c", 2, saves=[0, 2])
-    assert swarm.stage("c") == 2, "it has saves of the stage that it requests, too"
+    swarm.join("c", 2, saves=[0, 2], room=2)
+    assert seats(swarm)["c"] == [2], "it has saves of the stage that it requests, too"
     swarm.join("b", 1, saves=[0])
     assert swarm.stage("b") == 0
     swarm.join("a", 1, saves=[0])
