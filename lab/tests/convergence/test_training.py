@@ -216,13 +216,13 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     ],
 )
 def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation) -> None:
-    swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=10), corpus, ablation)
+    swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=3), corpus, ablation)
     for _ in range(6):
         swarm.step()
     (line,) = swarm.lose([3])
     assert line["relearned"]["after"] < line["relearned"]["before"]
     tokens = 4 * ablation.relearn_share * swarm.window_tokens
-    assert line["relearned"]["stage_tokens"] == 10 * tokens
+    assert line["relearned"]["stage_tokens"] == 3 * tokens
     steps = {"fresh": 0, "averaged": 6}[ablation.second_moment]
     updates = line["relearned"]["updates"]
     assert swarm.stages[3].optimizer.steps == (updates if ablation.relearn_moments else steps)
