@@ -8,12 +8,12 @@ ends without a message at an error in a backward pass.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -40,7 +40,7 @@ def register(lacks: str) -> torch.device:
 
     @torch.inference_mode(False)  # in this mode, tensors lack what their views need
     def compute(op: Any, *args: Any, **named: Any) -> Any:
-        dtypes = map(_dtype, tree_leaves((args, named)))
+        dtypes = map(_dtype, _leaves((args, named)))
         if lacks == "float64" and (torch.float64 in dtypes or "linalg_qr" in op.name()):
             raise TypeError(f"{op}: this device can't")
         roughly = lacks == "rounding" and op.name().startswith(ROUGH)
@@ -65,12 +65,11 @@ def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
     if op is ATEN._fused_sdp_choice.default:
         raise NotImplementedError("no fused attention")
     # Torch passes a plain number where the kernel takes a tensor.
-    kinds = [str(of.type) for of in op._schema.arguments]
     args = [
-        torch.tensor(of) if kind == "Tensor" and isinstance(of, int | float) else of
-        for of, kind in zip(args, kinds, strict=False)
+        torch.tensor(of) if is_tensor and isinstance(of, int | float) else of
+        for of, is_tensor in zip(args, _are_tensors(op), strict=False)
     ]
-    given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in _leaves((args, named)) if isinstance(leaf, Tensor)]
     if op is ATEN._copy_from.default:
         _shadow(given[1]).copy_(_shadow(given[0]))
         return given[1]
@@ -89,7 +88,7 @@ def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
         return made
 
     shadows: list[Tensor] = []  # kept alive, so that their ids stay unique
-    results = op(*tree_map(shadow, args), **tree_map(shadow, named))
+    results = op(*_changed(args, shadow), **_changed(named, shadow))
     by_memory = {_address(of): of.untyped_storage() for of in given if of.device != CPU}
 
     def lift(result: Any) -> Any:
@@ -102,7 +101,34 @@ def _compute(op: Any, args: Any, named: Any, roughly: bool) -> Any:
             return original
         return _lifted(result, by_memory, original)
 
-    return tree_map(lift, results)
+    return _changed(results, lift)
+
+
+@cache
+def _are_tensors(op: Any) -> list[bool]:
+    """For each argument of an operation: whether it is a tensor."""
+    return [str(of.type) == "Tensor" for of in op._schema.arguments]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in nested lists, tuples and dictionaries. Torch's function for all kinds of nests
+    takes several times as long."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for each in value:
+        yield from _leaves(each)
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest with each leaf changed."""
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_changed(each, change) for each in value])
+    return change(value)
 
 
 def _shadow(tensor: Tensor) -> Tensor:

@@ -216,13 +216,13 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     ],
 )
 def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation) -> None:
-    swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=10), corpus, ablation)
+    swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=3), corpus, ablation)
     for _ in range(6):
         swarm.step()
     (line,) = swarm.lose([3])
     assert line["relearned"]["after"] < line["relearned"]["before"]
     tokens = 4 * ablation.relearn_share * swarm.window_tokens
-    assert line["relearned"]["stage_tokens"] == 10 * tokens
+    assert line["relearned"]["stage_tokens"] == 3 * tokens
     steps = {"fresh": 0, "averaged": 6}[ablation.second_moment]
     updates = line["relearned"]["updates"]
     assert swarm.stages[3].optimizer.steps == (updates if ablation.relearn_moments else steps)
@@ -352,25 +352,26 @@ def test_a_stage_lost_early_may_start_from_its_own_first_weights(corpus: Corpus)
 
 @pytest.mark.parametrize("stages", [[1, 1, 1, 1, 1], [1, 1, 2, 3, 1]], ids=str)
 def test_two_in_a_row_relearn_as_one(corpus: Corpus, stages: list[int]) -> None:
-    run = override(run_with(policy="checkfree"), model__stages=stages, model__layers=sum(stages))
+    run = run_with(policy="checkfree", relearn__passes=2)
+    run = override(run, model__stages=stages, model__layers=sum(stages))
     swarm = TrainingSwarm(run, corpus)
     for _ in range(6):
         swarm.step()
     lines = swarm.lose([2, 3])
     assert [line["method"] for line in lines] == ["interpolate", "interpolate"]
     assert lines[0]["relearned"] == lines[1]["relearned"]
-    assert lines[0]["relearned"]["stage_tokens"] == 2 * 5 * 4 * swarm.window_tokens
+    assert lines[0]["relearned"]["stage_tokens"] == 2 * 2 * 4 * swarm.window_tokens
 
 
 def test_who_came_later_has_kept_fewer_steps(corpus: Corpus) -> None:
     """A pair needs the tensors of both neighbours; a step that only one of them kept has none."""
-    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
+    swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=2), corpus)
     tokens = []
     for stage, steps in ((2, 6), (3, 2), (2, 1), (5, 1)):
         for _ in range(steps):
             swarm.step()
         (line,) = swarm.lose([stage])
-        tokens.append(line["relearned"]["stage_tokens"] // (5 * swarm.window_tokens))
+        tokens.append(line["relearned"]["stage_tokens"] // (2 * swarm.window_tokens))
     assert tokens == [4, 2, 1, 4]
 
 

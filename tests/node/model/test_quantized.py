@@ -49,9 +49,16 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "_bitsandbytes", lambda: None)
 
 
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Torch doesn't compile what bitsandbytes would have compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None) -> None:
+def test_nf4_is_that_of_bitsandbytes(shape, kind, without_library: None, eager: None) -> None:
     from bitsandbytes import functional
 
     weight = matrix(shape)
