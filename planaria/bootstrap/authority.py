@@ -51,7 +51,7 @@ class Who(NamedTuple):
 
     role: Role | None = None
     instance: str = ""
-    stage: int | None = None  # the only stage that it may serve
+    stage: int | None = None  # the stage that it must ask for
 
     @property
     def names(self) -> list[str]:

@@ -45,7 +45,7 @@ class InviteOptions:
     ] = 24.0
     stage: Annotated[
         int | None,
-        typer.Option(min=0, help="The only stage that its nodes may serve; 0 implies role owner."),
+        typer.Option(min=0, help="The stage that its nodes must ask for; 0 implies role owner."),
     ] = None
     role: Annotated[
         Literal["owner", "node", "reader", "operator"],
