@@ -32,7 +32,7 @@ from planaria_lab.simulator.swarm import (
 STAGES, REPLICAS, STEPS = 19, 5000, 100
 HOURLY = (0.0, 0.0005, 0.005)
 REPEATS, MICROBATCHES = 5, 512
-ON_WIRE = 1500 / 1448  # bytes on a wire per byte of payload
+ON_WIRE = (1500 + 52 / 2) / 1448  # bytes on a wire per byte of payload
 GOAL_SECONDS, GOAL_RATIO = 60.0, 1.0
 
 

@@ -28,7 +28,7 @@ from planaria_lab.planning.handover import Handover
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import HOUR
 from planaria_lab.simulator.clock import ON_WIRE, chunk_in_simulation
-from planaria_lab.simulator.step import averaging_pieces, averaging_seconds
+from planaria_lab.simulator.step import answer_bytes, averaging_pieces, averaging_seconds
 from planaria_lab.simulator.swarm import (
     Seconds,
     Swarm,
@@ -68,6 +68,8 @@ LEARNING: Final[Mapping[str, Learning]] = {
 """Cost in learning by kind of recovery. All figures are of one model of 0.4 M parameters, 1,024
 tokens a step, and two or three seeds. Losses were up to a hundred times as frequent as real ones.
 The figures rank policies; for another model they may be several times off."""
+QUEUES: Final = 4
+"""Exponent of the norm in `_together`, calibrated with homes 3 to 5 of lab/results/planned."""
 SWAPPED: Final = 127.0
 """Steps, of 600, by which a run with swapped orders is behind without losses (study swapped-order).
 The figure of a longer run isn't known."""
@@ -150,10 +152,10 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
     """Seconds of a step, from one commit to the next.
 
-    The commit arrives, and is applied. Then follow the trip of one microbatch alone and the longest
-    of these:
+    The commit arrives, and is applied. Then follow the trip of one microbatch alone, and together:
     - computing at the busiest stage;
-    - frames on the fullest link or uplink;
+    - frames on the fullest link;
+    - frames on the fullest uplink, from the first to the last;
     - frames in an event loop;
     - rounds of the in-flight window, with the rest of the last one.
     Each stage averages and votes once the last gradient has left it.
@@ -161,23 +163,26 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     stages = range(swarm.config.stages + 1)
     replicas = [swarm.replicas(stage) for stage in stages]
     seconds = [_slowest(swarm, stage) for stage in stages]
-    alone, frames, behind = _alone(swarm, reach, seconds)
+    trip = _alone(swarm, reach, seconds)
     count = swarm.run.training.microbatches
     own = math.ceil(count / replicas[0])  # of a source
     rounds, after = divmod(own - 1, swarm.in_flight)
     computing = max((math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch for s in stages)
     sending = max(
         (math.ceil(count / max(replicas[a], replicas[b])) - 1) * each
-        for (a, b), each in frames.items()
+        for (a, b), each in trip.occupied.items()
     )
-    leaving = max(_uplinks(swarm, count), default=0.0)
+    uplinks = _uplinks(swarm, trip)
+    leaving = max((use.occupied for use in uplinks), default=0.0)
+    waiting = max((use.seconds - trip.seconds for use in uplinks), default=0.0)
     talking = max(
         (math.ceil(count / replica_count) - 1) * 4 * swarm.transport.frame
         for replica_count in replicas
     )
     slot = max(computing / (own - 1), sending / (own - 1), leaving / own) if rounds else 0.0
-    windows = rounds * alone + after * slot
-    pipeline = alone + max(computing, sending, talking, windows, leaving - alone)
+    windows = rounds * trip.seconds + after * slot
+    busy = computing, sending, talking, windows, waiting
+    pipeline = trip.seconds + (max(busy) if replicas[0] == 1 else _together(busy))
     away = reach.between[0][0].delay_ms / 1e3 if replicas[0] > 1 else 0.0
     apply = max(group.apply for group in seconds) + _twins_apply(swarm, seconds)
     voting = [away, *(reach.between[stage][0].delay_ms / 1e3 for stage in stages[1:])]
@@ -187,50 +192,66 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
         averaging_seconds(swarm, stage, reach.between[stage][stage])
         + seconds[stage].norm
         + voting[stage]
-        - behind[stage]
+        - trip.behind[stage]
         for stage in stages
     )
-    sums = max(_uplinks_averaging(swarm, reach, voting, behind), default=0.0)
+    sums = max(_uplinks_averaging(swarm, reach, voting, trip.behind), default=0.0)
     return apply + away + pipeline + max(reduce, sums)
 
 
-def _alone(
-    swarm: Swarm, reach: Reach, seconds: Sequence[Seconds]
-) -> tuple[float, dict[tuple[int, int], float], list[float]]:
-    """Three figures of a microbatch that is alone in the pipeline:
-    - seconds of its trip there and back;
-    - (from stage, to stage) -> seconds for which it occupies the link, on average over the orders;
-    - by stage, the minimum seconds of its way back from there.
+def _together(busy: Iterable[float]) -> float:
+    """Seconds for which resources delay a step that are busy for these seconds each. Microbatches
+    of several sources get in each other's way at each resource, so this is more than the maximum.
     """
+    return math.fsum(max(0.0, seconds) ** QUEUES for seconds in busy) ** (1 / QUEUES)
+
+
+class Trip(NamedTuple):
+    """A microbatch that is alone in the pipeline."""
+
+    seconds: float  # of its way there and back, in the longest order
+    occupied: Mapping[tuple[int, int], float]  # (from stage, to stage) -> mean seconds of the link
+    before: Sequence[float]  # by stage, the minimum seconds of its way there
+    behind: Sequence[float]  # by stage, the minimum seconds of its way back from there
+
+
+def _alone(swarm: Swarm, reach: Reach, seconds: Sequence[Seconds]) -> Trip:
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
     orders = all_orders(swarm.config.stages, swarm.swapped)
     occupied: dict[tuple[int, int], float] = {}
-    behind = [0.0, *([math.inf] * swarm.config.stages)]
+    before, behind = ([0.0, *([math.inf] * swarm.config.stages)] for _ in sizes)
     longest = 0.0
     for visits in orders:
-        route = (0, *visits, 0)
-        total = sum(group.microbatch for group in seconds)
-        back = 0.0
-        for a, b in pairwise(route):
+        onward, back = 0.0, 0.0
+        for a, b in pairwise((0, *visits, 0)):
+            hops = []
             for pair, size in zip(((a, b), (b, a)), sizes, strict=True):
                 link = reach.between[pair[0]][pair[1]]
                 each = size * ON_WIRE * BITS / link.mbps
-                hop = link.delay_ms / 1e3 + each + 2 * swarm.transport.frame
-                total += hop
+                hops.append(link.delay_ms / 1e3 + each + 2 * swarm.transport.frame)
                 occupied[pair] = occupied.get(pair, 0.0) + each / len(orders)
-            back += hop + seconds[a].backward
-            behind[b] = min(behind[b], back)
-        longest = max(longest, total)
-    return longest, occupied, behind
+            onward += seconds[a].forward + hops[0]
+            back += hops[1] + seconds[a].backward
+            before[b], behind[b] = min(before[b], onward), min(behind[b], back)
+        longest = max(longest, onward + seconds[0].head + back)
+    return Trip(longest, occupied, before, behind)
 
 
-def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
-    """Seconds for which each site's uplink is occupied by a step's frames, in the natural order,
-    and by copies between them. `count`: microbatches of the step."""
+class UplinkUse(NamedTuple):
+    """What a step asks of a site's uplink."""
+
+    occupied: float  # seconds for which it sends
+    seconds: float  # with the first microbatch's way there, and the last one's way back from there
+
+
+def _uplinks(swarm: Swarm, trip: Trip) -> list[UplinkUse]:
+    """By site, the use of its uplink by a step's frames, in the natural order, by answers to
+    audits, and by copies between frames."""
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
-    ring = swarm.config.stages + 1
+    count, ring, driver = swarm.run.training.microbatches, swarm.config.stages + 1, swarm.site_of(0)
+    uses = []
     for site, mbps in swarm.uplinks.items():
-        size = 0.0
+        size, answers, before, behind = 0.0, 0.0, math.inf, math.inf
         for stage in range(ring):
             onward = (stage + 1) % ring
             own_share, onward_share = (
@@ -238,9 +259,16 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
             )
             size += sizes[0] * own_share * (1 - onward_share)
             size += sizes[1] * onward_share * (1 - own_share)
+            if own_share:
+                before, behind = min(before, trip.before[stage]), min(behind, trip.behind[stage])
+            if site != driver:
+                answers += own_share * swarm.replicas(stage) * answer_bytes(swarm, stage)
         chunk = chunk_in_simulation(mbps / BITS, 0.0)
         copies = min(_copied(swarm, site), count * size * chunk / sum(sizes))
-        yield (count * size + copies) * ON_WIRE * BITS / mbps
+        occupied = (count * size + answers + copies) * ON_WIRE * BITS / mbps
+        if occupied:
+            uses.append(UplinkUse(occupied, before + occupied + behind))
+    return uses
 
 
 def _copied(swarm: Swarm, site: str) -> float:
@@ -261,8 +289,8 @@ def _copies(swarm: Swarm, stage: int) -> float:
 
 def sent_bytes(swarm: Swarm, stage: int) -> float:
     """Maximum bytes that a node of the stage sends in a step. It sends an activation and a gradient
-    for each microbatch of its share, parts of the gradient to its replicas, the gradient to its
-    twins, and copies."""
+    for each microbatch of its share, parts of the gradient to its replicas, an answer to an audit,
+    the gradient to its twins, and copies."""
     replicas = swarm.replicas(stage)
     frames = sum(frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient"))
     share = math.ceil(swarm.run.training.microbatches / replicas)
@@ -271,7 +299,7 @@ def sent_bytes(swarm: Swarm, stage: int) -> float:
         pieces, each = averaging_pieces(swarm, stage, replicas)
         averaged = 2 * (replicas - 1) / replicas * part_count(replicas) * pieces * each
     twins = _twins_bytes(swarm, stage) if swarm.run.policy.twins else 0
-    return share * frames + averaged + twins + _copies(swarm, stage)
+    return share * frames + averaged + answer_bytes(swarm, stage) + twins + _copies(swarm, stage)
 
 
 def _uplinks_averaging(

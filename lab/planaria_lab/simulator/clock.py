@@ -21,8 +21,9 @@ CHUNK: Final = 2 << 20
 MOST_CHUNKS: Final = 16
 """Maximum number of chunks of a simulated frame. Chunks of a frame of more than 32 MiB are larger
 than `CHUNK`. Background frames have chunks of their own size: see `chunk_in_simulation`."""
-ON_WIRE: Final = 1500 / 1448
-"""Bytes on the wire for each byte of payload: headers of TCP and IP are added."""
+ON_WIRE: Final = (1500 + 52 / 2) / 1448
+"""Bytes on the wire for each byte of payload. Headers of TCP and IP are added, and an
+acknowledgement for every second packet. A node sends as many of these as it gets, on average."""
 
 
 def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:

@@ -19,6 +19,8 @@ from typing import Final, Literal
 
 from planaria.bootstrap.neighbours import lengths
 from planaria.node.averaging.coding import PIECE, gradient_bytes, part_count
+from planaria.node.averaging.evidence import DIGEST, block_length, is_audited
+from planaria.node.driver.audits import BLOCKS
 from planaria.node.model.shape import VALUE, trained_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING, snapshot_section
@@ -47,6 +49,8 @@ MOST_PIECES: Final = 8
 """Maximum number of pieces of a replica's part of a gradient. So pieces of a part of more than
 64 MiB are larger than the daemon's."""
 TWIN_PIECE: Final = 4 << 20  # bytes
+SIGNATURE: Final = 95
+"""Bytes of the signature of a piece's digests, and of what else is signed with them."""
 MOST_SETTLING: Final = 8
 """Steps after which the sources' in-flight windows count as settled."""
 POOLED: Final = 256
@@ -202,7 +206,40 @@ def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]
     values = -(-parameters(swarm.config, stage) // count)
     pieces = max(1, min(MOST_PIECES, -(-values // PIECE)))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)
+    if is_audited_stage(swarm, stage, replicas):
+        sent += count * pieces * sum(_signed_bytes(swarm, stage, count * pieces)) // 2
     return pieces, HEAD + -(-sent // (count * pieces))
+
+
+def is_audited_stage(swarm: Swarm, stage: int, replicas: int) -> bool:
+    """Whether sums of the stage's gradient are audited."""
+    wire = swarm.run.wire
+    return stage > 0 and swarm.run.trust.gradients != "off" and is_audited(wire.averaging, replicas)
+
+
+def _signed_bytes(swarm: Swarm, stage: int, pieces: int) -> tuple[int, int]:
+    """Bytes of the signed digests of a contribution, and of a sum, for one of `pieces` pieces of a
+    gradient. A sum has the digests of its maker's own contribution, too."""
+    size = parameters(swarm.config, stage)
+    digests = DIGEST * -(-size // pieces // block_length(size))
+    return SIGNATURE + digests, SIGNATURE + 2 * digests
+
+
+def answer_bytes(swarm: Swarm, stage: int) -> int:
+    """Mean bytes that a replica sends in a step to answer an audit (node/averaging/evidence.py).
+
+    Of each drawn block, a replica shows its contribution. The one that adds up the piece shows it
+    in float32, and the sum. It has the signed digests of all contributions; others have their own.
+    """
+    replicas = swarm.replicas(stage)
+    if not is_audited_stage(swarm, stage, replicas):
+        return 0
+    size, shapes = parameters(swarm.config, stage), trained_shapes(swarm.config, stage).values()
+    pieces = part_count(replicas) * averaging_pieces(swarm, stage, replicas)[0]
+    contribution, total = _signed_bytes(swarm, stage, pieces)
+    encoded = gradient_bytes(swarm.run.wire, shapes, replicas) / size
+    block = block_length(size) * (VALUE / replicas + encoded)
+    return round(BLOCKS * (block + 2 * (replicas - 1) / replicas * contribution + total))
 
 
 # --- the state of nodes
@@ -419,6 +456,7 @@ class _Training:
             next_seconds = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
             node.twin_apply = next_seconds.apply
         self.updates = dict(self._updates())
+        self.answers = [answer_bytes(swarm, stage) for stage in self.stages]  # to audits
         self.averages: dict[int, _Average] = {}
         # that the driver has heard of: sources' losses, microbatches back, nodes' Ready
         self.scored = self.homes = self.ready = 0
@@ -563,6 +601,8 @@ class _Training:
         apply = node.seconds.apply + (node.twin_apply if self.twins else 0.0)
         updates = self.updates.get(node.name)
         node.thread.post(Priority.CONTROL, apply, updates.committed if updates else _nothing)
+        if answer := self.answers[node.stage]:
+            self.frame("audit", node, self.driver, answer, _nothing)
         if node.stage == 0:
             node.waiting.extend(route for route in self.plan if route.nodes[0] == node.name)
             node.unscored = len(node.waiting)

@@ -70,6 +70,8 @@ relearn.passes = 0
 activations = "none"
 gradients = "none"
 averaging = "none"
+[trust]
+gradients = "off"
 """
 
 

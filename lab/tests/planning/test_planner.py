@@ -39,6 +39,7 @@ from planaria_lab.planning.planner import (
     with_codecs,
 )
 from planaria_lab.simulator.churn import HOUR, Churn, LostPlace
+from planaria_lab.simulator.clock import ON_WIRE
 from planaria_lab.simulator.run import simulate_run
 from planaria_lab.simulator.step import simulate_step
 from planaria_lab.simulator.swarm import parameters, sites
@@ -551,7 +552,7 @@ def test_what_losses_cost_in_learning_follows_from_the_labs_runs() -> None:
 
 def test_a_transfer_takes_its_bytes_and_some_rounds() -> None:
     link = Link("a", "b", 50.0, 100.0)
-    assert 8.0 < transfer(1e8, link) < 8.0 * 1500 / 1448 + 0.1 * 15
+    assert 8.0 < transfer(1e8, link) < 8.0 * ON_WIRE + 0.1 * 15
     assert transfer(100, link) < 0.2
 
 

@@ -5,19 +5,30 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import combinations, count
+from random import Random
+from statistics import mean
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.node.averaging.coding import Averaged
+from planaria.node.driver.audits import BLOCKS
 from planaria.node.model.shape import Own, model_config
 from planaria.node.run_file import loads, override
+from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.background import LEAST, TARGET
 from planaria_lab.bench.simulator import by_simpy
 from planaria_lab.emulation.links import Link
 from planaria_lab.simulator.clock import ON_WIRE, Clock, Cores, Wire
-from planaria_lab.simulator.step import URGENCY, averaging_seconds, simulate_step
+from planaria_lab.simulator.step import (
+    URGENCY,
+    answer_bytes,
+    averaging_pieces,
+    averaging_seconds,
+    simulate_step,
+)
 from planaria_lab.simulator.swarm import (
     HEAD,
     HEARTBEAT,
@@ -36,6 +47,7 @@ from planaria_lab.simulator.swarm import (
     snapshot_bytes,
     uniform,
 )
+from tests.harness.reducing import BALLOT, Network, gradients, reduce_all
 
 PLAIN = "checkpoint"
 
@@ -199,9 +211,8 @@ def test_more_bandwidth_and_less_delay_help_a_swarm_that_waits_for_them() -> Non
 @given(swarms(), st.sampled_from([PLAIN, "checkfree", "snapshot", "redundant"]))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_bytes_add_up(simulated: Swarm, policy: str) -> None:
-    simulated = replace(
-        simulated, run=override(simulated.run, recovery__policy=policy, wire__averaging="bf16")
-    )
+    run = override(simulated.run, recovery__policy=policy, wire__averaging="bf16")
+    simulated = replace(simulated, run=override(run, trust__gradients="off"))
     step = simulate_step(simulated, steps=2)
     run, config, stages = simulated.run, simulated.config, range(simulated.config.stages + 1)
     hops = run.training.microbatches * len(stages)
@@ -219,6 +230,37 @@ def test_bytes_add_up(simulated: Swarm, policy: str) -> None:
         assert step.bytes >= expected - slack
     else:
         assert step.bytes == pytest.approx(expected, abs=slack)
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_audits_take_the_bytes_that_replicas_send(codec: Averaged, replicas: int) -> None:
+    audited = swarm(stages=1, replicas=replicas, wire__averaging=codec)
+    plain = replace(audited, run=override(audited.run, trust__gradients="off"))
+    nodes = [f"n{number}" for number in range(replicas)]
+    network = Network(nodes, codec, signed=True)
+    assert set(reduce_all(network, gradients(nodes, parameters(audited.config, 1)))) == {None}
+    kept = [
+        known for averaging in network.nodes.values() if (known := averaging.take_evidence(BALLOT))
+    ]
+    numbers = [Random(number).getrandbits(32) for number in range(20 * BLOCKS)]
+    answers = [
+        known.answer(numbers[at : at + BLOCKS])
+        for at in range(0, len(numbers), BLOCKS)
+        for known in kept
+    ]
+    size = answer_bytes(audited, 1)
+    assert size == pytest.approx(mean(answer.size for answer in answers), rel=0.05)
+    assert answer_bytes(audited, 0) == answer_bytes(plain, 1) == 0
+    signed: dict[str, list[int]] = {"contribution": [], "sum": []}
+    for answer in answers:
+        for block in pb.AuditAnswer.FromString(bytes(answer.payload)).blocks:
+            for blocks in block.signed:
+                signed[blocks.phase].append(blocks.ByteSize())
+    longer = averaging_pieces(audited, 1, replicas)[1] - averaging_pieces(plain, 1, replicas)[1]
+    assert longer == pytest.approx(mean(map(mean, signed.values())), rel=0.05)
+    more = simulate_step(audited).bytes - simulate_step(plain).bytes
+    assert more == pytest.approx(replicas * (size + 2 * (replicas - 1) * longer))
 
 
 def test_snapshots_of_stage_0_get_through_when_links_have_time() -> None:
