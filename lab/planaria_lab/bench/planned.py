@@ -35,7 +35,7 @@ from planaria_lab.emulation.links import Link, Network
 from planaria_lab.emulation.live_swarm import MeasuredSwarm, measure, train
 from planaria_lab.emulation.paced_node import Pace, run_paced
 from planaria_lab.planning.planner import Candidate, Machine, Question, answer, with_codecs
-from planaria_lab.simulator.step import simulate_step
+from planaria_lab.simulator.step import simulate_step, typical_seconds
 from planaria_lab.simulator.swarm import Swarm, sites
 
 OUT = Path("out/planned")
@@ -128,7 +128,7 @@ def computing(plan: Candidate, out: Path) -> float:
 def compare(seed: int) -> Iterator[str]:
     plan, wider = planned(homes(seed))
     wire, training = plan.run.wire, plan.run.training
-    simulated = simulate_step(plan.swarm, SIMULATED)
+    simulated = typical_seconds(plan.swarm, SIMULATED)
     yield (
         f"homes {seed}: {plan.shape}, {plan.policy}, {training.microbatches} microbatches of "
         f"{training.microbatch}, {plan.swarm.in_flight} in flight, {wire.activations} / "
@@ -142,10 +142,10 @@ def compare(seed: int) -> Iterator[str]:
         "policy": plan.policy,
         "planned": plan.estimate.step,
         "wider": wider and wider.estimate.step,
-        "simulated": simulated.seconds,
+        "simulated": simulated,
         "live": step,
         "quartiles": statistics.quantiles(measured.step_seconds, n=4)[::2],
-        "bytes": simulated.bytes,
+        "bytes": simulate_step(plan.swarm, SIMULATED).bytes,
         "live_bytes": measured.step_bytes,
         "computing": computing(plan, out),
         "late": measured.late,
@@ -155,7 +155,7 @@ def compare(seed: int) -> Iterator[str]:
     keep("planned", seed=seed, **figures)
     yield (
         f"a step: planned {plan.estimate.step:.3f} s ({plan.estimate.step / step - 1:+.1%}), "
-        f"simulated {simulated.seconds:.3f} s ({simulated.seconds / step - 1:+.1%}), "
+        f"simulated {simulated:.3f} s ({simulated / step - 1:+.1%}), "
         f"live {step:.3f} s; {plan.tokens_per_second:,.0f} tokens/s planned, "
         f"{plan.tokens_per_second * plan.estimate.step / step:,.0f} live"
     )

@@ -203,7 +203,7 @@ def _together(busy: Iterable[float]) -> float:
     """Seconds for which resources delay a step that are busy for these seconds each. Microbatches
     of several sources get in each other's way at each resource, so this is more than the maximum.
     """
-    return math.fsum(max(0.0, seconds) ** QUEUES for seconds in busy) ** (1 / QUEUES)
+    return float(math.fsum(max(0.0, seconds) ** QUEUES for seconds in busy) ** (1 / QUEUES))
 
 
 class Trip(NamedTuple):

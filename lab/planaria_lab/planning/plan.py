@@ -402,7 +402,7 @@ def _print_plan(
     from planaria_lab.planning.handover import NOTICES
     from planaria_lab.planning.handover import notice_summary as in_words
     from planaria_lab.planning.planner import described
-    from planaria_lab.simulator.step import simulate_step
+    from planaria_lab.simulator.step import typical_seconds
 
     heirs = handovers(plan.swarm, plan.estimate.step)
     training = plan.run.training
@@ -415,7 +415,7 @@ def _print_plan(
     sheet.add_row("in flight", f"{most}{plan.swarm.in_flight} a source")
     sheet.add_row("on the wire", _codecs_and_why(plan, wider))
     sheet.add_row("recomputation", "yes" if training.recompute else "no")
-    simulated = simulate_step(plan.swarm, steps=2).seconds
+    simulated = typical_seconds(plan.swarm, steps=2)
     sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")
     sheet.add_row("tokens a second", f"{plan.tokens_per_second:,.0f}, while no node is missing")
     target = f"{question.tokens:,.0f} tokens, {plan.run.steps:,} steps"
