@@ -48,13 +48,17 @@ TESTS: Final = {
     "short": OutlierTest(
         0.25, 0.75, f"they are less than 1/{UNUSUAL} times as long as the others'"
     ),
+    "reversed": OutlierTest(
+        0.0625, 0.75, "they point against those of the other replicas, and are longer"
+    ),
 }
 """For a correct replica, two gradients that are only noise have a positive product half of the
 time. So more than half of its products are negative, and those of the others positive, in a quarter
 of the audits; with a gradient that all of them estimate, less often. It is longer than more than
 half of the others at most half of the time, and seldom by as much. No ratio of lengths is
 impossible: if no token of a replica went to an expert, its gradient there is zero, or what error
-feedback has left."""
+feedback has left. The sign of noise doesn't depend on its length, so a gradient is long and against
+the others in a sixteenth of the audits at most."""
 ROLES: Final = {"contributor": "its gradients", "adder": "its gradients in the sums that it makes"}
 SILENCE: Final = OutlierTest(0.01, 0.5, "it doesn't answer audits")
 
@@ -83,10 +87,12 @@ def compare_gradients(
         above = min(above, _difference(length, median_high(lengths)))
         below = min(below, _difference(median_low(lengths), length))
     below = below if tokens[node] else -math.inf
+    against, long = against and agree, above > math.log(UNUSUAL)
     return {
-        "against": against and agree,
-        "long": above > math.log(UNUSUAL),
+        "against": against,
+        "long": long,
         "short": below > math.log(UNUSUAL),
+        "reversed": against and long,
     }
 
 

@@ -97,6 +97,11 @@ def test_a_liar_is_named_soon_and_nobody_else(shares: Shares, lie: Lie, reason: 
         assert reason in named[liar]
 
 
+def test_who_reverses_and_doubles_a_gradient_is_named_after_a_dozen_audits() -> None:
+    """Its lie undoes what two others teach, so each audit until then costs a step."""
+    assert Stage((4, 4, 4), 8.0).named(13, n1=lambda x: -2 * x).keys() == {"n1"}
+
+
 @pytest.mark.parametrize("lie", [-1.0, 1.0])
 def test_who_contributes_without_tokens_is_named(lie: float) -> None:
     stage = Stage((0, 4, 4), 8.0)
