@@ -545,9 +545,16 @@ def narrower(question: Question, best: Candidate) -> Candidate | None:
 
 
 def _best(question: Question, plans: Iterable[Candidate]) -> Candidate | None:
-    """The best plan that meets the deadline and the budget; None: no plan does."""
-    able = (plan for plan in plans if not _why_not(question, plan))
-    return min(able, key=lambda plan: _worth(question, plan), default=None)
+    """The best plan that meets the deadline and the budget; None: no plan does. Of nearly equal
+    plans, one with the run file's policy is the best."""
+    able = [(_worth(question, plan), plan) for plan in plans if not _why_not(question, plan)]
+    most = (1 + ALIKE) * min((worth[0] for worth, _ in able), default=0.0)
+    alike = [
+        (plan.policy != question.run.recovery.policy, worth, number)
+        for number, (worth, plan) in enumerate(able)
+        if worth[0] <= most
+    ]
+    return able[min(alike)[2]][1] if alike else None
 
 
 def _worth(question: Question, plan: Candidate) -> tuple[float, float]:
@@ -589,14 +596,14 @@ def _shown(question: Question, plans: Sequence[Candidate], best: Candidate) -> l
 
 def _why(plan: Candidate, best: Candidate) -> str:
     """The main reason why a plan is worse than the best one, as text."""
-    if plan.seconds < best.seconds:
+    if plan.seconds < best.seconds and plan.money > best.money:
         return f"costs more: {plan.money:,.2f} instead of {best.money:,.2f}"
     ours, its = best.estimate, plan.estimate
     spent = {name: seconds - ours.spent[name] for name, seconds in its.spent.items()}
     name = max(spent, key=lambda cause: spent[cause])
     more = plan.seconds / best.seconds - 1
     if more < ALIKE:
-        return f"nearly as good: {more:+.2%} of the time"
+        return f"nearly as good: {round(more, 4) + 0.0:+.2%} of the time"
     if name == "training":
         return f"a step takes {its.step:.3g} s instead of {ours.step:.3g} s"
     reasons = {

@@ -24,6 +24,7 @@ from planaria_lab.planning.estimate import LEARNING, sent_bytes, transfer
 from planaria_lab.planning.memory import needed, whole
 from planaria_lab.planning.plan import behind as replay_behind
 from planaria_lab.planning.planner import (
+    ALIKE,
     RESERVE,
     Answer,
     Candidate,
@@ -155,7 +156,7 @@ def test_the_best_is_the_best_and_its_run_file_is_whole(asked: Question) -> None
         assert all(math.isinf(plan.seconds) for plan in plans(asked))
         return
     best = result.best
-    assert best.seconds == min(plan.seconds for plan in plans(asked))
+    assert best.seconds <= (1 + ALIKE) * min(plan.seconds for plan in plans(asked))
     assert loads(dumps(best.run)) == best.run
     assert best.run.steps * best.run.training.batch * 64 >= asked.tokens
     assert best.run.swarm.replicas == min(best.counts)
@@ -548,6 +549,13 @@ def test_what_losses_cost_in_learning_follows_from_the_labs_runs() -> None:
     assert LEARNING["relearned"].behind == pytest.approx(statistics.fmean(relearned), rel=0.05)
     for behind in relearned:
         assert LEARNING["relearned"].behind == pytest.approx(behind, rel=0.25)
+
+
+def test_of_nearly_equal_plans_one_keeps_the_policy_of_the_run_file() -> None:
+    asked = question(nodes=12, tokens=1e6)
+    for policy in ("auto", "snapshot", "checkfree"):
+        wanted = replace(asked, run=override(asked.run, recovery__policy=policy))
+        assert answer(wanted).best.policy == policy
 
 
 def test_a_transfer_takes_its_bytes_and_some_rounds() -> None:
