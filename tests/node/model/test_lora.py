@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from planaria.node.model.lora import Frozen, add_adapters, copy_with, initial_adapters
-from planaria.node.model.modules import BodyStage, build_stage
+from planaria.node.model.lora import Frozen, add_adapters, initial_adapters
+from planaria.node.model.modules import BodyStage, build_stage, copy_with
 from planaria.node.model.shape import (
     ADAM_BYTES,
     VALUE,
