@@ -335,11 +335,6 @@ class ModelConfig:
         first, *bodies = map(figure, range(2 if self.alike else self.stages + 1))
         return first, max(bodies)
 
-    @property
-    def stage_bytes(self) -> tuple[int, int]:
-        """Bytes of weights, gradients and moments: of stage 0, and of the largest body stage."""
-        return self._ends_and_body(self.bytes_of)
-
     def bytes_of(self, stage: int) -> int:
         """Bytes of a stage's weights, gradients and moments."""
         trained = self.state_bytes(stage) + VALUE * self.trained_in(stage)
@@ -379,7 +374,7 @@ class ModelConfig:
     @property
     def seat_bytes(self) -> float:
         """Bytes of memory of a node that serves the largest stage."""
-        return COMPUTED * max(self.stage_bytes)
+        return COMPUTED * max(self._ends_and_body(self.bytes_of))
 
 
 @lru_cache(maxsize=1024)
