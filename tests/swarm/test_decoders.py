@@ -15,7 +15,7 @@ from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.modules import inference_stage
+from planaria.node.model.modules import copy_with, empty_stage
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import RunFile, RunFileError, from_fields, override
 from planaria.node.state.regrouped_saves import model_as_saved
@@ -71,7 +71,9 @@ async def test_a_family_is_trained_healed_and_exported(
     export(tmp_path / "again", parts)
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :32]
     with torch.no_grad():
-        ends, *bodies = (inference_stage(run.config, of, flat[of], swarm.own) for of in range(4))
+        ends, *bodies = (
+            copy_with(empty_stage(run.config, of, swarm.own), flat[of]) for of in range(4)
+        )
         x = ends.embed(tokens)
         for body in bodies:
             x = body(x)

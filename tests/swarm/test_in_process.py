@@ -31,7 +31,7 @@ from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.errors import NodeError
 from planaria.node.model.checkpoint import Checkpoint
-from planaria.node.model.modules import inference_stage
+from planaria.node.model.modules import copy_with, empty_stage
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
@@ -368,7 +368,9 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         weights.numpy().tobytes() for weights in whole
     ]
     weights = [torch.from_numpy(values) for values in saved_weights(tmp_path, run, stages.step)]
-    ends, *body = (inference_stage(run.model.config, stage, w) for stage, w in enumerate(weights))
+    ends, *body = (
+        copy_with(empty_stage(run.model.config, stage), w) for stage, w in enumerate(weights)
+    )
     x = reduce(lambda x, stage: stage(x), body, ends.embed(inputs))
     assert loss == pytest.approx(float(ends.loss(x, targets)), rel=1e-6)
 

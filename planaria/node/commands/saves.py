@@ -33,7 +33,12 @@ def regroup_command(
     file, for example with more or fewer stages."""
     from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import loads
-    from planaria.node.state.regrouped_saves import regroup_newest, saves_of_one_run
+    from planaria.node.state.regrouped_saves import (
+        choose_saves,
+        model_as_saved,
+        rewrite_saves,
+        saves_of_one_run,
+    )
     from planaria.node.state.save_file import Contents
     from planaria.node.state.saves import Saves, find_saves
 
@@ -41,15 +46,16 @@ def regroup_command(
         described = await client.describe()
         run = loads(described.run_file, "the registry's run file")
         saves = saves_of_one_run(find_saves(*folders), excluded=described.run)
-        config = run.model.config
+        config = run.config
 
         def open_folder(stage: int) -> Saves:
             contents = Contents.of(config, stage)
             return Saves(out, described.run, stage, run.saves.keep, contents)
 
-        regrouped = regroup_newest(saves, config, open_folder, run.training.betas)
+        chosen = choose_saves(saves, model_as_saved(saves, config).stages)
+        rewrite_saves(chosen, config, open_folder, run.training.betas)
         say(
-            f"step {regrouped.step} of {saves[0].run} is in {out} for {described.run}: stage-0 to "
+            f"step {chosen[0].step} of {saves[0].run} is in {out} for {described.run}: stage-0 to "
             f"stage-{config.stages}, each for the --save-dir of a node of that stage"
         )
 

@@ -41,10 +41,6 @@ class Recipe(PrepareOptions):
             )
         if not 0 <= self.skip_bad <= 1:
             raise CorpusError(f"--skip-bad is a share between 0 and 1, not {self.skip_bad}")
-        if self.context is not None and self.context < 1:
-            raise CorpusError(f"--context is a number of tokens, at least 1, not {self.context}")
-        if not self.inputs:
-            raise CorpusError("nothing to prepare: name a text file, a folder or a dataset")
         separator = self.document_separator or ""
         try:
             re.compile(separator)

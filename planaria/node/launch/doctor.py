@@ -45,6 +45,7 @@ from planaria.node.launch.diagnosis import (
 )
 from planaria.node.launch.errors import NodeError
 from planaria.node.launch.own_folders import data_below, own_folder
+from planaria.node.report.run_state import RunState
 from planaria.node.run_file import RunFile, RunFileError, loads
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ async def gather_facts(examined: Examined, version: str, elapsed: float = 0.0) -
             if isinstance(described, UnknownFact)
             else described.protocol,
             run=run,
-            tokens_per_second=_tokens_per_second(described),
+            tokens_per_second=RunState(
+                Description() if isinstance(described, UnknownFact) else described
+            ).tokens_per_second,
             tls=examined.credentials.channel is not None,
             loopback=all(Address.parse(address).is_loopback for address in addresses.registries),
             clock=clock,
@@ -206,14 +209,6 @@ def _run_of(described: Description | UnknownFact) -> RunFile | UnknownFact:
         return loads(described.run_file, "the registry's run file")
     except RunFileError as error:
         return UnknownFact(str(error))
-
-
-def _tokens_per_second(described: Description | UnknownFact) -> float:
-    """Tokens per second of the run, as its nodes report."""
-    if isinstance(described, UnknownFact):
-        return 0.0
-    seats = [seat for member in described.members for seat in member.report.seats]
-    return max((seat.tokens_per_second for seat in seats), default=0.0)
 
 
 @asynccontextmanager

@@ -9,12 +9,9 @@ nothing of planaria but this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor, nn
-
-from planaria.node.model.shape import ModelConfig
 
 
 class Ends(Protocol):
@@ -47,6 +44,3 @@ class Architecture(Protocol):
         """Standard deviation of the initial normal distribution of the parameter `name` of a block,
         or of the ends. 0 keeps the constructor's values. That is for ones and zeros: random ones
         may differ between kinds of processors."""
-
-
-Build: TypeAlias = Callable[[ModelConfig], Architecture]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:
-    """Add adapters with these flat weights, float32 [n], to a stage, and freeze the rest."""
+    """Add adapters to a stage, as views of these flat weights, float32 [n], and freeze the rest."""
     lora = config.lora
     assert lora is not None
     for parameter in module.parameters():
@@ -59,17 +58,12 @@ def add_adapters(module: Stage, config: ModelConfig, stage: int, weights: Tensor
         owner, base = module.get_submodule(parent), module.get_submodule(name)
         assert isinstance(base, kinds)
         setattr(owner, local, AdaptedLinear(base, lora.rank, lora.scale))
-    _set_adapters(module, weights)
-    return module
-
-
-def _set_adapters(module: nn.Module, weights: Tensor) -> None:
-    """Make a stage's adapters views of these weights."""
     offset = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = weights[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+    return module
 
 
 def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
@@ -130,14 +124,6 @@ def _fits_bf16(part: Tensor) -> bool:
     """Whether bf16 represents a parameter exactly; True for vectors, which stay float32."""
     some = torch.split(part.flatten(), AT_ONCE)
     return part.dim() < 2 or all(torch.equal(values.bfloat16().float(), values) for values in some)
-
-
-def copy_with(module: Stage, weights: Tensor) -> Stage:
-    """A copy of a stage with these flat weights as its trained ones; the rest is shared."""
-    shared = (tensor for tensor in module.parameters() if not tensor.requires_grad)
-    copy = deepcopy(module, {id(tensor): tensor for tensor in (*shared, *module.buffers())})
-    _set_adapters(copy, weights)
-    return copy
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

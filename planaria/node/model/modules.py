@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -430,24 +431,12 @@ def _llama_deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> 
     return deviation / (2 * config.layers) ** 0.5 if residual else deviation
 
 
-def inference_stage(
-    config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
-) -> Stage:
-    """A stage that isn't trained, whose parameters are views of flat `weights`, float32 [n]."""
-    if own is not None:  # it may have buffers
-        module = empty_stage(config, stage, own).to(weights.device)
-        split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])
-        for parameter, part in zip(module.parameters(), split, strict=True):
-            parameter.data = part.view(parameter.shape)
-        return module.requires_grad_(False)
-    with torch.device("meta"):
-        module = _new_stage(config, stage, None)
-    offset = 0
-    for name, parameter in list(module.named_parameters()):
-        owner, _, local = name.rpartition(".")
-        part = weights[offset : offset + parameter.numel()].view(parameter.shape)
-        setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
-        offset += parameter.numel()
-    assert isinstance(module, LlamaBody | LlamaEnds)
-    module.set_constants(config)
-    return module.to(weights.device)
+def copy_with(module: Stage, weights: Tensor) -> Stage:
+    """A copy of a stage whose trained parameters are views of flat `weights`, float32 [n]; the rest
+    is shared."""
+    same = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parts = torch.split(weights, [parameter.numel() for parameter in trained])
+    for parameter, part in zip(trained, parts, strict=True):
+        same[id(parameter)] = nn.Parameter(part.view_as(parameter))
+    return deepcopy(module, same)

@@ -314,26 +314,12 @@ class ModelConfig:
     @property
     def parameters(self) -> tuple[int, int]:
         """Number of parameters of stage 0, and of the largest body stage."""
-        if self.own is not None:
-            ends, *bodies = map(self.values_in, self._unlike)
-            return ends, max(bodies)
-        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.dim * (q + 2 * k) + self.written * q
-        attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
-        attention += self.written * self.attention_bias
-        layer = attention + (2 * self.dim + self.written) * self.hidden + 2 * self.dim
-        layer += (2 * self.hidden + self.written) * self.mlp_bias
-        head = 0 if self.tied else self.vocabulary * self.dim
-        ends = self.vocabulary * self.written + head + self.dim
-        return ends, max(self.cut) * layer
+        return self._ends_and_body(self.values_in)
 
     @property
     def trained(self) -> tuple[int, int]:
         """Number of trained parameters of stage 0, and of the largest body stage."""
-        if self.lora is None:
-            return self.parameters
-        first, *bodies = map(self.trained_in, self._unlike)
-        return first, max(bodies)
+        return self._ends_and_body(self.trained_in)
 
     def trained_in(self, stage: int) -> int:
         """Number of trained parameters of a stage, whose layers may be unlike other stages'."""
@@ -344,15 +330,9 @@ class ModelConfig:
         """Whether all body stages have as many layers, with parameters of the same shapes."""
         return (self.own is None or not self.own.others) and len({*self.cut}) == 1
 
-    @property
-    def _unlike(self) -> range:
-        """Stages with shapes of their own: 0, 1, and more where body stages differ."""
-        return range(2 if self.alike else self.stages + 1)
-
-    @property
-    def stage_bytes(self) -> tuple[int, int]:
-        """Bytes of weights, gradients and moments: of stage 0, and of the largest body stage."""
-        first, *bodies = map(self.bytes_of, self._unlike)
+    def _ends_and_body(self, figure: Callable[[int], int]) -> tuple[int, int]:
+        """A figure of stage 0, and that of the largest body stage."""
+        first, *bodies = map(figure, range(2 if self.alike else self.stages + 1))
         return first, max(bodies)
 
     def bytes_of(self, stage: int) -> int:
@@ -394,7 +374,7 @@ class ModelConfig:
     @property
     def seat_bytes(self) -> float:
         """Bytes of memory of a node that serves the largest stage."""
-        return COMPUTED * max(self.stage_bytes)
+        return COMPUTED * max(self._ends_and_body(self.bytes_of))
 
 
 @lru_cache(maxsize=1024)

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from planaria.node.model.lora import copy_with
-from planaria.node.model.modules import BodyStage
+from planaria.node.model.modules import BodyStage, copy_with
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import BoundaryPair, FetchedTensors
 from planaria.node.state.relearn import PairSlice, PairSliceResult

@@ -72,8 +72,7 @@ class StageOptimizer:
     in the order of `module.named_parameters()`. The module is moved there; its parameters and their
     `.grad` become views, so backward adds into `gradient`. `steps` is Adam's own count: a rebuilt
     stage restarts at 0. `seconds`: spent in `step`. Weight decay applies to matrices, not to norms
-    and biases, which are vectors. Raises ValueError for a module without parameters or of other
-    dtypes.
+    and biases, which are vectors.
     """
 
     def __init__(
@@ -85,16 +84,9 @@ class StageOptimizer:
         muon: float = 0.0,
     ) -> None:
         """`muon`: rate of matrices as a multiple of `lr`; 0: AdamW."""
-        all_parameters = dict(module.to(device).named_parameters())
-        if not all_parameters:
-            raise ValueError(f"{type(module).__name__} has no parameters to optimize")
-        parameters = {
-            name: parameter for name, parameter in all_parameters.items() if parameter.requires_grad
-        }
-        for name, parameter in parameters.items():
-            if parameter.dtype != torch.float32:
-                raise ValueError(f"{name} is {parameter.dtype}, only torch.float32 is optimized")
-        flat = [parameter.detach().flatten() for parameter in parameters.values()]
+        parameters = module.to(device).parameters()
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        flat = [parameter.detach().flatten() for parameter in self._parameters]
         self.weights = torch.cat([torch.empty(0, device=device), *flat])
         self.gradient = torch.zeros_like(self.weights)
         self.first_moment = torch.zeros_like(self.weights)
@@ -102,7 +94,6 @@ class StageOptimizer:
         self.steps = 0
         self.seconds = 0.0
         self._betas, self._weight_decay, self._muon = betas, weight_decay, muon
-        self._parameters = list(parameters.values())
         for parameter, weights in self._split(self.weights):
             parameter.data = weights.view_as(parameter)
         self.accumulate_into(self.gradient)

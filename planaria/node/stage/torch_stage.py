@@ -18,13 +18,13 @@ from planaria.node.data.tokenizer import read_part
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint, digest_of, first_few
 from planaria.node.model.layout import Weight, counterparts
-from planaria.node.model.lora import Frozen, copy_with
+from planaria.node.model.lora import Frozen
 from planaria.node.model.modules import (
     BodyStage,
     EmbeddingStage,
     Stage,
     build_stage,
-    inference_stage,
+    copy_with,
 )
 from planaria.node.model.quantized import slots, words_of
 from planaria.node.ports import Learned
@@ -235,11 +235,7 @@ class TorchStage:
     def _module_with(self, weights: Tensor) -> Stage:
         """The stage's torch module with other weights, float32 [n]; cached while they exist."""
         if self._other is None or self._other[0]() is not weights:
-            on_device = weights.data.to(self._device)
-            if self._base is None:
-                module = inference_stage(self.config, self.stage, on_device, self._beginning.own)
-            else:
-                module = copy_with(self._module, on_device)
+            module = copy_with(self._module, weights.data.to(self._device))
             self._other = weakref.ref(weights, self._drop_other), module
         return self._other[1]
 

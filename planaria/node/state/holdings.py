@@ -8,7 +8,6 @@ decide which of these exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -88,7 +87,6 @@ class Holdings:
         """`twin`, `checkpoint_dir`: if the policy has them; `layout`: of a stage's
         tensors. Raises SaveError for a folder that can't be used."""
         self.host, self.twin = host, twin
-        self._twin_digest: tuple[StateId | None, bytes] = (None, b"")  # at its last update
         self.stage, self.run, self.config = host.stage, host.run, host.config
         run = host.run
         self.policy = run.policy
@@ -197,7 +195,6 @@ class Holdings:
         """Apply a commit to the twin; called in the compute thread, after the optimizer."""
         if self.twin is not None:
             self.twin.apply(commit, lr)
-            self._twin_digest = self.twin.state.id, self.twin.optimizer.digest()
 
     def save(self, state: StageState, first: bool, always: bool = False) -> None:
         """Save the state, if its step is due; in the compute thread. Of a stage's replicas only the
@@ -263,8 +260,7 @@ class Holdings:
         holdings = self.holder.holdings() if self.holder is not None else []
         if self.twin is not None:
             twin = self.twin.state.id.holding("redundant")
-            state_id, digest = self._twin_digest
-            twin.digest = digest if state_id == self.twin.state.id else b""
+            twin.digest = self.twin.state.digest
             holdings.append(twin)
         return holdings + [
             save.holding(files.kind) for files in self.files for save in files.listed()
@@ -280,10 +276,7 @@ class Holdings:
     def held_state(self, kind: str, stage: int) -> StageState | None:
         """The held state that a joiner requests; None: this node has none."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
-            state_id, digest = self._twin_digest
-            return replace(
-                self.twin.state, digest=digest if state_id == self.twin.state.id else b""
-            )
+            return self.twin.state
         return None if self.holder is None else self.holder.state(kind, stage)
 
     async def load(self, source: pb.Source, method: str) -> StageState:

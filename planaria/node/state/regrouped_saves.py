@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planaria.node.model.shape import BETAS, ModelConfig
+from planaria.node.model.shape import ModelConfig
 from planaria.node.state.save_file import Bytes, Pieces, SaveFile
 from planaria.node.state.saves import Saves
 from planaria.node.state.stage_state import TENSORS, SaveError, StageState, StateId
@@ -52,10 +52,8 @@ def layer_ranges(stage: int, before: ModelConfig, after: ModelConfig) -> list[La
     return ranges
 
 
-def regrouped_state(
-    stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFile]]
-) -> StageState:
-    """The state of a stage of `stages` body stages, without its tensors.
+def regrouped_state(stage: int, parts: Sequence[tuple[LayerRange, SaveFile]]) -> StageState:
+    """The state of a stage, without its tensors.
 
     Its layers share one count of Adam's steps, the least of theirs: as after a rebuild, estimates
     soon consist of new gradients. A layer's share of its stage's gradient norm is unknown and not
@@ -176,27 +174,14 @@ def choose_saves(
             }
 
 
-def regroup_newest(
-    saves: Sequence[SaveFile],
-    config: ModelConfig,
-    open_folder: Callable[[int], Saves],
-    betas: tuple[float, float] = BETAS,
-) -> Resume:
-    """Write one run's newest saves anew for the stages of `config`, into the folder that
-    `open_folder` has for each; `betas` are the run's. Returns what they were made of. Raises
-    SaveError, OSError."""
-    chosen = choose_saves(saves, model_as_saved(saves, config).stages)
-    rewrite_saves(chosen, config, open_folder, betas)
-    return chosen[0]
-
-
 def rewrite_saves(
     chosen: tuple[Resume, Mapping[int, Sequence[SaveFile]]],
     config: ModelConfig,
     open_folder: Callable[[int], Saves],
     betas: tuple[float, float],
 ) -> None:
-    """Like `regroup_newest`, for the saves that `choose_saves` has chosen."""
+    """Write the saves that `choose_saves` has chosen anew for the stages of `config`, into the
+    folder that `open_folder` has for each; `betas` are the run's. Raises SaveError, OSError."""
     resumed, parts_of = chosen
     before = model_as_saved(chain.from_iterable(parts_of.values()), config)
     if not resumed.exact and before.cut != config.cut:
@@ -208,7 +193,7 @@ def rewrite_saves(
         parts = layer_ranges(stage, before, config)
         if all(piece.stage in parts_of for piece in parts):
             made_of = [(piece, parts_of[piece.stage][0]) for piece in parts]
-            state = regrouped_state(stage, config.stages, made_of)
+            state = regrouped_state(stage, made_of)
             names = TENSORS[: config.tensors_in(stage)]
             _write_stage(open_folder(stage), state, made_of, names, betas)
 

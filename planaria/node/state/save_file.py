@@ -81,10 +81,6 @@ class Contents(NamedTuple):
         cut = {"stages": config.stages, "sizes": config.cut}
         return cls(shapes, {**cut, **to_config(config, "float32", None)})
 
-    @property
-    def values(self) -> int:
-        return sum(map(math.prod, self.parameters.values()))
-
 
 @dataclass(frozen=True)
 class SaveFile:

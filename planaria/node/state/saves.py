@@ -25,11 +25,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
-import torch
-
 from planaria.bootstrap.files import flush
 from planaria.node.state.save_file import (
-    METADATA,
     VALUE,
     Bytes,
     Contents,
@@ -40,7 +37,6 @@ from planaria.node.state.save_file import (
     digest_of,
     encode_header,
     header_fields,
-    invalid_number,
     open_save,
     read_tensors,
     state_in,
@@ -83,8 +79,6 @@ class Saves:
         milestones: int = 0,
     ) -> None:
         """`contents`: name and shape of each parameter in the files."""
-        if keep < 1:
-            raise ValueError(f"{keep} saves to keep; at least 1")
         self.folder = folder / f"stage-{stage}"
         self.run, self.stage, self.keep, self.contents = run, stage, keep, contents
         self._milestones = milestones
@@ -143,30 +137,9 @@ class Saves:
         or stage. Tensors' names and sizes are as saved; the caller checks whether they fit."""
         return self._read(save, keep_tensors=True)
 
-    def check(self, state: StageState) -> None:
-        """Checks a state to be saved. Raises ValueError for one of another stage, for tensors that
-        aren't flat, contiguous float32, negative numbers, and an omega that isn't finite."""
-        if state.id.stage != self.stage:
-            raise ValueError(
-                f"stage {state.id.stage} is not saved in {self.folder}, which is for stage "
-                f"{self.stage}"
-            )
-        file = file_name(state.id.age)
-        if wrong := invalid_number(state):
-            raise ValueError(f"{file}: {wrong} is not a finite number of at least 0")
-        for name, tensor in state.tensors.items():
-            if name == METADATA:
-                raise ValueError(f"{file}: no tensor can be named {name}")
-            if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{file}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
-                    "contiguous torch.float32 is saved"
-                )
-
     def write(self, state: StageState) -> None:
-        """Write the state to disk before returning; older saves stay until then. Raises OSError,
-        and ValueError as `check` does."""
-        self.check(state)
+        """Write the state of this stage to disk before returning; older saves stay until then.
+        Raises OSError."""
         tensors = {name: bytes_of(t.detach().cpu()) for name, t in state.tensors.items()}
         self.write_pieces(
             state,
@@ -175,13 +148,6 @@ class Saves:
 
     def write_pieces(self, state: StageState, tensors: Mapping[str, Pieces]) -> None:
         """As `write`, for a state with these tensors; each is made twice."""
-        self.check(state)
-        for name, (length, _) in tensors.items():
-            if length != self.contents.values:
-                raise ValueError(
-                    f"{file_name(state.id.age)}: {name} has {length} values, and the parameters of "
-                    f"stage {self.stage} {self.contents.values}"
-                )
         listed = [(name, values.length, digest_of(values)) for name, values in tensors.items()]
         header = encode_header(header_fields(self.run, state, listed, self.contents))
         contents = chain.from_iterable(values.pieces() for values in tensors.values())

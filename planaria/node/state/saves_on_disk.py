@@ -48,8 +48,6 @@ class SavesOnDisk:
     `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
     there. A save that is left out has failed if the disk has held the oldest one up for STALLED
     seconds.
-
-    Raises ValueError when `saves` keeps too few for stages to share a step (see `Saves`).
     """
 
     def __init__(
@@ -60,13 +58,6 @@ class SavesOnDisk:
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
     ) -> None:
-        if in_flight < 1:
-            raise ValueError(f"{in_flight} writes in flight; at least 1")
-        if saves.keep < 2 + in_flight:
-            raise ValueError(
-                f"{saves.keep} saves are kept, but {2 + in_flight} are needed ({in_flight} in "
-                "flight) for the stages to have one of the same step"
-            )
         self.critical_seconds = 0.0  # of the compute thread, spent in `write`
         self.bytes_written = 0
         self.left_out = 0
@@ -84,7 +75,6 @@ class SavesOnDisk:
 
     def write(self, state: StageState) -> None:
         started = time.perf_counter()
-        self._saves.check(state)
         with self._changed:
             error = self._take(state, started)
         if error:

@@ -199,6 +199,7 @@ class Twin(Hearing):
             omega=self.state.omega if commit.skipped else squared_norm,
             last=commit,
             optimizer_step=self.optimizer.steps,
+            digest=self.optimizer.digest(),
         )
 
     # --- the state
@@ -209,7 +210,7 @@ class Twin(Hearing):
         Raises ValueError when it isn't a state of that stage; nothing changes then.
         """
         self.optimizer.load(state.tensors.items(), state.optimizer_step)
-        self.state = replace(state, tensors=self.state.tensors)
+        self.state = replace(state, tensors=self.state.tensors, digest=b"")
 
 
 class _GradientAssembly:

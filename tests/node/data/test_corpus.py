@@ -558,7 +558,6 @@ def test_of_a_few_documents_about_the_share_is_held_out(
         ({"validation": 0.0}, "between 0 and 1, not 0.0"),
         ({"validation": 1.0}, "between 0 and 1, not 1.0"),
         ({"vocabulary": 256}, "--vocabulary 256 is too small"),
-        ({"inputs": []}, "nothing to prepare"),
         ({"document_separator": "("}, r"'\(' is not a regular expression"),
     ],
 )

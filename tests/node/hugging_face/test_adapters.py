@@ -21,8 +21,8 @@ from planaria.node.hugging_face.export import ExportError, ModelParts
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
-from planaria.node.model.lora import copy_with, initial_adapters
-from planaria.node.model.modules import EmbeddingStage
+from planaria.node.model.lora import initial_adapters
+from planaria.node.model.modules import EmbeddingStage, copy_with
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.stage.initial import InitialStages

@@ -25,7 +25,7 @@ from planaria.node.hugging_face.export import (
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import Weight, model_weights
-from planaria.node.model.modules import build_stage, inference_stage
+from planaria.node.model.modules import build_stage, copy_with, empty_stage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from tests.node.data.test_tokenizer import AROUND, NAMED, TEXTS, documents, prepared, write
@@ -148,7 +148,7 @@ def test_heads_of_any_width_are_exported(tmp_path, config) -> None:
 def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
     config = replace(GROUPED, subspace=5)
     flat = exported(tmp_path / "out", config)
-    ends, *bodies = (inference_stage(config, stage, weights) for stage, weights in flat.items())
+    ends, *bodies = (copy_with(empty_stage(config, of), flat[of]) for of in flat)
     tokens = some_tokens(config, 24)
     x = ends.embed(tokens)
     for body in bodies:

@@ -24,7 +24,7 @@ from planaria.node.model.decoder import (
     document_positions,
 )
 from planaria.node.model.lora import add_adapters, initial_adapters
-from planaria.node.model.modules import build_stage, empty_stage, inference_stage
+from planaria.node.model.modules import build_stage, copy_with, empty_stage
 from planaria.node.model.quantized import QuantizedLinear, slots, words_of
 from planaria.node.model.shape import Base, Lora
 from planaria.node.run_file import RunFile, RunFileError, from_fields
@@ -156,7 +156,7 @@ def test_a_run_from_a_folder_has_its_weights_and_reads_those_of_a_stage(
         x = body(x)
     assert torch.equal(ends.logits(x), model(tokens).logits)
     flat = torch.cat([part.detach().flatten() for part in bodies[0].parameters()])
-    again = inference_stage(run.config, 1, flat, own)
+    again = copy_with(empty_stage(run.config, 1, own), flat)
     assert torch.equal(again(ends.embed(tokens)), bodies[0](ends.embed(tokens)))
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from planaria.node.model.lora import Frozen, add_adapters, copy_with, initial_adapters
-from planaria.node.model.modules import BodyStage, build_stage
+from planaria.node.model.lora import Frozen, add_adapters, initial_adapters
+from planaria.node.model.modules import BodyStage, build_stage, copy_with
 from planaria.node.model.shape import (
     ADAM_BYTES,
     VALUE,
@@ -174,7 +174,6 @@ def test_initial_adapters_follow_from_seed_and_stage() -> None:
 
 def test_memory_is_that_of_weights_and_of_what_trains_adapters() -> None:
     ends, body = ADAPTED.parameters
-    first, bytes_of_body = ADAPTED.stage_bytes
-    assert first == VALUE * ends
-    assert bytes_of_body == VALUE * body + ADAM_BYTES * ADAPTED.trained[1]
-    assert GROUPED.stage_bytes == (ADAM_BYTES * ends, ADAM_BYTES * body)
+    assert ADAPTED.bytes_of(0) == VALUE * ends
+    assert ADAPTED.bytes_of(1) == VALUE * body + ADAM_BYTES * ADAPTED.trained[1]
+    assert list(map(GROUPED.bytes_of, (0, 1))) == [ADAM_BYTES * ends, ADAM_BYTES * body]

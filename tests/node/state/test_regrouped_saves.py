@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from planaria.bootstrap.registry_pb2 import Description
+from planaria.node.cli import app
+from planaria.node.commands import saves as commands
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import BETAS, ModelConfig
+from planaria.node.run_file import RunFile, dumps, override
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import save_file
 from planaria.node.state.regrouped_saves import (
@@ -24,12 +31,12 @@ from planaria.node.state.regrouped_saves import (
     layer_ranges,
     model_as_saved,
     moment_scale,
-    regroup_newest,
+    rewrite_saves,
     saves_of_one_run,
 )
 from planaria.node.state.save_file import SaveFile
 from planaria.node.state.saves import file_name, find_saves
-from planaria.node.state.stage_state import StageState
+from planaria.node.state.stage_state import TENSORS, Age, StageState
 from tests.node.state.small_saves import model, opened, saved, state
 
 CPU = torch.device("cpu")
@@ -45,10 +52,15 @@ def any_cut(data: st.DataObject, layers: int) -> ModelConfig:
     return cut(*data.draw(st.sampled_from([sizes for sizes in CUTS if sum(sizes) == layers])))
 
 
+def regroup(saves: Sequence[SaveFile], config: ModelConfig, folder: Path, run: str = "new") -> None:
+    chosen = choose_saves(saves, model_as_saved(saves, config).stages)
+    rewrite_saves(chosen, config, partial(opened, folder, run, config), BETAS)
+
+
 def regrouped(
     saves: Sequence[SaveFile], config: ModelConfig, folder: Path, run: str = "new"
 ) -> list[StageState]:
-    regroup_newest(saves, config, partial(opened, folder, run, config))
+    regroup(saves, config, folder, run)
     own = [opened(folder, run, config, stage) for stage in range(config.stages + 1)]
     return [saves.load(saves.listed()[0]) for saves in own]
 
@@ -168,6 +180,30 @@ def test_muons_momentum_stays_whatever_the_counts(tmp_path: Path) -> None:
     assert torch.equal(moved.tensors["first_moment"], both)
 
 
+@pytest.mark.parametrize("changes", [{}, {"model__from": "base", "training__lora": {"rank": 2}}])
+def test_the_command_regroups_what_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    figures = {"vocabulary": 11, "dim": 8, "heads": 2, "layers": 2, "stages": 2, "hidden": 8}
+    run = override(RunFile(), **{f"model__{k}": v for k, v in figures.items()}, **changes)
+    old, new = run.config, override(run, model__stages=1)
+    saved(tmp_path / "old", old)
+
+    async def describe() -> Description:
+        return Description(run="new", run_file=dumps(new))
+
+    registry = SimpleNamespace(describe=describe)
+    ask = lambda join, credentials, question: asyncio.run(question(registry))  # noqa: E731
+    monkeypatch.setattr(commands, "ask_registry", ask)
+    words = ["regroup", str(tmp_path / "old"), "--join", "127.0.0.1:1"]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    moved = opened(tmp_path / "new", "new", new.config, 1).load(Age(2, 8))
+    for name in TENSORS[: new.config.tensors_in(1)]:
+        both = torch.cat([state(old, stage).tensors[name] for stage in (1, 2)])
+        assert torch.equal(moved.tensors[name], both), name
+
+
 def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> None:
     old, new = model(2, 2), model(2, 1)
     bare = state(old, 2)
@@ -259,10 +295,10 @@ def test_stages_without_a_common_step_are_named(tmp_path: Path) -> None:
     saves = saved(tmp_path / "old", old, (4, 8))
     some = [s for s in saves if s.state.id.stage != 1]
     with pytest.raises(SaveError, match=r"nothing of stage 1\. .* go on with 2 stages"):
-        regroup_newest(some, new, partial(opened, tmp_path / "new", "new", new))
+        regroup(some, new, tmp_path / "new")
     apart = [s for s in saves if (s.state.id.stage == 1) == (s.state.id.step == 4)]
     with pytest.raises(SaveError, match="stage 0 from step 8, stage 1 from step 4"):
-        regroup_newest(apart, new, partial(opened, tmp_path / "new", "new", new))
+        regroup(apart, new, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -271,7 +307,7 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
     saves = saved(tmp_path / "old", config, (4, 8))
     mixed = [s for s in saves if s.state.id.stage == 0 or s.state.id.step == 4 * s.state.id.stage]
     mixed = [s for s in mixed if s.state.id.stage]
-    regroup_newest(mixed, config, partial(opened, tmp_path / "new", "new", config))
+    regroup(mixed, config, tmp_path / "new")
     moved = find_saves(tmp_path / "new")
     assert [(s.state.id.stage, s.state.id.step) for s in moved] == [(1, 4), (2, 8)]
 

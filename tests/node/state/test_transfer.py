@@ -902,12 +902,6 @@ def test_a_dropped_source_stays_dropped() -> None:
     assert plan.dropped == {"a": "lost"}
 
 
-@pytest.mark.parametrize("shard_size", [0, -4, 6])
-def test_shards_hold_whole_values(shard_size: int) -> None:
-    with pytest.raises(ValueError, match="multiple of 4"):
-        cut_into_shards([64], shard_size)
-
-
 @given(st.lists(st.integers(0, 100).map(lambda n: 4 * n)), st.integers(0, 9), st.integers(1, 9))
 def test_no_shard_has_parts_of_two_tensors(sizes: list[int], first: int, shard_size: int) -> None:
     shards = cut_into_shards(sizes, 4 * shard_size, 4 * first)
