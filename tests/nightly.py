@@ -35,8 +35,8 @@ LONGEST = 600
 """Maximum processor seconds of a seed."""
 OTHER_PROCESSOR = "env", "ONEDNN_MAX_CPU_ISA=AVX2", "ATEN_CPU_CAPABILITY=default"
 ENGINES = {"docker": "docker compose", "podman": "podman-compose"}
-NO_SCENARIOS = "Turning", "Dying"
-"""Scenarios that are left out: a base class, and one that breaks an invariant on purpose."""
+NO_SCENARIOS = "Even", "Turning", "Dying"
+"""Scenarios that are left out: base classes, and one that breaks an invariant on purpose."""
 
 
 def scenarios() -> dict[str, type[scenario.Scenario]]:

@@ -29,7 +29,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -809,6 +809,24 @@ class Cluster:
         self.demand(not vain, "I4", f"{seat.name} has waited in vain: {reason}")
 
     # --- how it ends
+
+    def all_train(self) -> bool:
+        """Whether each node without fault is a member, and each seat of a member trains and has
+        nothing to relearn."""
+        names, guilty = self.registry.names(), self.guilty or ()
+        there = {node.name for node in self.nodes if node.process.responsive}
+        due = [h for h in self.hosts.values() if not (h.down or h.name in guilty)]
+        if not names <= there or any(h.node is None or h.node.name not in names for h in due):
+            return False
+        seats = [seat for seat in self.seats if seat.host.name in names]
+        return bool(seats) and all(s.trains and not s.member.relearning for s in seats)
+
+    def end_soon(self) -> None:
+        """Makes the step after the next one the last, at all nodes at once."""
+        newest = max(max(seat.weights.step, seat.member.committed) for seat in self.seats)
+        self.rules = replace(self.rules, steps=min(self.rules.steps, newest + 2))
+        for seat in self.seats:
+            seat.driver.rules = self.rules
 
     def settled(self) -> bool:
         """All members of the newest view are alive and have halted under its driver."""

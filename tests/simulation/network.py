@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from planaria.bootstrap.transport import Broken
 from simulation.world import Process, World
 
 if TYPE_CHECKING:
-    from simulation.transport import MemoryTransport
+    from simulation.transport import End, MemoryTransport
 
 SILENCE = 3.0
 """Seconds without a sign of life after which an end gives a connection up."""
 WATCH = 0.5
 """Seconds between two checks for silent connections and waiting data."""
-
-
-class End(Protocol):
-    """One end of a connection."""
-
-    process: Process
+BROKEN: Final = Broken("UNAVAILABLE", "the connection broke")
 
 
 class Partition(NamedTuple):
@@ -58,23 +53,17 @@ class Network:
 
     # --- ways
 
-    def passes(self, *way: str) -> bool:
-        """Whether data from the first host reaches the last, through those between."""
-        if not self.partitions:
-            return True
-        stops = [partition.stops for partition in self.partitions.values()]
-        hops = list(pairwise(way))
-        return not any(stop(*hop) for stop in stops for hop in hops)
+    def passes(self, sender: str, receiver: str) -> bool:
+        """Whether data from the first host reaches the other."""
+        return not any(each.stops(sender, receiver) for each in self.partitions.values())
 
-    def reach(self, *way: str) -> bool:
-        """Whether the first and the last host reach each other, through those between."""
-        return self.passes(*way) and self.passes(*reversed(way))
+    def reach(self, host: str, other: str) -> bool:
+        """Whether the hosts reach each other."""
+        return self.passes(host, other) and self.passes(other, host)
 
-    def delay(self, *way: str) -> float:
-        """Seconds from the first host to the last."""
-        if len(way) == 2:
-            return self.world.delay() + self.latency.get(way, 0.0)
-        return sum(self.delay(*hop) for hop in pairwise(way))
+    def delay(self, sender: str, receiver: str) -> float:
+        """Seconds from the first host to the other."""
+        return self.world.delay() + self.latency.get((sender, receiver), 0.0)
 
     def part(
         self, number: int, left: frozenset[str], right: frozenset[str], both_ways: bool = True
@@ -96,7 +85,7 @@ class Network:
     # --- looking for silence
 
     def _watch(self) -> None:
-        self.connections = [connection for connection in self.connections if connection.is_wanted()]
+        self.connections = [connection for connection in self.connections if connection.intact]
         for connection in self.connections:
             connection.pass_on()
             connection.look()
@@ -104,19 +93,22 @@ class Network:
 
 
 class Connection:
-    """A connection that one end has dialled. Items arrive in order."""
+    """The connection of one stream. Items, each with its kind, arrive in order."""
 
     def __init__(self, network: Network, near: End, far: End) -> None:
         self.network, self.world = network, network.world
         self.ends = near, far
         self.intact = True
         self._cut = False  # what was in transit when it broke is lost
-        self._queues: dict[End, deque[Any]] = {near: deque(), far: deque()}  # by receiver
+        # by receiver
+        self._queues: dict[End, deque[tuple[str, Any]]] = {near: deque(), far: deque()}
         self._last = {near: 0.0, far: 0.0}  # arrival of the newest item, by receiver
         self._held: Counter[End] = Counter()  # items that wait for the way to be free
+        self._patience = SILENCE + self.world.random.uniform(0.0, SILENCE)
+        self._silent_since: float | None = None
         network.connections.append(self)
 
-    def other(self, end: End) -> Any:
+    def other(self, end: End) -> End:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
 
     def _way(self, to: End) -> tuple[str, str]:
@@ -126,7 +118,7 @@ class Connection:
         """Whether items sent to `end` arrive at present."""
         return not self.network.partitions or self.network.passes(*self._way(end))
 
-    def send(self, to: End, item: Any) -> None:
+    def send(self, to: End, item: tuple[str, Any]) -> None:
         if self.intact:
             self._queues[to].append(item)
             self._on_its_way(to)
@@ -142,7 +134,7 @@ class Connection:
         if self.intact and (self._held[to] or not self.reaches(to)):
             self._held[to] += 1
         else:
-            self._deliver(to, self._queues[to].popleft())
+            to.came(*self._queues[to].popleft())
 
     def pass_on(self) -> None:
         """Sends on the items that have waited, where the way is free."""
@@ -165,20 +157,19 @@ class Connection:
             delay = self.world.random.uniform(1.0, SILENCE + 1.0) if slow else self.world.delay()
             if not self._cut:  # items sent before the break arrive before it is noticed
                 delay = max(delay, self._last[end] - self.world.now)
-            end.process.after(delay, self._noticed, end)
+            end.process.after(delay, end.broke, BROKEN)
 
-    # --- what kind of connection it is
-
-    def is_wanted(self) -> bool:
-        """Whether an end may still use the connection."""
-        raise NotImplementedError
+    def close_if_over(self) -> None:
+        """Closes the connection once neither end expects anything more."""
+        self.intact = self.intact and not all(end.is_over for end in self.ends)
 
     def look(self) -> None:
-        """Checks how long the connection has been silent."""
-
-    def _deliver(self, to: Any, item: Any) -> None:
-        raise NotImplementedError
-
-    def _noticed(self, end: Any) -> None:
-        """Tells an end that the connection has broken."""
-        raise NotImplementedError
+        """Breaks the connection after too long a silence, as keepalive does."""
+        near, far = (end.process for end in self.ends)
+        hear = near.responsive and far.responsive
+        if hear and self.network.reach(near.host, far.host):
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = self.world.now
+        elif self.world.now - self._silent_since > self._patience:
+            self.break_off()

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 from unittest.mock import patch
@@ -46,6 +46,7 @@ class Result:
     outcome: str
     seconds: float
     counts: Counter[str]
+    scenario: Scenario = field(compare=False, repr=False)
 
 
 class ScenarioError(AssertionError):
@@ -93,6 +94,9 @@ def small_pieces() -> Iterator[None]:
 class Scenario:
     averaging = "none"
     registry: ClassVar[type[Registry]] = Registry
+    rest: ClassVar[int] = 3
+    """Steps that a run makes once all is well again; it ends soon after them."""
+    _well_since = 0  # number of commits
 
     def __init__(self, seed: int, machines: Machines, policy: str | None) -> None:
         self.seed = seed
@@ -461,14 +465,29 @@ class Scenario:
             if cluster.settled():
                 outcome = cluster.outcome()
                 if outcome == "finished" or world.now > self.quiet_from + 15.0:
-                    return Result(outcome, world.now, cluster.counts)
+                    return Result(outcome, world.now, cluster.counts, self)
             if cluster.counts["committed"] > committed:  # it doesn't wait for a node
                 committed, waits_since = cluster.counts["committed"], world.now
+            self.end_soon_if_well()
             if world.now > max(self.quiet_from, waits_since) + 20.0:
                 waits_since = world.now
                 cluster.add_host()
             if world.now > self.quiet_from + LONGEST:
                 cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
+
+    def end_soon_if_well(self) -> None:
+        """Shortens a run that has made `rest` steps since all was well again."""
+        committed = self.cluster.counts["committed"]
+        if not self.is_well():
+            self._well_since = committed
+        elif committed >= self._well_since + self.rest:
+            self.cluster.end_soon()
+
+    def is_well(self) -> bool:
+        """Whether all faults are over, no further step brings one, and all nodes train."""
+        kinds = {"committed", "validated"} if self.cluster.rules.validate_every else {"committed"}
+        due = any(trap.kind in kinds and trap.countdown > 0 for trap in self.cluster.traps)
+        return self.world.now > self.quiet_from and not due and self.cluster.all_train()
 
     def report(self, problem: str) -> str:
         rules = self.cluster.rules
@@ -482,6 +501,16 @@ class Scenario:
                 f"again: pytest tests/simulation --seed {self.seed}",
             ]
         )
+
+
+class Even(Scenario):
+    """No number overflows, and no host saves."""
+
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
+        return Files(0, 2 if rules.policy.checkpoints else 0)
+
+    def _overflowing(self, rules: TransactionRules) -> set[int]:
+        return set()
 
 
 class HoldingBack(Scenario):

@@ -16,15 +16,14 @@ from simulation.cluster import Host, Trap
 from simulation.fingerprints import TRAINED
 from simulation.network import SILENCE
 from simulation.node import Seat
-from simulation.ports import Files
-from simulation.scenario import Result, Scenario, run
+from simulation.scenario import Even, Result, Scenario, run
 
 WITHIN, TIMES = 10.0, 5
 """A step is committed without a hanging replica within so many seconds, or so many usual steps if
 these take longer."""
 
 
-class Sick(Scenario):
+class Sick(Even):
     """Two replicas a stage; the compute thread of one node hangs from some moment of a step on."""
 
     replicas: ClassVar = 2
@@ -49,12 +48,6 @@ class Sick(Scenario):
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = range(rules.stages + 1)
         return [Host(f"{r}{s}", s, False) for r in range(self.replicas) for s in stages]
-
-    def _overflowing(self, rules: TransactionRules) -> set[int]:
-        return set()
-
-    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
-        return Files()
 
     def _plan_faults(self) -> float:
         cluster, commits = self.cluster, list[float]()

@@ -13,15 +13,14 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from simulation.cluster import Host, Trap
 from simulation.node import Node
-from simulation.ports import Files
-from simulation.scenario import Result, Scenario, ScenarioError, run
+from simulation.scenario import Even, Result, Scenario, ScenarioError, run
 
 LOOK = 0.01
 HEARS_LATE = 0.8
 """Seconds that a message takes longer."""
 
 
-class Newcomers(Scenario):
+class Newcomers(Even):
     """Each set of hosts has a node of every stage. All sets but the driver's crash, come back and
     follow. The driver hears them late, and so admits none. Once all of them have a state, the nodes
     that trained crash, whatever they are doing."""
@@ -36,12 +35,6 @@ class Newcomers(Scenario):
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = range(rules.stages + 1)
         return [Host(f"{name}{stage}", stage, False) for name in self.sets for stage in stages]
-
-    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
-        return Files()
-
-    def _overflowing(self, rules: TransactionRules) -> set[int]:
-        return set()
 
     def _plan_faults(self) -> float:
         self.cluster.pace = self.random.choice([1.0, 4.0])

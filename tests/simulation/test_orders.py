@@ -71,14 +71,15 @@ class Commanded(Scenario):
         while (order := cluster.registry.view().order) != STOPPED:
             settled = settled + 0.5 if cluster.settled() and order != PAUSE else 0.0
             if settled and order == TRAIN:
-                return Result(cluster.outcome(), world.now, cluster.counts)
+                return Result(cluster.outcome(), world.now, cluster.counts, self)
             if settled > UNSAVED:
                 saving = all(host.saves for host in cluster.hosts.values())
                 cluster.demand(not saving, "I4", "a run that is being stopped isn't over")
-                return Result("not saved", world.now, cluster.counts)
+                return Result("not saved", world.now, cluster.counts, self)
             if world.now > self.quiet_from + LONGEST:
                 cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
             world.run_until(world.now + 0.5)
+            self.end_soon_if_well()
         newest = cluster.files.newest_common(cluster.rules.stages)
         whole = newest is not None and newest[1] >= max(cluster.confirmed)
         views = cluster.registry.journal.issued.values()
@@ -88,7 +89,7 @@ class Commanded(Scenario):
         world.run_until(world.now + 20.0)
         stay = [node.name for node in cluster.nodes if node.view.number]
         cluster.demand(not stay, "I4", f"{stay} stay in a stopped run")
-        return Result("stopped by its operator", world.now, cluster.counts)
+        return Result("stopped by its operator", world.now, cluster.counts, self)
 
 
 def several(kind: type[Scenario]) -> tuple[Counter[str], Counter[str]]:
@@ -187,6 +188,9 @@ class TakenBack(Changed):
             self._go_back()
         if self.back_at:
             self.world.after(LOOK, self._look)
+
+    def is_well(self) -> bool:
+        return not self.back_at and super().is_well()
 
     def _go_back(self) -> None:
         server = self.cluster.registry.server

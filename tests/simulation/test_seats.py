@@ -15,14 +15,14 @@ from planaria.recovery.policy import POLICIES
 from simulation.cluster import Host, Trap
 from simulation.ports import Files
 from simulation.registry import Registry
-from simulation.scenario import Scenario, run
+from simulation.scenario import Even, Scenario, run
 
 S = TypeVar("S", bound=Scenario)
 BETWEEN = 2
 """Commits between two losses."""
 
 
-class Shrinking(Scenario):
+class Shrinking(Even):
     """Hosts are lost one after the other, down to the last one, as long as a rebuild has what it
     needs. Then they come back, one after the other. Each has room for all stages."""
 
@@ -37,12 +37,6 @@ class Shrinking(Scenario):
         replicas = self.random.choice([1, 1, 2])
         wanted = [stage for stage in range(stages) for _ in range(replicas)]
         return [Host(f"h{i}", stage, False, room=stages) for i, stage in enumerate(wanted)]
-
-    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
-        return Files(0, 2 if rules.policy.checkpoints else 0)
-
-    def _overflowing(self, rules: TransactionRules) -> set[int]:
-        return set()
 
     def _plan_faults(self) -> float:
         self.fewest = len(self.cluster.hosts)
@@ -88,18 +82,12 @@ def test_a_run_goes_on_with_whoever_is_left_and_gives_seats_back(policy: str) ->
 
 
 def run_of(seed: int, kind: type[S], policy: str | None = None) -> tuple[S, str]:
-    made: list[S] = []
-
-    class Noted(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    outcome = run(seed, policy=policy, kind=Noted).outcome
-    return made[0], outcome
+    result = run(seed, policy=policy, kind=kind)
+    assert isinstance(result.scenario, kind)
+    return result.scenario, result.outcome
 
 
-class Returning(Scenario):
+class Returning(Even):
     """Two hosts have all stages. The one with stage 0 is lost, and comes back with its disk."""
 
     away: ClassVar = 37.0
@@ -113,9 +101,6 @@ class Returning(Scenario):
 
     def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
         return Files(save_every=3)
-
-    def _overflowing(self, rules: TransactionRules) -> set[int]:
-        return set()
 
     def _plan_faults(self) -> float:
         self.cluster.traps.append(Trap("committed", 8, self.lose))
@@ -175,7 +160,7 @@ class Noting(Registry):
             trap.spring(giver, taker)  # type: ignore[call-arg]
 
 
-class Moving(Scenario):
+class Moving(Even):
     """One host has all stages, and two more join. After a move, its giver or its taker may be lost
     while the state is copied; `losses`: how often."""
 
@@ -191,12 +176,6 @@ class Moving(Scenario):
         for host in hosts[1:]:
             host.down = True
         return hosts
-
-    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
-        return Files(0, 2 if rules.policy.checkpoints else 0)
-
-    def _overflowing(self, rules: TransactionRules) -> set[int]:
-        return set()
 
     def _plan_faults(self) -> float:
         self.left = self.losses

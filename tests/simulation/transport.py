@@ -12,7 +12,7 @@ from planaria.bootstrap.address import Reach
 from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.transport import Broken, Handler
 from planaria.node.wire.link import SERVICE
-from simulation.network import SILENCE, Connection, Network
+from simulation.network import BROKEN, Connection, Network
 from simulation.world import Process
 
 AGAIN: Final = 1.0
@@ -27,7 +27,6 @@ ANOTHER: Final = 0.1
 GARBLED: Final = {f"{SERVICE}/Control": "control", f"{SERVICE}/Bulk": "bulk"}
 
 _CLOSED: Final = Broken("OK", "")
-_BROKEN: Final = Broken("UNAVAILABLE", "the connection broke")
 
 
 class End:
@@ -36,7 +35,7 @@ class End:
     def __init__(self, transport: MemoryTransport, method: str) -> None:
         self._transport, self.process = transport, transport.process
         self._method = method
-        self.connection: TcpConnection | None = None
+        self.connection: Connection | None = None
         self._came: deque[bytes] = deque()
         self._over: Broken | None = None  # why nothing follows `_came`
         self._reader: asyncio.Future[None] | None = None
@@ -128,7 +127,7 @@ class Dialled(End):
             accepted = Accepted(acceptor, self._method, self._metadata, self.process.host)
             if self._seconds is not None:
                 accepted.ends = self._began + self._seconds
-            self.connection = accepted.connection = TcpConnection(network, self, accepted)
+            self.connection = accepted.connection = Connection(network, self, accepted)
             acceptor.process.after(0.0, accepted.serve, acceptor.handlers[self._method])
             for data in self._unsent:
                 self.send("data", data)
@@ -196,7 +195,7 @@ class Accepted(End):
             for call in self._when_over:
                 call()
         self.send("over", status)
-        self.broke(_BROKEN)
+        self.broke(BROKEN)
 
     async def accept(self, metadata: Mapping[str, str]) -> None:
         if self._over is not None:
@@ -207,39 +206,6 @@ class Accepted(End):
         super().broke(why)
         if self._serving is not None:
             self._serving.cancel()
-
-
-class TcpConnection(Connection):
-    """The connection of one stream."""
-
-    def __init__(self, network: Network, near: End, far: End) -> None:
-        super().__init__(network, near, far)
-        self._patience = SILENCE + self.world.random.uniform(0.0, SILENCE)
-        self._silent_since: float | None = None
-
-    def is_wanted(self) -> bool:
-        return self.intact
-
-    def close_if_over(self) -> None:
-        """Closes the connection once neither end expects anything more."""
-        self.intact = self.intact and not all(end.is_over for end in self.ends)
-
-    def look(self) -> None:
-        """Breaks the connection after too long a silence, as keepalive does."""
-        near, far = (end.process for end in self.ends)
-        hear = near.responsive and far.responsive
-        if hear and self.network.reach(near.host, far.host):
-            self._silent_since = None
-        elif self._silent_since is None:
-            self._silent_since = self.world.now
-        elif self.world.now - self._silent_since > self._patience:
-            self.break_off()
-
-    def _deliver(self, to: End, item: tuple[str, Any]) -> None:
-        to.came(*item)
-
-    def _noticed(self, end: End) -> None:
-        end.broke(_BROKEN)
 
 
 class MemoryChannel:

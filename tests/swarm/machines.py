@@ -33,7 +33,8 @@ class Machines:
     ) -> None:
         """`secured`: the run uses TLS, invites and a token."""
         self.folder, self.authority, self.secured = folder, folder / "authority", secured
-        run = small(stages, data__path=str(data), steps=200_000, **{"swarm__lease": 3} | changes)
+        changes = {"steps": 200_000, "swarm__lease": 3, **changes}
+        run = small(stages, data__path=str(data), **changes)
         run = resolve(run)
         self.folders = folder_options(run)
         (folder / "run.toml").write_text(dumps(run))
