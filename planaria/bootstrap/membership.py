@@ -32,7 +32,7 @@ from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, problem_with
 from planaria.bootstrap.truncation import truncate_description
 from planaria.bootstrap.unreachable_pairs import LOOKS, ToEvict, UnreachablePairs
-from planaria.bootstrap.views import is_genuine, sign
+from planaria.bootstrap.views import check_shown, is_genuine, sign
 
 CONTRADICTED_EVERY = 60.0  # seconds between two decisions about refused reports of a node
 LEAVES_COLLECTED = 0.3  # seconds to collect leave announcements, without placement meanwhile
@@ -116,7 +116,8 @@ class Membership:
         signed."""
         if renewal.run and renewal.run != self.rules.run:
             raise not_served(self.rules.run, renewal.run)
-        self._check_shown(renewal)
+        is_member = renewal.node in self.members.by_name
+        check_shown(renewal, self.view.number, is_member, self.key.public, self.rules.run)
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
         return self._take_effects()
@@ -508,25 +509,6 @@ class Membership:
         self.history.note(f"view {view.number}: {reason}")
         self._changes = []
         self._effects.append(Issue(self.view))
-
-    def _check_shown(self, renewal: pb.Renewal) -> None:
-        """Checks the view that a node shows. Raises Refused for a forged one, or if this registry
-        lacks the run's key. The node stays a member and trains until its registry is back."""
-        view, is_member = renewal.view, renewal.node in self.members.by_name
-        if renewal.shown > max(view.number, self.view.number):
-            raise Refused(
-                "OUT_OF_RANGE",
-                f"{renewal.node} has view {renewal.shown}, and this registry none after view "
-                f"{self.view.number}: call again with the view",
-            )
-        if view.number <= (self.view.number if is_member else 0) or self.is_genuine(view):
-            return
-        raise Refused(
-            "FAILED_PRECONDITION",
-            f"{renewal.node} shows view {view.number}, which this registry's key has not signed. "
-            "If the registry lacks its former key, start it with the folder of that key "
-            "(--authority DIR); if the key is lost, restart all nodes",
-        )
 
     def _should_learn(self, renewal: pb.Renewal, now: float) -> bool:
         """Whether to go on from a member's newer view: this registry has not yet led the run."""

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
+from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.identity import Identity, is_message_signed
-from planaria.bootstrap.registry_pb2 import Difference, NewView, Splice, View
+from planaria.bootstrap.registry_pb2 import Difference, NewView, Renewal, Splice, View
 
 PACKED: Final = 1
 """zlib level: higher ones take a few times as long for a twentieth of the bytes."""
@@ -48,6 +49,27 @@ def hash_of(view: View) -> bytes:
 def is_genuine(view: View, key: bytes, run: str) -> bool:
     """Whether the run's key has signed the view for this run."""
     return is_message_signed(key, view, run)
+
+
+def check_shown(renewal: Renewal, newest: int, is_member: bool, key: bytes, run: str) -> None:
+    """Checks the view that a node shows to a registry whose newest view has the number `newest`.
+    Raises Refused for a forged view, or if the registry lacks the run's key. The node stays a
+    member and trains until its registry is back."""
+    view = renewal.view
+    if renewal.shown > max(view.number, newest):
+        raise Refused(
+            "OUT_OF_RANGE",
+            f"{renewal.node} has view {renewal.shown}, and this registry none after view "
+            f"{newest}: call again with the view",
+        )
+    if view.number <= (newest if is_member else 0) or is_genuine(view, key, run):
+        return
+    raise Refused(
+        "FAILED_PRECONDITION",
+        f"{renewal.node} shows view {view.number}, which this registry's key has not signed. "
+        "If the registry lacks its former key, start it with the folder of that key "
+        "(--authority DIR); if the key is lost, restart all nodes",
+    )
 
 
 def follows(view: View, former: View) -> bool:
