@@ -140,7 +140,8 @@ class Disk(Protocol):
 
     def write(self, state: StageState) -> None:
         """Starts to write the current state, in the compute thread. Never waits for the disk. The
-        callbacks given to `OpenDisk` get the outcome."""
+        callbacks given to `OpenDisk` get the outcome. Raises ValueError for a state with a number
+        that no save can have."""
 
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
         """`then` gets the state, or SaveError for an unusable one, on the event loop."""

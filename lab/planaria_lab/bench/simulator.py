@@ -18,6 +18,7 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
 from planaria_lab.bench.rows import keep
 from planaria_lab.simulator.churn import Churn
+from planaria_lab.simulator.clock import ON_WIRE
 from planaria_lab.simulator.run import simulate_run
 from planaria_lab.simulator.step import simulate_step
 from planaria_lab.simulator.swarm import (
@@ -32,7 +33,6 @@ from planaria_lab.simulator.swarm import (
 STAGES, REPLICAS, STEPS = 19, 5000, 100
 HOURLY = (0.0, 0.0005, 0.005)
 REPEATS, MICROBATCHES = 5, 512
-ON_WIRE = (1500 + 52 / 2) / 1448  # bytes on a wire per byte of payload
 GOAL_SECONDS, GOAL_RATIO = 60.0, 1.0
 
 

@@ -249,6 +249,7 @@ def _uplinks(swarm: Swarm, trip: Trip) -> list[UplinkUse]:
     audits, and by copies between frames."""
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
     count, ring, driver = swarm.run.training.microbatches, swarm.config.stages + 1, swarm.site_of(0)
+    answered = [swarm.replicas(stage) * answer_bytes(swarm, stage) for stage in range(ring)]
     uses = []
     for site, mbps in swarm.uplinks.items():
         size, answers, before, behind = 0.0, 0.0, math.inf, math.inf
@@ -262,7 +263,7 @@ def _uplinks(swarm: Swarm, trip: Trip) -> list[UplinkUse]:
             if own_share:
                 before, behind = min(before, trip.before[stage]), min(behind, trip.behind[stage])
             if site != driver:
-                answers += own_share * swarm.replicas(stage) * answer_bytes(swarm, stage)
+                answers += own_share * answered[stage]
         chunk = chunk_in_simulation(mbps / BITS, 0.0)
         copies = min(_copied(swarm, site), count * size * chunk / sum(sizes))
         occupied = (count * size + answers + copies) * ON_WIRE * BITS / mbps

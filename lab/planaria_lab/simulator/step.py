@@ -227,12 +227,12 @@ def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]
     values = -(-parameters(swarm.config, stage) // count)
     pieces = max(1, min(MOST_PIECES, -(-values // PIECE)))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)
-    if is_audited_stage(swarm, stage, replicas):
+    if _is_audited(swarm, stage, replicas):
         sent += count * pieces * sum(_signed_bytes(swarm, stage, count * pieces)) // 2
     return pieces, HEAD + -(-sent // (count * pieces))
 
 
-def is_audited_stage(swarm: Swarm, stage: int, replicas: int) -> bool:
+def _is_audited(swarm: Swarm, stage: int, replicas: int) -> bool:
     """Whether sums of the stage's gradient are audited."""
     wire = swarm.run.wire
     return stage > 0 and swarm.run.trust.gradients != "off" and is_audited(wire.averaging, replicas)
@@ -253,7 +253,7 @@ def answer_bytes(swarm: Swarm, stage: int) -> int:
     in float32, and the sum. It has the signed digests of all contributions; others have their own.
     """
     replicas = swarm.replicas(stage)
-    if not is_audited_stage(swarm, stage, replicas):
+    if not _is_audited(swarm, stage, replicas):
         return 0
     size, shapes = parameters(swarm.config, stage), trained_shapes(swarm.config, stage).values()
     pieces = part_count(replicas) * averaging_pieces(swarm, stage, replicas)[0]

@@ -156,7 +156,9 @@ def test_the_best_is_the_best_and_its_run_file_is_whole(asked: Question) -> None
         assert all(math.isinf(plan.seconds) for plan in plans(asked))
         return
     best = result.best
-    assert best.seconds <= (1 + ALIKE) * min(plan.seconds for plan in plans(asked))
+    least = min(plan.seconds for plan in plans(asked))
+    own = best.policy == asked.run.recovery.policy
+    assert best.seconds == least or (own and best.seconds <= (1 + ALIKE) * least)
     assert loads(dumps(best.run)) == best.run
     assert best.run.steps * best.run.training.batch * 64 >= asked.tokens
     assert best.run.swarm.replicas == min(best.counts)

@@ -17,9 +17,7 @@ from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.machine.device import empty_pinned
 from planaria.node.ports import OpenDisk
 from planaria.node.report.line_file import STALLED
-from planaria.node.state.save_file import (
-    Contents,
-)
+from planaria.node.state.save_file import Contents, invalid_number
 from planaria.node.state.saves import Saves, file_name, remedy
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 
@@ -75,6 +73,9 @@ class SavesOnDisk:
 
     def write(self, state: StageState) -> None:
         started = time.perf_counter()
+        if wrong := invalid_number(state):  # else older saves would make room for one that is none
+            action = self._action(state.id.age)
+            raise ValueError(f"{action}: {wrong} is not a finite number of at least 0")
         with self._changed:
             error = self._take(state, started)
         if error:

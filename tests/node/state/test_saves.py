@@ -505,6 +505,24 @@ class Reports:
         )
 
 
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"omega": float("nan")}, "omega nan"),
+        ({"omega": -1.0}, "omega -1"),
+        ({"boosted_at": -1}, "boosted_at -1"),
+    ],
+)
+def test_a_state_that_no_save_can_have_is_not_saved(
+    tmp_path: Path, changed: dict[str, Any], complaint: str
+) -> None:
+    """Older saves would make room for one that can't be read."""
+    saves = opened(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        Reports().writer(saves).write(state(4, **changed))
+    assert saves.listed() == []
+
+
 def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path) -> None:
     saves, reports = opened(tmp_path), Reports()
     for limit, step in ((1 << 20, 4), (500, 8), (1 << 20, 12)):
