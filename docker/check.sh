@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds the CPU image, runs the swarm of compose.yaml, kills the only node of stage 2 and then the
-# registry, each with SIGKILL, and shows that training goes on and that no sample was lost.
+# Builds the CPU image and runs the swarm of compose.yaml. A node with the body's invite asks for
+# stage 0, and must be refused. All nodes of stage 2 are killed, then the registry, each with SIGKILL.
+# Training must go on after each, and no sample may be lost.
 #
 #   docker/check.sh
 #   ENGINE=podman COMPOSE=podman-compose docker/check.sh
@@ -44,12 +45,13 @@ recall() {
         $PYTHON -c "import json, sys; events = [json.loads(line) for line in sys.stdin]; print($1)"
 }
 
+# The newest committed step; fails if the registry doesn't answer.
 committed() {
-    ask 'max(int(seat["committed"]) for one in run["members"] for seat in one["report"]["seats"])' 2>/dev/null || echo 0
+    ask 'max(int(seat["committed"]) for one in run["members"] for seat in one["report"]["seats"])' 2>/dev/null
 }
 
 at_least() {
-    [ "$(committed)" -ge "$1" ]
+    step=$(committed) && [ "$step" -ge "$1" ]
 }
 
 # The members, by node; only those that the registry has heard of since its start.
@@ -95,12 +97,20 @@ for id in $(compose ps -q); do
     esac
 done
 
-say "kill the only node of stage 2, start its container again"
-victim=$(ask 'next(one["host"] for one in run["view"]["members"] for seat in one["seats"] if seat["stage"] == 2)')
+say "ask for stage 0 with the body's invite"
+if compose run --rm -T body node --stage 0; then
+    echo "a node that is not the owner's got stage 0" >&2
+    exit 1
+fi
+
+say "kill all nodes of stage 2, start their containers again"
+victims=$(ask '*(one["host"] for one in run["view"]["members"] for seat in one["seats"] if seat["stage"] == 2)')
 before=$(committed)
 killed=$(date +%s)
-$ENGINE kill -s KILL "$victim"
-$ENGINE start "$victim"
+# shellcheck disable=SC2086  # one or two nodes
+$ENGINE kill -s KILL $victims
+# shellcheck disable=SC2086
+$ENGINE start $victims
 await 300 "step $((before + 20)) committed, $before when killed," at_least $((before + 20))
 recall 'next("rebuilt by {method} at step {step}; steps waited {stall_seconds:.2f} s".format(**one)
              for one in events if one["kind"] == "rebuilt" and one["time"] > '"$killed)"

@@ -182,7 +182,7 @@ def test_what_the_check_asks_of_the_status_is_in_it() -> None:
         seats = [pb.SeatReport(stage=place, committed=40 + place)] if place else []
         description.members.add(member=member, report=pb.Report(seats=seats))
     run = json.loads(description_json(description))
-    committed, nodes, victim = asked_by_the_check("ask")
+    committed, nodes, victims = asked_by_the_check("ask")
     assert eval(committed, {"run": run}) == 44
     assert eval(f"[{nodes}]", {"run": run}) == ["n1", "n2", "n3", "n4"]
-    assert eval(victim, {"run": run}) == "h2"
+    assert eval(f"[{victims}]", {"run": run}) == ["h2"]
