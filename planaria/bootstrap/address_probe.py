@@ -13,7 +13,6 @@ from typing import NamedTuple
 from planaria.bootstrap.address import Address
 
 AGAIN = 0.5  # seconds until a failed name lookup is retried
-LOOKUP = 5.0  # seconds for one name lookup; where a name server is away, it can take a minute
 _UNKNOWN = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
@@ -107,9 +106,7 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
             while True:
                 for address in parsed:
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOKUP):
-                            endpoints = await _look_up(address)
-                        for host, port in endpoints:
+                        for host, port in await _look_up(address):
                             with suppress(OSError):
                                 return Endpoints(outward(host, port), host)
                 await asyncio.sleep(AGAIN)

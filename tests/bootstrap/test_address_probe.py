@@ -18,7 +18,6 @@ from planaria.bootstrap.address_probe import (
     way_out,
     why_unreachable,
 )
-from tests import virtual_time
 from tests.harness.ports import free_port
 
 LONG = 60.0  # seconds; reached only by a hang
@@ -99,18 +98,6 @@ async def test_a_name_service_that_fails_for_a_while_is_asked_again(
     await asyncio.sleep(0)  # the first lookup fails
     names(monkeypatch, ["127.0.0.1"])
     assert await asked == Endpoints("127.0.0.1", "127.0.0.1")
-
-
-def test_a_lookup_that_gets_no_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask() -> Endpoints:
-        async def hang(*_: object, **__: object) -> list[Any]:
-            names(monkeypatch, ["127.0.0.1"])
-            return await asyncio.Future()
-
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
-        return await way_out(["registry:7400"], LONG)
-
-    assert virtual_time.run(ask()) == Endpoints("127.0.0.1", "127.0.0.1")
 
 
 async def test_who_finds_no_way_says_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:
