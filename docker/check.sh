@@ -98,10 +98,12 @@ for id in $(compose ps -q); do
 done
 
 say "ask for stage 0 with the body's invite"
-if compose run --rm -T body node --stage 0; then
+invite=$(compose exec -T registry cat authority/node.invite)
+if refusal=$(compose run --rm -T -e "PLANARIA_JOIN=$invite" stage-0 2>&1); then
     echo "a node that is not the owner's got stage 0" >&2
     exit 1
 fi
+echo "$refusal" | grep "only nodes of the run's owner serve stage 0"
 
 say "kill all nodes of stage 2, start their containers again"
 victims=$(ask '*(one["host"] for one in run["view"]["members"] for seat in one["seats"] if seat["stage"] == 2)')
