@@ -211,7 +211,7 @@ def _members(state: RunState) -> Table:
         Column("node", no_wrap=True),
         Column("state", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in ("step", "silence", "in", "out")),
-        "address, device",
+        Column("address, device", overflow="fold"),
         box=None,
         header_style="bold",
         pad_edge=False,

@@ -572,6 +572,13 @@ def test_the_status_page_says_who_sits_where_and_why():
     ]
 
 
+def test_a_narrow_terminal_shows_all_of_an_address() -> None:
+    console = console_of(80)
+    console.print(status_view(described(member("ea08ed645f5c-532602", 1))))
+    shown = console.file.getvalue()
+    assert "10.0.0" in shown and "…" not in shown
+
+
 def test_the_status_says_how_many_microbatches_are_out():
     first, other = member(OLD, 0, in_flight=10), member(NEW, 0, in_flight=14)
     alone = text_of(status_view(described(first, member(NEW, 1))))
