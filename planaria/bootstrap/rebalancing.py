@@ -96,7 +96,7 @@ def returned(
     if stage in newer.joined and with_newer.seconds > GAIN * _cost(moved, outlook).seconds:
         with_newer = _cost(moved, outlook)  # no other seat will follow
     if with_newer.seconds <= SLOWER * without.seconds:
-        why = _compared(_cost(moved, outlook), _cost(kept, outlook))
+        why = _compared(with_newer, without)  # after the best block that can follow
         return SeatReleased(older.node, stage, f"{newer.node} serves stage {stage}, too: {why}")
     standby = "" if len(newer.stages) > 1 else "standby: "
     why = f"{standby}without it at stage {stage} {_compared(without, with_newer)}"

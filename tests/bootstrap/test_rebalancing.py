@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -74,6 +75,8 @@ def settled(nodes: list[Candidate], work: Load, known: Links | None = None) -> l
             return nodes
         assert len(changes) == 1, "one move at a time"
         assert changes[0].stage > 0, "stage 0 never moves"
+        longer = re.search(r"too: .* \(\+(\d+)%\)", changes[0].why)
+        assert longer is None or int(longer[1]) <= 2, "the reason of a move is that it pays"
         nodes = apply(nodes, changes, now)
         served = {stage for each in nodes for stage in each.stages}
         assert served == set(range(len(work.layers) + 1)), "no stage is vacant"
