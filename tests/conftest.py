@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def kind(item: pytest.Item) -> int:
         folder = item.path.parent.name
-        if folder == "emulation" or (folder == "swarm" and not hasattr(item.module, "LocalSwarm")):
+        waits = not hasattr(item.module, "LocalSwarm") or item.path.name == "test_hangs.py"
+        if folder == "emulation" or (folder == "swarm" and waits):
             return WAITING
         return COMPUTING if folder in ("swarm", "simulation") else SHORT
 
@@ -63,12 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items += short
 
 
+def pytest_collection() -> None:
+    """Collects no garbage while modules are loaded: hardly any of it is some."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Exempts all loaded objects, torch's above all, from garbage collection. Raises its threshold
     of 700 new objects, which a simulation makes in a millisecond."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ from planaria.node.wire.link_table import Peer
 from planaria.node.wire.relays import Relay
 from planaria.node.wire.session import Hello, Session
 from simulation.network import Network
-from simulation.registry import key_of
 from simulation.transport import MemoryTransport
 from simulation.world import Process, World
+from tests.bootstrap.conftest import identity
 
 SETTINGS = LinkSettings(chunk=160)
 
@@ -42,12 +42,12 @@ class End:
             on_message=self._take_message,
             on_frame=self._take_frame,
         )
-        self.net = Links("run", name, key_of(name), events, SETTINGS, transport=transport)
+        self.net = Links("run", name, identity(name), events, SETTINGS, transport=transport)
         self.process.spawn(self.net.start(self.address or None))
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.name, self.address, key_of(self.name).public)
+        return Peer(self.name, self.address, identity(self.name).public)
 
     def view(self, number: int, ends: Iterable[End], relays: Iterable[Relay] = ()) -> None:
         others = [other.name for other in ends if other is not self]

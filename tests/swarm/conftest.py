@@ -90,9 +90,11 @@ class Up:
         return json.loads((self.out / "summary.json").read_text())
 
 
-@pytest.fixture(scope="session", autouse=True)
-def fork_server() -> None:
-    begin_fork_server()
+@pytest.fixture(scope="module", autouse=True)
+def fork_server(request: pytest.FixtureRequest) -> None:
+    """Starts it where processes are to come; a `LocalSwarm` has none."""
+    if not hasattr(request.module, "LocalSwarm"):
+        begin_fork_server()
 
 
 @pytest.fixture(scope="session")

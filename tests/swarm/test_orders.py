@@ -64,39 +64,37 @@ async def test_settings_of_a_living_run_are_changed_at_a_commit(data: Path, tmp_
             here.start_node(name, invite, None, *here.saved(name))
         await here.committed(beyond=2)
 
+        await here.command("pause", join=operator)  # the commands take longer than many steps
         for settings, why in (
             (["model.dim=64"], "model.dim = 64, and the run has"),
             (["steps=1"], r"steps = 1: this is to hold after step \d+; choose more"),
             (["steps=200000"], "the run has these settings already"),
             (["seed=9", "--at", "1"], "--at 1: the run is at step"),
             (["training.lr=9", "--at", "300000"], "steps = 200000: this is to hold after"),
-            (["training.lrr=1"], "did you mean lr"),
-            (["steps"], "'steps' is no setting: write KEY=VALUE"),
-            (["steps.of=1"], "steps.of is no key"),
-            (["recovery.policy=checkpoint"], "recovery.checkpoint.dir"),
-            (["training.batch=5", "training.microbatch=2"], "is not a multiple of microbatch"),
         ):
             with pytest.raises(AssertionError, match=why):
                 await here.command("change", *settings, join=operator)
         with pytest.raises(AssertionError, match="operator"):
             await here.command("change", "steps=9", join=await here.invite("node"))
 
+        step = await here.committed(beyond=2) + 4
         reply = await here.command(
             *("change", "training.batch=6", "training.microbatch=3", "training.lr=0.25"),
-            *("--at", "41"),
+            *("--at", str(step + 1)),
             join=operator,
         )
-        assert re.search(r"^once step 40 is .*:\n +training.batch = 6 \(was 4\)\n", reply)
+        assert re.search(rf"^once step {step} is .*:\n +training.batch = 6 \(was 4\)\n", reply)
         assert "training.lr = 0.25 (was " in reply
         assert re.search(r"the learning rate at step \d+ goes from .* to ", reply)
+        await here.command("go", join=operator)
         await here.logged("a", "the run has other settings; joining again")
-        newest = await here.committed(beyond=41)
+        newest = await here.committed(beyond=step + 1)
         log = here.processes.log("a").read_text()
         assert log.count("joined as a-") == 2, "once under each settings"
         headers = [json.loads(path.open().readline()) for path in tmp_path.glob("*/ledger-*")]
         after = max(headers, key=lambda header: header.get("changes", 0))
         (earlier,) = after["earlier"]
-        assert (after["batch"], after["microbatch"], *earlier) == (6, 3, 40, 4, 1)
+        assert (after["batch"], after["microbatch"], *earlier) == (6, 3, step, 4, 1)
         assert audit(tmp_path / "a").exact
 
         changing = await here.begin(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from planaria.bootstrap.client import RegistryClient
 from planaria.node.cli import app
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
@@ -97,6 +98,11 @@ def by_hand(data: Path, tmp_path: Path):
     place.end()
 
 
+def soon_give_up() -> None:
+    """Let a node in this process look for its run for 3 s, not 30."""
+    RegistryClient.describe.__defaults__ = (3.0,)
+
+
 def test_on_machines_of_ones_own_saves_are_written_anew_for_another_run_file(
     by_hand, data, tmp_path
 ):
@@ -120,7 +126,8 @@ def test_on_machines_of_ones_own_saves_are_written_anew_for_another_run_file(
     written = CliRunner().invoke(app, asked)
     assert written.exit_code == 0, written.output
     assert f"is in {new} for {run.name}-" in written.output
-    refused = by_hand.start_node("wrong", 1, "--restart", "no", "--save-dir", str(disks[1]))
+    of_before = ["--restart", "no", "--save-dir", str(disks[1])]
+    refused = by_hand.start_node("wrong", 1, *of_before, before=soon_give_up)
     for stage in range(2):
         by_hand.start_node(f"new-{stage}", stage, "--restart", "no", "--save-dir", str(new))
     by_hand.until(lambda: by_hand.events("finished"))

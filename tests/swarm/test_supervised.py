@@ -49,16 +49,18 @@ class ByHand:
         self.start(name, "bootstrap", "--run", str(file), *where, *journal, *options)
         self.until(address.exists)
 
-    def start(self, name: str, *arguments: str) -> Forked:
+    def start(self, name: str, *arguments: str, **how: Any) -> Forked:
+        """Start `planaria ARGUMENTS...`; `how` as for Forked."""
         log = self.folder / f"{name}.log"
         own = self.environment  # passed on only by its own fork server
-        process = Forked(log, *arguments, cwd=self.folder, environment=own, takes_all=bool(own))
+        how |= {"cwd": self.folder, "environment": own, "takes_all": bool(own)}
+        process = Forked(log, *arguments, **how)
         self.started.append(process)
         return process
 
-    def start_node(self, name: str, stage: int, *options: str) -> Forked:
+    def start_node(self, name: str, stage: int, *options: str, **how: Any) -> Forked:
         where = ["--join", self.address, "--stage", str(stage), "--out", str(self.folder)]
-        return self.start(name, "node", *where, *self.folders, "--threads", "1", *options)
+        return self.start(name, "node", *where, *self.folders, "--threads", "1", *options, **how)
 
     @property
     def address(self) -> str:

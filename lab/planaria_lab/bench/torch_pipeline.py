@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from planaria.node.data.corpus import TRAIN, Corpus
 from planaria.node.data.mixture import inputs_and_targets, training_windows
@@ -74,6 +73,8 @@ def torch_pipeline(run: RunFile, out: Path) -> Iterator[TorchPipeline]:
 
 def train_part(arguments: list[str]) -> None:
     """Train the part of one process. `arguments`: its rank, and the folder of all processes."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # loads torch's compiler
+
     rank, out = int(arguments[0]), Path(arguments[1])
     run = resolve(load(out / "run.toml"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -214,14 +214,13 @@ def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
     assert not any(part.any() for part in empty_stage(run.config, 1, own).parameters())
 
 
-def test_another_process_takes_it_in_and_says_what_is_wrong(tmp_path) -> None:
+def test_another_process_that_takes_it_in_says_what_is_wrong(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content("opt")))
     model = {"config": str(tmp_path), "stages": 2, "context": 24}
-    run = from_fields({"model": model})
-    assert with_model(run) == with_model_here(run)
+    model["attn_mask_type"] = "block_causal"
     refusal = r"model\.config = .*: OPTForCausalLM of .* with documents kept apart, computes logits"
     with pytest.raises(RunFileError, match=refusal):
-        with_model(from_fields({"model": model | {"attn_mask_type": "block_causal"}}))
+        with_model(from_fields({"model": model}))
 
 
 def test_another_version_of_transformers_is_refused(tmp_path) -> None:

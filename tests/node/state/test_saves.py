@@ -719,30 +719,25 @@ def test_what_a_dead_writer_left_is_removed_and_a_live_one_s_is_not(
     assert sound(saves) == [Age(0, 8)]
 
 
-def run_as_script(*arguments: str) -> Any:
+def test_killed_writers_lose_no_save_and_replicas_that_share_a_folder_do_no_harm(
+    tmp_path: Path,
+) -> None:
+    """Writers are killed at any line, and at any byte. All are forks of a process that has no other
+    threads."""
     root = Path(__file__).parents[3]
     ended = subprocess.run(
-        [sys.executable, __file__, *arguments],
+        [sys.executable, __file__, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
-
-
-def test_a_writer_killed_at_any_line_loses_no_save(tmp_path: Path) -> None:
-    assert run_as_script("kill-at-lines", str(tmp_path)) > 30
-
-
-def test_a_writer_killed_at_any_byte_loses_no_save(tmp_path: Path) -> None:
-    assert run_as_script("kill-at-bytes", str(tmp_path)) > 20
-
-
-def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path) -> None:
-    assert run_as_script("share", str(tmp_path)) == 4
-    saves = opened(tmp_path, keep=3)
+    at_lines, at_bytes, whole = json.loads(ended.stdout)
+    assert at_lines > 30
+    assert at_bytes > 20
+    assert whole == 4
+    saves = opened(tmp_path / "shared", keep=3)
     assert sound(saves) == [Age(0, 30), Age(0, 29), Age(0, 28)]
     assert all(same(saves.load(save), state(save.step)) for save in saves.listed())
 
@@ -834,19 +829,17 @@ def kill_writers(folder: Path, kill: Callable[[int], None], points: range) -> in
     raise AssertionError(f"every writer was killed, up to {points[-1]}")
 
 
-def main(command: str, folder: Path) -> None:
-    if command == "kill-at-lines":
-        print(kill_writers(folder, kill_at_line, range(1, 1000)))
-    elif command == "kill-at-bytes":
-        print(kill_writers(folder, kill_at_byte, range(0, 5000, 30)))
-    else:
+def main(folder: Path) -> None:
+    at_lines = kill_writers(folder / "lines", kill_at_line, range(1, 1000))
+    at_bytes = kill_writers(folder / "bytes", kill_at_byte, range(0, 5000, 30))
 
-        def write() -> None:
-            written(folder, *(state(step) for step in range(1, 31)), keep=3)
+    def write() -> None:
+        written(folder / "shared", *(state(step) for step in range(1, 31)), keep=3)
 
-        children = [forked(write) for _ in range(4)]
-        print(sum(os.waitpid(child, 0)[1] == 0 for child in children))
+    children = [forked(write) for _ in range(4)]
+    whole = sum(os.waitpid(child, 0)[1] == 0 for child in children)
+    print(json.dumps([at_lines, at_bytes, whole]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
