@@ -1,4 +1,4 @@
-"""The registry's parameters, and the check of a restored view against them."""
+"""The registry's parameters, and checks of restored views and ordered changes against them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Change, View
 from planaria.bootstrap.step_time import Load
@@ -82,6 +83,30 @@ class Resettled(NamedTuple):
 Resettle = Callable[[str, Sequence[Change]], Resettled]
 """Applies to a run file those changes that it lacks and that aren't pending. Raises ValueError if
 they can't be."""
+
+
+def numbered(change: Change, run_file: str, resettle: Resettle | None, committed: int) -> list[str]:
+    """Numbers an ordered change of settings; returns what it changes. `committed`: the run's step,
+    after which a change holds that names none. Raises Refused."""
+    if resettle is None:
+        raise Refused("FAILED_PRECONDITION", "this registry can't change a run's settings")
+    change.number = resettle(run_file, ()).number + 1
+    step = change.step or committed
+    try:
+        held = Change(number=change.number, settings=change.settings, step=step)
+        _, rules, _, described = resettle(run_file, [held])
+    except ValueError as error:
+        raise Refused("INVALID_ARGUMENT", str(error)) from error
+    if rules.steps and rules.steps <= step:
+        reason = f"steps = {rules.steps}: this is to hold after step {step}; choose more"
+        raise Refused("INVALID_ARGUMENT", reason)
+    if change.undone:
+        described = [f"  back to step {step}", *described]
+    elif not described:
+        raise Refused("INVALID_ARGUMENT", "the run has these settings already")
+    begins = f"once step {step} is committed, and each stage has saved it:"
+    saves = "once each stage has saved its step:"
+    return [begins if change.step and not change.undone else saves, *described]
 
 
 def problem_with(view: View, rules: MembershipRules) -> str:

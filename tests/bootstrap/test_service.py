@@ -262,7 +262,8 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
     rules = MembershipRules(run="r", stages=2, lease=1000)
     async with serve(rules, limits=Limits(answers=1)) as place:  # one at a time
         registry = place.registry
-        held = registry._answers.ask("x")  # an answer that takes long
+        held = asyncio.Future[None]()  # an answer that takes long
+        registry._answers.ask(held, "x")
         assert registry._answers.go(1) == [held]
         stub = place.stub()
         gone = stub.Join(joining("a", "a:1"))
@@ -545,7 +546,9 @@ async def test_who_waits_for_its_reply_while_settings_change_joins_under_the_new
         a, registry = await place.node("a"), place.registry
         a.client.report(Report(seats=map(told, range(RULES.stages + 1))))
         await until_described(place, lambda d: any(m.report.seats for m in d.members))
-        other, _ = registry._answers.ask("other"), registry._answers.go(2**40)
+        other = asyncio.Future[None]()
+        registry._answers.ask(other, "other")
+        registry._answers.go(2**40)
         joining_late = asyncio.create_task(place.client().join(joining("b", "b:1"), identity("b")))
         await until_described(place, lambda d: "b" in names(d.view))
         registry.command("change", "", ["steps=20"])
