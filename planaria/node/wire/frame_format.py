@@ -345,7 +345,7 @@ def _checksum(*numbers: int, head: bytes) -> int:
 
 
 _NUMBERS: Final = struct.Struct("<5Q")
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _BYTES = 0, 1, 2
 
 
 def pack_chunk(
@@ -395,7 +395,7 @@ def parse_chunk(message: bytes) -> Chunk:
                 length = 8
             case 2:  # _BYTES
                 length, position = _parse_varint(message, position)
-            case 5:  # _FIXED32
+            case 5:  # of four bytes
                 length = 4
             case _:
                 raise WireError(f"a chunk with a field of wire type {wire_type}")
