@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -601,6 +601,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
+"""A context that is held while the registry serves."""
+
+
 def _check_length(name: str, value: str, limit: int) -> None:
     if (size := len(value.encode())) > limit:
         reason = f"{name} has {size} bytes, more than the {limit} allowed: {value[:40]!r}..."
@@ -613,12 +617,12 @@ async def serve(
     credentials: Credentials = PLAIN,
     insecure: bool = False,
     address_file: Path | None = None,
-    beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
+    parts: Sequence[Part] = (),
     stop: asyncio.Event | None = None,
 ) -> None:
     """Runs a registry until `stop`, by default `stopped_by_signals`. Writes HOST:PORT to
-    `address_file` atomically once it listens. `beside`: a context held while the registry serves.
-    Raises the errors of `start`, `wait` and `beside`, and OSError."""
+    `address_file` atomically once it listens. Raises the errors of `start`, `wait` and `parts`, and
+    OSError."""
     gc.set_threshold(*GARBAGE)
     stop = stop or stopped_by_signals()
     port = await registry.start(listen, credentials, insecure)
@@ -629,7 +633,9 @@ async def serve(
     stopping = asyncio.ensure_future(stop.wait())
     waiting = asyncio.ensure_future(registry.wait())
     try:
-        async with nullcontext() if beside is None else beside(registry):
+        async with AsyncExitStack() as stack:
+            for part in parts:
+                await stack.enter_async_context(part(registry))
             await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
