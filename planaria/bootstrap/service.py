@@ -42,7 +42,7 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.operator_orders import BACK, CHANGE, changes_in_force
 from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle, numbered
-from planaria.bootstrap.stop_signals import on_stop_signals
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.bootstrap.store import NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
@@ -618,34 +618,26 @@ async def serve(
     insecure: bool = False,
     address_file: Path | None = None,
     parts: Sequence[Part] = (),
-    stop: asyncio.Event | None = None,
+    stop: asyncio.Future[int] | None = None,
 ) -> None:
-    """Runs a registry until `stop`, by default `stopped_by_signals`. Writes HOST:PORT to
+    """Runs a registry until `stop`, by default a signal. Writes HOST:PORT to
     `address_file` atomically once it listens. Raises the errors of `start`, `wait` and `parts`, and
     OSError."""
     gc.set_threshold(*GARBAGE)
-    stop = stop or stopped_by_signals()
+    stop = stop or stop_signals()
     port = await registry.start(listen, credentials, insecure)
     address = Address.parse(listen)._replace(port=port)
     log.info("the registry listens on %s", address)
     if address_file is not None:
         replace_file(address_file, f"{address}\n".encode())
-    stopping = asyncio.ensure_future(stop.wait())
     waiting = asyncio.ensure_future(registry.wait())
     try:
         async with AsyncExitStack() as stack:
             for part in parts:
                 await stack.enter_async_context(part(registry))
-            await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [stop, waiting]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopping.cancel()
         await registry.stop()
     with suppress(asyncio.CancelledError):
         await waiting
-
-
-def stopped_by_signals() -> asyncio.Event:
-    """An event that is set by the first signal that asks this process to end."""
-    stop = asyncio.Event()
-    on_stop_signals(lambda _: stop.set())
-    return stop

@@ -83,7 +83,7 @@ class Bootstrapping:
         longer = {"restart_grace": self.rules_of(self.run).grace + GRACE}
         patient = replace(self, limits={**self.limits, **longer})
 
-        async def lead(stop: asyncio.Event, term: asyncio.Task[None]) -> None:
+        async def lead(stop: asyncio.Future[int], term: asyncio.Task[None]) -> None:
             decided = partial(Admission, authority, self._certifies, decided=shared)
             leading = await asyncio.to_thread(decided)
             await patient._serve(leading, certified, shared, stop, partial(ending_with, term))
@@ -123,7 +123,7 @@ class Bootstrapping:
         admission: Admission,
         certified: Certified | None,
         store: ViewStore | None,
-        stop: asyncio.Event | None = None,
+        stop: asyncio.Future[int] | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
         rules, run_file = self.rules_of(self.run), without_private(self.run)
