@@ -17,7 +17,7 @@ PROTOCOL = 1
 
 @dataclass(frozen=True)
 class MembershipRules:
-    """The registry's parameters. Times in seconds."""
+    """The registry's parameters, of a valid run file (node/launch/resolve.py). Times in seconds."""
 
     run: str
     stages: int  # body stages, L; stages are numbered 0..L
@@ -41,20 +41,6 @@ class MembershipRules:
     max_nodes: int = 10_000
     max_per_block: int = 0  # nodes per address block; 0: unlimited
     allowed: frozenset[str] | None = None  # instances that may be members; None: all
-
-    def __post_init__(self) -> None:
-        if not self.run:
-            raise ValueError("run is empty: give the run a name")
-        if self.stages < 1:
-            raise ValueError(f"stages = {self.stages}: at least one body stage is needed")
-        if not 1 <= self.replicas <= self.max_replicas:
-            raise ValueError(
-                f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
-            )
-        above = ("lease", "probe_timeout", "reconnect", "dial_timeout", "corroboration_time")
-        for name in (*above, "joins_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
 
     @property
     def grace(self) -> float:
