@@ -84,12 +84,10 @@ class RegistryClient:
         run: str = "",
         transport: Transport | None = None,
     ) -> None:
-        """`addresses`: the registry's, HOST:PORT each. `run`: the only one whose registry counts;
-        empty: any, until the first join. `transport`: gRPC, with these credentials, unless given.
-        Raises AddressError; ValueError for no address."""
+        """`addresses`: the registry's, HOST:PORT each, at least one. `run`: the only one whose
+        registry counts; empty: any, until the first join. `transport`: gRPC, with these
+        credentials, unless given. Raises AddressError."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
-        if not addresses:
-            raise ValueError("no registry address; give one with --join HOST:PORT")
         self._transport = transport or GrpcTransport(credentials, OPTIONS)
         self._at = 0  # index of the address in use
         self._heard = False  # whether the registry has ever answered

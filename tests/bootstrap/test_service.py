@@ -689,7 +689,7 @@ async def test_another_service_is_no_registry() -> None:
     await server.stop(None)
 
 
-@pytest.mark.parametrize("addresses", [[], ["nonsense"], ["host:port"]])
+@pytest.mark.parametrize("addresses", [["nonsense"], ["host:port"]])
 def test_addresses_are_checked(addresses: list[str]) -> None:
     with pytest.raises(ValueError, match="address"):
         RegistryClient(addresses)
