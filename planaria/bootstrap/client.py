@@ -293,10 +293,6 @@ class RegistryClient:
                 f"--join names registries of different runs: {conflict}. Name those of one run"
             )
 
-    def is_genuine(self, view: pb.View) -> bool:
-        """Whether the run's registry has signed the view."""
-        return is_genuine(view, self._key, self._run)
-
     # -- inside ----------------------------------------------------------------------------------
 
     @property
@@ -576,7 +572,8 @@ class _Membership:
                     continue
                 addresses = {m.node: m.address for m in self.view.members}
                 new = (m for m in view.members if addresses.get(m.node) != m.address)
-                problem = "" if self.client.is_genuine(view) else _NOT_SIGNED.format(view.number)
+                genuine = is_genuine(view, self.client._key, self.client._run)
+                problem = "" if genuine else _NOT_SIGNED.format(view.number)
                 if problem and message.HasField("difference"):
                     former = message.difference.former
                     raise _Misfit(f"by a difference from view {former}, {problem}")
