@@ -84,12 +84,10 @@ class RegistryClient:
         run: str = "",
         transport: Transport | None = None,
     ) -> None:
-        """`addresses`: the registry's, HOST:PORT each. `run`: the only one whose registry counts;
-        empty: any, until the first join. `transport`: gRPC, with these credentials, unless given.
-        Raises AddressError; ValueError for no address."""
+        """`addresses`: the registry's, HOST:PORT each, at least one. `run`: the only one whose
+        registry counts; empty: any, until the first join. `transport`: gRPC, with these
+        credentials, unless given. Raises AddressError."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
-        if not addresses:
-            raise ValueError("no registry address; give one with --join HOST:PORT")
         self._transport = transport or GrpcTransport(credentials, OPTIONS)
         self._at = 0  # index of the address in use
         self._heard = False  # whether the registry has ever answered
@@ -294,10 +292,6 @@ class RegistryClient:
             raise JoinRefused(
                 f"--join names registries of different runs: {conflict}. Name those of one run"
             )
-
-    def is_genuine(self, view: pb.View) -> bool:
-        """Whether the run's registry has signed the view."""
-        return is_genuine(view, self._key, self._run)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -578,7 +572,8 @@ class _Membership:
                     continue
                 addresses = {m.node: m.address for m in self.view.members}
                 new = (m for m in view.members if addresses.get(m.node) != m.address)
-                problem = "" if self.client.is_genuine(view) else _NOT_SIGNED.format(view.number)
+                genuine = is_genuine(view, self.client._key, self.client._run)
+                problem = "" if genuine else _NOT_SIGNED.format(view.number)
                 if problem and message.HasField("difference"):
                     former = message.difference.former
                     raise _Misfit(f"by a difference from view {former}, {problem}")

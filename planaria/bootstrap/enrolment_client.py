@@ -23,7 +23,6 @@ from planaria.bootstrap.authority import (
     Role,
     is_issued_by,
     to_pem,
-    who_in,
 )
 from planaria.bootstrap.authorization import ENROL
 from planaria.bootstrap.credentials import Certified, Credentials, clock_hint
@@ -70,17 +69,16 @@ class Enrolment:
         stored = self._read()
         if stored is not None and not stored.is_due(self._now()):
             return Certified(stored)
-        secrets = [b"", self._invitation.secret] if stored else [self._invitation.secret]
-        for secret in secrets:
+        if stored is not None:
             try:
-                return Certified(await self._ask(secret, deadline))
+                return Certified(await self._ask(b"", deadline))
             except (NotAdmitted, EnrolmentUnreachable) as error:
-                if stored is not None and not stored.is_over(self._now()):
+                if not stored.is_over(self._now()):
                     log.warning("the certificate is not renewed yet: %s", error)
                     return Certified(stored)
-                if isinstance(error, EnrolmentUnreachable) or secret == secrets[-1]:
+                if isinstance(error, EnrolmentUnreachable):
                     raise
-        raise AssertionError("the last one raises")
+        return Certified(await self._ask(self._invitation.secret, deadline))
 
     async def keep_renewed(self, certified: Certified) -> None:
         """Keeps renewing this node's certificate until cancelled."""
@@ -170,7 +168,7 @@ class Enrolment:
     def _take(self, pair: CertifiedKey) -> CertifiedKey:
         """Verifies and stores a certificate. Raises NotAdmitted for a wrong one, and OSError."""
         try:
-            mine = who_in(pair.certificate).instance == self._identity.instance
+            mine = pair.who.instance == self._identity.instance
             if not (mine and is_issued_by(pair.certificate, self._authority)):
                 raise ValueError("it belongs to another node or authority")
         except ValueError as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from ipaddress import IPv6Address, ip_address, ip_network
+from ipaddress import ip_network
 from typing import Final, NamedTuple
+
+from planaria.bootstrap.address import plain_ip
 
 BITS: Final = {4: 24, 6: 64}
 """Prefix bits per IP version of a block: about the least that one customer gets."""
@@ -27,15 +29,10 @@ NOWHERE: Final = FailureDomain()
 
 def block_of(host: str) -> str:
     """The address block of an IP address; empty for a loopback address, and for other text."""
-    try:
-        address = ip_address(host.partition("%")[0])
-    except ValueError:
+    ip = plain_ip(host.partition("%")[0])
+    if ip is None or ip.is_loopback:
         return ""
-    if isinstance(address, IPv6Address) and address.ipv4_mapped:
-        address = address.ipv4_mapped
-    if address.is_loopback:
-        return ""
-    return str(ip_network((address, BITS[address.version]), strict=False))
+    return str(ip_network((ip, BITS[ip.version]), strict=False))
 
 
 class Census:

@@ -104,12 +104,10 @@ class GrpcChannel:
     def __init__(self, opened: grpc.aio.Channel, common: tuple[tuple[str, str], ...]) -> None:
         self._channel, self._common = opened, common
 
-    def stream(
-        self, method: str, metadata: Mapping[str, str] | None = None, seconds: float | None = None
-    ) -> GrpcDialledStream:
+    def stream(self, method: str, metadata: Mapping[str, str] | None = None) -> GrpcDialledStream:
         multi: Any = self._channel.stream_stream(f"/{method}")
         pairs = (*(metadata or {}).items(), *self._common)
-        return GrpcDialledStream(multi(metadata=pairs, timeout=seconds))
+        return GrpcDialledStream(multi(metadata=pairs))
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:
         """Makes a call, not over a stream: a failed write would hide the refusal's status."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,8 @@ from planaria.bootstrap.authorization import OPERATOR_CALLS, REGISTRY_CALLS
 from planaria.bootstrap.escaping import readable
 from planaria.bootstrap.etcd import EtcdAway
 from planaria.bootstrap.files import replace_file
-from planaria.bootstrap.service import RegistryServer, stopped_by_signals
+from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.bootstrap.store import LEASE, RENEWALS, NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
@@ -29,17 +30,17 @@ FAREWELL: Final = 0.1  # seconds granted to open calls, whose refusal names the 
 
 async def lead_in_turn(
     store: Store,
-    lead: Callable[[asyncio.Event, asyncio.Task[None]], Awaitable[object]],
+    lead: Callable[[asyncio.Future[int], asyncio.Task[None]], Awaitable[object]],
     listen: str,
     make_transport: Callable[[], Transport],
     address_file: Path | None = None,
-    stop: asyncio.Event | None = None,
+    stop: asyncio.Future[int] | None = None,
 ) -> None:
-    """Follows and leads in turn until `stop`, by default `stopped_by_signals`. `lead` gets the stop
-    event and a task that ends with the term; NotLeading and EtcdAway end its turn. Raises its other
+    """Follows and leads in turn until `stop`, by default a signal. `lead` gets `stop`
+    and a task that ends with the term; NotLeading and EtcdAway end its turn. Raises its other
     errors and those of `Transport.serve`, EtcdRefused and StoreError."""
-    stop = stop or stopped_by_signals()
-    while not stop.is_set():
+    stop = stop or stop_signals()
+    while not stop.done():
         following = Follower(store, make_transport())
         async with following.serving(listen):
             if address_file is not None:
@@ -47,7 +48,7 @@ async def lead_in_turn(
             await following.until_elected(stop)
         if store.leads:
             async with _term_of(store) as term:
-                if stop.is_set():
+                if stop.done():
                     return
                 log.info("this registry leads from now on")
                 try:
@@ -111,9 +112,9 @@ class Follower:
         finally:
             await self._transport.stop(FAREWELL)
 
-    async def until_elected(self, stop: asyncio.Event) -> None:
-        """Follows until this registry leads, or `stop` is set. Raises EtcdRefused, StoreError."""
-        while not stop.is_set():
+    async def until_elected(self, stop: asyncio.Future[int]) -> None:
+        """Follows until this registry leads, or `stop` is done. Raises EtcdRefused, StoreError."""
+        while not stop.done():
             try:
                 leader = await asyncio.to_thread(self._store.leader)
                 if not leader and await asyncio.to_thread(self._store.campaign):
@@ -127,8 +128,7 @@ class Follower:
                 if not self._etcd_error:
                     log.error("%s. %s", error, NO_LEADER)
                 self._leader, self._etcd_error = "", str(error)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK)
+            await asyncio.wait([stop], timeout=LOOK)
 
     async def _refuse(self, _: AcceptedStream) -> None:
         """Refuses a call. The reason names the leader, or says why there is none."""

@@ -101,11 +101,6 @@ class NodeRecord:
     def place(self) -> FailureDomain:
         return FailureDomain(self.member.block, self.member.host)
 
-    @property
-    def committed(self) -> int:
-        """The newest step that its report has as committed."""
-        return max((seat.committed for seat in self.report.seats), default=0)
-
     def leased(self, lease: float, now: float) -> bool:
         """Whether the node's lease is valid, and its stream isn't lost."""
         return self.lost is None and now < self.renewed + lease

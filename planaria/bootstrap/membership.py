@@ -292,7 +292,7 @@ class Membership:
         Raises ValueError if the view can't be one of this run.
         """
         problem = problem_with(view, self.rules)
-        if not self.is_genuine(view):
+        if not is_genuine(view, self.key.public, self.rules.run):
             problem = problem or "it is not signed by the run's key"
         if problem:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
@@ -338,10 +338,6 @@ class Membership:
     def committed(self) -> int:
         """The newest committed step that the driver has reported."""
         return self._watermark.newest[1]
-
-    def is_genuine(self, view: pb.View) -> bool:
-        """Whether a registry of this run has issued the view."""
-        return is_genuine(view, self.key.public, self.rules.run)
 
     def describe(self, now: float) -> pb.Description:
         """The registry's full state, for people. The shell adds run file and uptime."""

@@ -2,23 +2,24 @@
 
 A reply contains the whole view and stays in memory until it has arrived, however slow the link;
 simultaneous joins of a large run would need all at once. Replies are sent in the order of the
-requests. Pure: takes and returns call numbers.
+requests. Pure: a call is whatever its caller tells it by.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
+from typing import Generic, TypeVar
+
+Call = TypeVar("Call", bound=Hashable)
 
 
-class ReplyBudget:
+class ReplyBudget(Generic[Call]):
     def __init__(self, room: int) -> None:
         """`room`: bytes in flight; a single reply may exceed it."""
         self.room = room
-        self._numbers = itertools.count(1)
-        self._waiting: OrderedDict[int, str] = OrderedDict()  # node of each call
-        self._going: dict[int, tuple[str, int]] = {}  # node and bytes of each call
+        self._waiting: OrderedDict[Call, str] = OrderedDict()  # node of each call
+        self._going: dict[Call, tuple[str, int]] = {}  # node and bytes of each call
         self._bytes = 0
 
     @property
@@ -26,15 +27,13 @@ class ReplyBudget:
         """The nodes whose calls wait for their join replies."""
         return self._waiting.values()
 
-    def ask(self, node: str) -> int:
-        """Queues a call of `node` for its join reply; returns the call's number."""
-        call = next(self._numbers)
+    def ask(self, call: Call, node: str) -> None:
+        """Queues a call of `node` for its join reply."""
         self._waiting[call] = node
-        return call
 
-    def go(self, size: int) -> list[int]:
+    def go(self, size: int) -> list[Call]:
         """The calls to answer now, with `size` bytes each."""
-        started = list[int]()
+        started = list[Call]()
         while self._waiting and (not self._bytes or self._bytes + size <= self.room):
             call, node = self._waiting.popitem(last=False)
             self._going[call] = node, size
@@ -42,7 +41,7 @@ class ReplyBudget:
             started.append(call)
         return started
 
-    def end(self, call: int) -> None:
+    def end(self, call: Call) -> None:
         """Frees the bytes of a call, after its reply or a disconnection. Idempotent."""
         self._waiting.pop(call, None)
         _, size = self._going.pop(call, ("", 0))

@@ -1,4 +1,4 @@
-"""The registry's parameters, and the check of a restored view against them."""
+"""The registry's parameters, and checks of restored views and ordered changes against them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Change, View
 from planaria.bootstrap.step_time import Load
@@ -16,7 +17,7 @@ PROTOCOL = 1
 
 @dataclass(frozen=True)
 class MembershipRules:
-    """The registry's parameters. Times in seconds."""
+    """The registry's parameters, of a valid run file (node/launch/resolve.py). Times in seconds."""
 
     run: str
     stages: int  # body stages, L; stages are numbered 0..L
@@ -40,20 +41,6 @@ class MembershipRules:
     max_nodes: int = 10_000
     max_per_block: int = 0  # nodes per address block; 0: unlimited
     allowed: frozenset[str] | None = None  # instances that may be members; None: all
-
-    def __post_init__(self) -> None:
-        if not self.run:
-            raise ValueError("run is empty: give the run a name")
-        if self.stages < 1:
-            raise ValueError(f"stages = {self.stages}: at least one body stage is needed")
-        if not 1 <= self.replicas <= self.max_replicas:
-            raise ValueError(
-                f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
-            )
-        above = ("lease", "probe_timeout", "reconnect", "dial_timeout", "corroboration_time")
-        for name in (*above, "joins_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
 
     @property
     def grace(self) -> float:
@@ -82,6 +69,30 @@ class Resettled(NamedTuple):
 Resettle = Callable[[str, Sequence[Change]], Resettled]
 """Applies to a run file those changes that it lacks and that aren't pending. Raises ValueError if
 they can't be."""
+
+
+def numbered(change: Change, run_file: str, resettle: Resettle | None, committed: int) -> list[str]:
+    """Numbers an ordered change of settings; returns what it changes. `committed`: the run's step,
+    after which a change holds that names none. Raises Refused."""
+    if resettle is None:
+        raise Refused("FAILED_PRECONDITION", "this registry can't change a run's settings")
+    change.number = resettle(run_file, ()).number + 1
+    step = change.step or committed
+    try:
+        held = Change(number=change.number, settings=change.settings, step=step)
+        _, rules, _, described = resettle(run_file, [held])
+    except ValueError as error:
+        raise Refused("INVALID_ARGUMENT", str(error)) from error
+    if rules.steps and rules.steps <= step:
+        reason = f"steps = {rules.steps}: this is to hold after step {step}; choose more"
+        raise Refused("INVALID_ARGUMENT", reason)
+    if change.undone:
+        described = [f"  back to step {step}", *described]
+    elif not described:
+        raise Refused("INVALID_ARGUMENT", "the run has these settings already")
+    begins = f"once step {step} is committed, and each stage has saved it:"
+    saves = "once each stage has saved its step:"
+    return [begins if change.step and not change.undone else saves, *described]
 
 
 def problem_with(view: View, rules: MembershipRules) -> str:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,8 @@ from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.operator_orders import BACK, CHANGE, changes_in_force
 from planaria.bootstrap.reply_budget import ReplyBudget
-from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle
-from planaria.bootstrap.stop_signals import on_stop_signals
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules, Resettle, numbered
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.bootstrap.store import NotLeading, Store
 from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
@@ -104,8 +104,8 @@ class RegistryServer:
         self._journal, self._limits = journal, limits
         self._broadcast = Broadcast(run_file)
         self._joining: list[tuple[JoinAttempt, asyncio.Future[pb.JoinReply | Refused]]] = []
-        self._answers = ReplyBudget(limits.answers)
-        self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for the reply budget
+        self._answers = ReplyBudget[asyncio.Future[None]](limits.answers)
+        """Each call by its turn, which is done when it may be answered."""
         self._streams: dict[str, _MemberStream] = {}  # newest stream of each node
         self._held: Counter[str] = Counter()  # places of open calls, by kind
         self._logged = 0
@@ -193,35 +193,13 @@ class RegistryServer:
         if word in (CHANGE, BACK):
             undone = self.machine.view.number if word == BACK else 0
             change = pb.Change(settings=settings, pending=True, step=step, undone=undone)
-            described = self._examine(change)
+            described = numbered(change, self.run_file, self._resettle, self.machine.committed)
             effects = self.machine.change(change, now)
         else:
             changed, effects = self.machine.command(word, why, now)
             described = [changed] if changed else []
         self._carry_out(effects)
         return "\n".join(described)
-
-    def _examine(self, change: pb.Change) -> list[str]:
-        """Numbers a change of settings; returns what it changes. Raises Refused."""
-        if self._resettle is None:
-            raise Refused("FAILED_PRECONDITION", "this registry can't change a run's settings")
-        change.number = self._resettle(self.run_file, ()).number + 1
-        step = change.step or self.machine.committed
-        try:
-            held = pb.Change(number=change.number, settings=change.settings, step=step)
-            _, rules, _, described = self._resettle(self.run_file, [held])
-        except ValueError as error:
-            raise Refused("INVALID_ARGUMENT", str(error)) from error
-        if rules.steps and rules.steps <= step:
-            reason = f"steps = {rules.steps}: this is to hold after step {step}; choose more"
-            raise Refused("INVALID_ARGUMENT", reason)
-        if change.undone:
-            described = [f"  back to step {step}", *described]
-        elif not described:
-            raise Refused("INVALID_ARGUMENT", "the run has these settings already")
-        begins = f"once step {step} is committed, and each stage has saved it:"
-        saves = "once each stage has saved its step:"
-        return [begins if change.step and not change.undone else saves, *described]
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""
@@ -263,9 +241,9 @@ class RegistryServer:
 
     async def _await_turn(self, node: str, stream: AcceptedStream) -> None:
         """Waits until the reply budget admits a node's join reply. Raises Refused."""
-        call, turn = self._answers.ask(node), self._loop.create_future()
-        self._turns[call] = turn
-        stream.when_over(partial(self._answered, call))
+        turn = self._loop.create_future()
+        self._answers.ask(turn, node)
+        stream.when_over(partial(self._answered, turn))
         self._answer_next()
         try:
             async with asyncio.timeout(WAIT_FRACTION * (stream.seconds_left or LONGEST_WAIT)):
@@ -273,18 +251,17 @@ class RegistryServer:
         except TimeoutError:
             reason = f"{self._answers.before(node)}: join again"
             raise Refused("RESOURCE_EXHAUSTED", reason) from None
-        self._loop.call_later(LONGEST_REPLY, self._answered, call)
+        self._loop.call_later(LONGEST_REPLY, self._answered, turn)
 
-    def _answered(self, call: int) -> None:
+    def _answered(self, turn: asyncio.Future[None]) -> None:
         """Frees the reply budget of a call that is complete or abandoned."""
-        self._turns.pop(call, None)
-        self._answers.end(call)
+        self._answers.end(turn)
         self._answer_next()
 
     def _answer_next(self) -> None:
         """Lets calls go on whose join replies the budget admits now."""
-        for call in self._answers.go(len(self._broadcast.welcome())) if self._turns else ():
-            turn = self._turns.pop(call)
+        waiting = self._answers.waiting
+        for turn in self._answers.go(len(self._broadcast.welcome())) if waiting else ():
             if not turn.done():
                 turn.set_result(None)
 
@@ -624,6 +601,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
+"""A context that is held while the registry serves."""
+
+
 def _check_length(name: str, value: str, limit: int) -> None:
     if (size := len(value.encode())) > limit:
         reason = f"{name} has {size} bytes, more than the {limit} allowed: {value[:40]!r}..."
@@ -636,33 +617,27 @@ async def serve(
     credentials: Credentials = PLAIN,
     insecure: bool = False,
     address_file: Path | None = None,
-    beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
-    stop: asyncio.Event | None = None,
+    parts: Sequence[Part] = (),
+    stop: asyncio.Future[int] | None = None,
 ) -> None:
-    """Runs a registry until `stop`, by default `stopped_by_signals`. Writes HOST:PORT to
-    `address_file` atomically once it listens. `beside`: a context held while the registry serves.
-    Raises the errors of `start`, `wait` and `beside`, and OSError."""
+    """Runs a registry until `stop`, by default a signal. Writes HOST:PORT to
+    `address_file` atomically once it listens. Raises the errors of `start`, `wait` and `parts`, and
+    OSError."""
     gc.set_threshold(*GARBAGE)
-    stop = stop or stopped_by_signals()
+    stop = stop or stop_signals()
     port = await registry.start(listen, credentials, insecure)
     address = Address.parse(listen)._replace(port=port)
     log.info("the registry listens on %s", address)
     if address_file is not None:
         replace_file(address_file, f"{address}\n".encode())
-    stopping = asyncio.ensure_future(stop.wait())
     waiting = asyncio.ensure_future(registry.wait())
     try:
-        async with nullcontext() if beside is None else beside(registry):
-            await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
+        async with AsyncExitStack() as stack:
+            for part in parts:
+                await stack.enter_async_context(part(registry))
+            ends: list[asyncio.Future[Any]] = [stop, waiting]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopping.cancel()
         await registry.stop()
     with suppress(asyncio.CancelledError):
         await waiting
-
-
-def stopped_by_signals() -> asyncio.Event:
-    """An event that is set by the first signal that asks this process to end."""
-    stop = asyncio.Event()
-    on_stop_signals(lambda _: stop.set())
-    return stop

@@ -127,11 +127,11 @@ def outlook(
     resting: frozenset[int] = frozenset(),
 ) -> Outlook | None:
     """What measurements tell of speeds. A node that has not computed a body stage yet counts by its
-    `speed`. None: too little was measured, or there are too many nodes."""
+    `speed`. None: too little was measured."""
     known = list(nodes)
     usual = [node.layer * node.speed for node in known if node.layer]
     unmeasured = any(0 in node.stages and not node.ends for node in known)
-    if not usual or unmeasured or len(known) > MOST_WEIGHED:
+    if not usual or unmeasured:
         return None
     work = median(usual)
     layer = {node.node: node.layer or work / node.speed for node in known}

@@ -84,14 +84,13 @@ code and a reason. It is cancelled when the dialler is gone."""
 class Channel(Protocol):
     """A connection of its own to one address."""
 
-    def stream(
-        self, method: str, metadata: Mapping[str, str] | None = None, seconds: float | None = None
-    ) -> DialledStream:
-        """Dial a method, `SERVICE/NAME`. `seconds`: the stream's deadline, for the server, too."""
+    def stream(self, method: str, metadata: Mapping[str, str] | None = None) -> DialledStream:
+        """Dial a method, `SERVICE/NAME`."""
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:
-        """The answer to one request: a stream that carries one item each way. Raises Broken, with
-        the refusal's status even if the other end refuses before it reads."""
+        """The answer to one request: a stream that carries one item each way. `seconds`: its
+        deadline, for the server, too. Raises Broken, with the refusal's status even if the other
+        end refuses before it reads."""
 
     async def close(self) -> None:
         """Close the channel, and break all of its streams."""

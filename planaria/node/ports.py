@@ -89,7 +89,7 @@ class Tensors(Protocol):
         """The wire form of tensors: a descriptor and a buffer for each."""
 
     def decode(
-        self, descriptors: Sequence[Any], payload: Payload, device: Any = "cpu"
+        self, descriptors: Sequence[Descriptor], payload: Payload, device: Any = "cpu"
     ) -> list[Tensor]:
         """The tensors of a frame's payload. Raises WireError for bytes that can't be these."""
 

@@ -30,6 +30,7 @@ from planaria.bootstrap.client import (
 )
 from planaria.bootstrap.operator_orders import changes_in_force, order_in_words
 from planaria.bootstrap.registry_pb2 import STOPPED, Description
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.node.daemon import DaemonMachine, DaemonNode
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.mixture import Data
@@ -54,7 +55,6 @@ from planaria.node.machine.device import (
     memory_of,
     why_no_bf16,
 )
-from planaria.node.machine.processes import stop_signals
 from planaria.node.model import learning_rate
 from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint

@@ -65,7 +65,7 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
     leader, mine = store(etcd, "first.example.org:1"), store(etcd, "b:1", fates)
     assert leader.campaign()
     transport = over_grpc(Credentials(token="secret"), insecure=False)
-    following, stop = Follower(mine, transport), asyncio.Event()
+    following, stop = Follower(mine, transport), asyncio.Future[int]()
     address = f"127.0.0.1:{free_port()}"
     credentials = Credentials(token="secret"), PLAIN
     clients = [RegistryClient([address], credential) for credential in credentials]
@@ -93,13 +93,13 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
 
 
 async def test_a_registry_that_is_stopped_as_it_is_elected_gives_the_lead_back() -> None:
-    etcd, stop = FakeEtcd(), asyncio.Event()
+    etcd, stop = FakeEtcd(), asyncio.Future[int]()
     mine, other = store(etcd, "a:1"), store(etcd, "b:1")
     campaign, loop = mine.campaign, asyncio.get_running_loop()
 
     def campaign_late() -> bool:
         elected = campaign()
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(stop.set_result, 15)
         return elected
 
     async def lead(*_: object) -> None:

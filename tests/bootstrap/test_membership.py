@@ -1912,20 +1912,6 @@ def test_describe_tells_everything() -> None:
     assert description.decisions[-1] == "n2 is suspected by n0: silent"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"run": ""}, "run is empty"),
-        ({"stages": 0}, "at least one body stage"),
-        ({"replicas": 0}, "replicas = 0"),
-        ({"lease": 0.0}, "lease"),
-    ],
-)
-def test_rules_are_checked(wrong: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MembershipRules(**{"run": "r", "stages": 2, **wrong})  # type: ignore[arg-type]
-
-
 def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
     swarm = full(stages=1)
     swarm.enter("twin", 0)

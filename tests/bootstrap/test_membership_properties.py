@@ -18,7 +18,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
-from planaria.bootstrap.views import follows
+from planaria.bootstrap.views import follows, is_genuine
 from tests.bootstrap.conftest import identity
 from tests.membership import join, validate_state
 
@@ -58,7 +58,7 @@ class Registry(RuleBasedStateMachine):
         for effect in effects:
             if isinstance(effect, Issue):
                 assert effect.view.number > self.last
-                assert self.machine.is_genuine(effect.view)
+                assert is_genuine(effect.view, self.machine.key.public, self.machine.rules.run)
                 assert follows(effect.view, self.shown)
                 assert self.now >= self.quiet_until, "a new view during the grace"
                 self.last = effect.view.number

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.service import stopped_by_signals
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.node.run_file import loads
 from tests.bootstrap.conftest import identity, joining
 
@@ -59,7 +59,7 @@ async def test_a_registry_heeds_ctrl_c_and_hangup_unless_it_was_started_to_ignor
     loop, inherited = asyncio.get_running_loop(), signal.SIG_IGN if ignored else signal.SIG_DFL
     before = {n: signal.signal(n, inherited) for n in (signal.SIGINT, signal.SIGHUP)}
     try:
-        stopped_by_signals()
+        stop_signals()
         heeded = [number for number in before if signal.getsignal(number) != inherited]
     finally:
         for number in (*before, signal.SIGTERM):

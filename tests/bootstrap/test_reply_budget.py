@@ -20,11 +20,12 @@ EVENTS = st.lists(
 def test_no_more_is_on_its_way_than_there_is_room_for_and_each_is_answered_in_its_turn(
     events: list[tuple[str, object]],
 ) -> None:
-    answers = ReplyBudget(ROOM)
+    answers = ReplyBudget[int](ROOM)
     waiting, going = dict[int, str](), dict[int, int]()
-    for kind, value in events:
+    for number, (kind, value) in enumerate(events):
         if kind == "ask":
-            waiting[answers.ask(str(value))] = str(value)
+            answers.ask(number, str(value))
+            waiting[number] = str(value)
         elif kind == "end":
             answers.end(call := int(str(value)))
             waiting.pop(call, None)
@@ -41,10 +42,12 @@ def test_no_more_is_on_its_way_than_there_is_room_for_and_each_is_answered_in_it
 
 
 def test_who_waits_hears_how_many_are_before_it() -> None:
-    answers = ReplyBudget(ROOM)
-    first = answers.ask("first")
+    answers = ReplyBudget[str](ROOM)
+    first, early, late = "1", "2", "3"
+    answers.ask(first, "first")
     assert answers.go(ROOM) == [first]
-    early, late = answers.ask("early"), answers.ask("late")
+    answers.ask(early, "early")
+    answers.ask(late, "late")
     assert answers.go(ROOM) == []
     assert answers.before("late") == (
         "0.0 MB of replies to other nodes are in flight, the first to first, with 1 before late"

@@ -141,7 +141,7 @@ def text_of(data: bytes) -> str:
 def chunks(data: bytes) -> None:
     """Read chunks of a link whose peer sends anything, with right checksums."""
     session = Session(1, BOUNDS)
-    session.send_frame(Frame("state", (1, 1), {}, [], bytes(500)))
+    session.outbox.push(Frame("state", (1, 1), {}, [], bytes(500)))
     with suppress(WireError):
         for piece in pieces(data):
             session.outbox.next(0.0)
@@ -209,7 +209,7 @@ def hellos(data: bytes) -> None:
     session = Session(7, BOUNDS)
     session.send(b"message")
     session.next_message()
-    session.send_frame(Frame("call", (1, 1), {}, [], b"payload"))
+    session.outbox.push(Frame("call", (1, 1), {}, [], b"payload"))
     session.outbox.next(0.0)
     for line in text_of(data).split("\n"):
         for hello in (line, f"{line} {xxh3_64_hexdigest(line.encode())}"):

@@ -70,7 +70,7 @@ async def test_an_activation_takes_the_files_of_the_figure(monkeypatch: pytest.M
     seat.agent.workplace.compute = seats.SeatCompute(receiver, "", thread)
 
     sender = Session(1, BOUNDS)
-    sender.send_frame(activation(ATTEMPT))
+    sender.outbox.push(activation(ATTEMPT))
     chunks = iter([sender.outbox.next(0.0)])
 
     async def read() -> object:

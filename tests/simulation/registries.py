@@ -64,7 +64,7 @@ class Registries(Registry):
             reached = self.world.now >= self.away.get(address, 0.0)
             return Fate.ANSWERED if reached else self.world.random.choice(FATES)
 
-        async def lead(stop: asyncio.Event, term: asyncio.Task[None]) -> None:
+        async def lead(stop: asyncio.Future[int], term: asyncio.Task[None]) -> None:
             server = self.make_server(store)
             await server.start(address, transport=transport())
             self.world.say(self.name, f"{address} leads")
@@ -79,7 +79,7 @@ class Registries(Registry):
         link = self.etcd.link(fate)
         store = CheckedStore(link, "run", KEY, address, lambda: self.world.now)  # type: ignore[arg-type]
         store.registries = self
-        await lead_in_turn(store, lead, address, transport, stop=asyncio.Event())
+        await lead_in_turn(store, lead, address, transport, stop=asyncio.Future[int]())
 
     def leave_etcd(self, seconds: float) -> None:
         """Cuts the leader off from etcd; the others still reach it."""

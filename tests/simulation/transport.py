@@ -213,15 +213,16 @@ class MemoryChannel:
         self._transport, self._address = transport, address
         self._streams: list[Dialled] = []
 
-    def stream(
-        self, method: str, metadata: Mapping[str, str] | None = None, seconds: float | None = None
-    ) -> Dialled:
-        stream = Dialled(self._transport, self._address, method, metadata or {}, seconds)
+    def stream(self, method: str, metadata: Mapping[str, str] | None = None) -> Dialled:
+        return self._dial(method, metadata or {}, None)
+
+    def _dial(self, method: str, metadata: Mapping[str, str], seconds: float | None) -> Dialled:
+        stream = Dialled(self._transport, self._address, method, metadata, seconds)
         self._streams = [stream, *(each for each in self._streams if not each.is_over)]
         return stream
 
     async def call(self, method: str, request: bytes, seconds: float) -> bytes:
-        stream = self.stream(method, seconds=seconds)
+        stream = self._dial(method, {}, seconds)
         try:
             with suppress(Broken):  # `read` says why
                 await stream.write(request)

@@ -157,7 +157,7 @@ async def serve(rules: MembershipRules, journal: Path, connection: Connection) -
     admission = Admission(folder_beside(journal), certifies=False)
     with Journal(journal, rules.run, admission.key) as file:
         registry = RegistryServer(rules, "", file, admission=admission)
-        await service.serve(registry, "127.0.0.1:0", beside=answering)
+        await service.serve(registry, "127.0.0.1:0", parts=[answering])
 
 
 def _cpu() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from planaria.bootstrap.journal import Journal, read_view
 from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
 from planaria.bootstrap.registry_enrolment import advertised, beside, enrolling
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.service import RegistryServer, ViewStore, over_grpc, serve
+from planaria.bootstrap.service import Part, RegistryServer, ViewStore, over_grpc, serve
 from planaria.bootstrap.store import Store
 from planaria.node.commands.registry import run_on_loop
 from planaria.node.commands.terminal import console, say
@@ -30,8 +30,6 @@ from planaria.node.run_file import RunFile, without_private
 
 if TYPE_CHECKING:
     from planaria.node.commands.machines import BootstrapOptions
-
-Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Bootstrapping:
         longer = {"restart_grace": self.rules_of(self.run).grace + GRACE}
         patient = replace(self, limits={**self.limits, **longer})
 
-        async def lead(stop: asyncio.Event, term: asyncio.Task[None]) -> None:
+        async def lead(stop: asyncio.Future[int], term: asyncio.Task[None]) -> None:
             decided = partial(Admission, authority, self._certifies, decided=shared)
             leading = await asyncio.to_thread(decided)
             await patient._serve(leading, certified, shared, stop, partial(ending_with, term))
@@ -125,7 +123,7 @@ class Bootstrapping:
         admission: Admission,
         certified: Certified | None,
         store: ViewStore | None,
-        stop: asyncio.Event | None = None,
+        stop: asyncio.Future[int] | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
         rules, run_file = self.rules_of(self.run), without_private(self.run)
@@ -137,7 +135,7 @@ class Bootstrapping:
             parts = (*parts, partial(self._invites_beside, admission, certified))
         listen, credentials = str(self.listen), self._credentials(certified)
         place = listen, credentials, self.options.insecure, self.options.address_file
-        return serve(registry, *place, partial(_all_beside, parts), stop)
+        return serve(registry, *place, parts, stop)
 
     def _invites_beside(
         self, admission: Admission, certified: Certified, registry: RegistryServer
@@ -172,14 +170,6 @@ class Bootstrapping:
             if command:
                 await stack.enter_async_context(notifying(living, command))
             yield
-
-
-@asynccontextmanager
-async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        for part in parts:
-            await stack.enter_async_context(part(registry))
-        yield
 
 
 def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:

@@ -231,8 +231,11 @@ def corpus_folders(section: DataSection, given: Sequence[Path] = ()) -> list[Pat
 
 
 def find_by_content(section: DataSection) -> list[str]:
-    """Folders of a run's corpora in those that `PLANARIA_DATA` names; empty: not all are there."""
-    given = [Path(name).absolute() for name in os.environ.get(SEARCHED, "").split()]
+    """Folders of a run's corpora in those that `PLANARIA_DATA` names, one or several separated by
+    blanks; empty: not all are there."""
+    named = os.environ.get(SEARCHED, "")
+    names = [named] if Path(named).is_dir() else named.split()  # one may have blanks in its name
+    given = [Path(name).absolute() for name in names if name]
     wanted = [corpus.content for corpus in section.corpora] or [section.content]
     try:
         folders = corpus_folders(section, given) if given else []

@@ -17,7 +17,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from planaria.bootstrap.address import PORTS, Address
+from planaria.bootstrap.address import PORTS, Address, plain_ip
 from planaria.bootstrap.address_probe import Endpoints
 
 
@@ -55,7 +55,7 @@ def forwarded_address(listen: Address, environment: Mapping[str, str]) -> Advert
     for renter in RENTERS:
         host, variable = environment.get(renter.host, ""), f"{renter.port}{listen.port}"
         port = environment.get(variable, "")
-        if _is_address(host) and port.isdecimal() and 0 < int(port) <= PORTS:
+        if plain_ip(host) is not None and port.isdecimal() and 0 < int(port) <= PORTS:
             return Advertised(
                 Address(host, int(port)), f"{renter.name} says so in {renter.host} and {variable}"
             )
@@ -80,17 +80,9 @@ def is_known_otherwise(listen: Address, endpoints: Endpoints) -> bool:
     """Whether peers may know this machine by another address. False if it has a name or a global
     address, or if the registry is in a private network, as peers then are, too."""
     host = endpoints.local if listen.is_any else listen.host
-    if listen.is_loopback or not _is_address(host) or _is_global(host):
+    if listen.is_loopback or plain_ip(host) is None or _is_global(host):
         return False
     return _is_global(endpoints.remote) or ipaddress.ip_address(endpoints.remote).is_loopback
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_global(address: str) -> bool:

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.node.launch.secret_words import without_secrets
 from planaria.node.machine.processes import (
     SUPERVISOR,
     describe_status,
     die_with_parent,
-    stop_signals,
 )
 
 log = logging.getLogger("planaria")

@@ -43,9 +43,6 @@ from planaria.node.run_file import load as load_file
 
 __all__ = ["Result", "RunFileError", "SwarmError", "load", "up"]
 
-PAGE = "127.0.0.1:0"
-"""Address of the run's page: any port of this machine."""
-
 
 def load(path: str | Path | None = None, **changes: Any) -> RunFile:
     """A run file, or the defaults, with changes: `load("run.toml", steps=40, model__stages=2)`
@@ -137,7 +134,7 @@ class _Order(NamedTuple):
         """Run the swarm of the request. Returns the folder, and how the run ended."""
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         plan = plan_run(self.run, self.out, None, self.device, say, untracked)
-        plan = plan._replace(options=SwarmOptions(http=PAGE, oversubscribe=self.oversubscribe))
+        plan = plan._replace(options=SwarmOptions(oversubscribe=self.oversubscribe))
         kills = [parse_kill(text, plan.run) for text in self.kill]
         ending = await up_here(plan, kills, console, replacing=self.replace)
         return plan.out, ending

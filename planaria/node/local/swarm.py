@@ -18,6 +18,7 @@ from rich.console import Console
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.node.launch.errors import SwarmError
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.supervisor import FINAL
@@ -41,7 +42,6 @@ from planaria.node.machine.processes import (
     Processes,
     describe_status,
     last_lines,
-    stop_signals,
 )
 from planaria.node.model import learning_rate
 from planaria.node.report.event_log import EventLog, LineReader

@@ -18,8 +18,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from planaria.bootstrap.stop_signals import on_stop_signals
-
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.02
@@ -206,18 +204,6 @@ def heed_signals() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-
-
-def stop_signals() -> asyncio.Future[int]:
-    """Future of the number of the first signal that asks this process to end."""
-    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def on_signal(number: int) -> None:
-        if not stop.done():
-            stop.set_result(number)
-
-    on_stop_signals(on_signal)
-    return stop
 
 
 def die_with_parent() -> None:

@@ -84,7 +84,7 @@ class Link:
         self._sent()
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
-        self.session.send_frame(frame, arrived)
+        self.session.outbox.push(frame, arrived)
         self._framed = self.now
         self._sent()
 

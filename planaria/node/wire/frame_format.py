@@ -54,9 +54,8 @@ KINDS: Final = (
 
 BLOCK: Final = 256  # values that share a scale in int8
 TILE: Final = 32  # ... in int4
-HEAD_LIMIT: Final = 64 << 10  # bytes
+HEAD_LIMIT: Final = 64 << 10  # bytes, of descriptors too: a frame has some thousand tensors at most
 PAYLOAD_LIMIT: Final = 4 << 30  # bytes
-TENSOR_LIMIT: Final = 4096  # tensors in a frame
 DIMENSION_LIMIT: Final = 8
 NAME_LIMIT: Final = 64  # characters in the name of a field
 SEAT_LIMIT: Final = 192  # ... in the id of a seat, of which its node's takes up to 128
@@ -236,8 +235,8 @@ class Frame:
         if not isinstance(fields, dict):
             raise WireError(f"the fields of a frame are a {type(fields).__name__}, not a map")
         _check_names(fields)
-        if not isinstance(descriptors, list) or len(descriptors) > TENSOR_LIMIT:
-            raise WireError(f"the descriptors are no list of at most {TENSOR_LIMIT}")
+        if not isinstance(descriptors, list):
+            raise WireError("the descriptors are no list")
         for seat in seats:
             if not isinstance(seat, str) or len(seat) > SEAT_LIMIT:
                 raise WireError(
@@ -345,7 +344,7 @@ def _checksum(*numbers: int, head: bytes) -> int:
 
 
 _NUMBERS: Final = struct.Struct("<5Q")
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _BYTES = 0, 1, 2
 
 
 def pack_chunk(
@@ -395,7 +394,7 @@ def parse_chunk(message: bytes) -> Chunk:
                 length = 8
             case 2:  # _BYTES
                 length, position = _parse_varint(message, position)
-            case 5:  # _FIXED32
+            case 5:  # of four bytes
                 length = 4
             case _:
                 raise WireError(f"a chunk with a field of wire type {wire_type}")

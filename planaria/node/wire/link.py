@@ -37,7 +37,6 @@ from planaria.bootstrap.transport import (
 )
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.background import Background
-from planaria.node.wire.chunk_flow import ACKNOWLEDGE_EVERY
 from planaria.node.wire.connection import FAREWELL, Bulk, Connection, Link, Traffic
 from planaria.node.wire.frame_format import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, seal
 from planaria.node.wire.greetings import ADD, ANSWER, DIAL, Greetings, check_metadata, metadata
@@ -65,13 +64,13 @@ SERVICE: Final = "planaria.node.Stage"
 class LinkSettings(SessionBounds):
     """The settings of a node's links. Times in seconds, sizes in bytes."""
 
-    chunk: int = 2 << 20
-    window: int = 16 << 20
+    chunk: int = 2 << 20  # at most CHUNK_LIMIT
+    window: int = 16 << 20  # two chunks at least
     payload: int = PAYLOAD_LIMIT
     messages: int = 64 << 20
     held: int = 4 << 30
     heartbeat: float = 0.5
-    silence: float = 3.0  # after which a link counts as lost
+    silence: float = 3.0  # after which a link counts as lost; two heartbeats at least
     rest: float = 60.0  # without use, after which an unrequired link, or a Bulk, is given up
     view_wait: float = 2.0  # for the view that makes an unknown dialler a member
     handshake: float = 5.0
@@ -79,18 +78,6 @@ class LinkSettings(SessionBounds):
     credentials: Credentials = PLAIN
     insecure: bool = False  # plain text is accepted beyond this machine
     reach: Reach = EVERYWHERE  # addresses at which other nodes may be dialled
-
-    def __post_init__(self) -> None:
-        if not 0 < self.chunk <= CHUNK_LIMIT:
-            raise ValueError(f"chunk = {self.chunk} is not in 1..{CHUNK_LIMIT} bytes")
-        if self.window < ACKNOWLEDGE_EVERY * self.chunk:
-            raise ValueError(
-                f"window = {self.window} is less than {ACKNOWLEDGE_EVERY} chunks of {self.chunk}"
-            )
-        if self.silence < 2 * self.heartbeat:
-            raise ValueError(
-                f"silence = {self.silence} is less than two heartbeats of {self.heartbeat} s"
-            )
 
 
 class LinkEvents(Protocol):

@@ -16,14 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
-from google.protobuf.message import DecodeError
-
 from planaria.bootstrap.address import EVERYWHERE, Reach
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.transport import Broken, Channel, DialledStream, Transport
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frame_format import Frame, WireError, seal, unseal
+from planaria.node.wire.frame_format import Frame, WireError, parse_message, seal
 from planaria.node.wire.greetings import metadata
 from planaria.node.wire.link import SERVICE
 from planaria.node.wire.observers import FRAME_LIMIT
@@ -126,8 +124,8 @@ class ObserverStream:
         why = "it has ended the conversation"
         try:
             while (data := await stream.read()) is not None:
-                heard(pb.Message.FromString(unseal(data)))
-        except (WireError, DecodeError) as error:
+                heard(parse_message(data))
+        except WireError as error:
             why = f"it sent an invalid message: {error}"
         except Broken as broken:
             why = broken.details or broken.code

@@ -14,11 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
-from google.protobuf.message import DecodeError
-
 from planaria.bootstrap.transport import AcceptedStream, Broken
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frame_format import Frame, WireError, seal, unseal
+from planaria.node.wire.frame_format import Frame, WireError, parse_message, seal
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +81,9 @@ class Observers:
     async def _listen(self, name: str, answers: _Answers, stream: AcceptedStream) -> None:
         try:
             while (data := await stream.read()) is not None:
-                self.ask(name, pb.Message.FromString(unseal(data)))
+                self.ask(name, parse_message(data))
             answers.end("")
-        except (WireError, DecodeError) as error:
+        except WireError as error:
             answers.end(f"invalid request: {error}")
         except Broken:
             answers.end("the stream broke")

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.chunk_flow import ChunkInbox, ChunkOutbox
-from planaria.node.wire.frame_format import KINDS, UINT64, DamagedError, Frame, WireError
+from planaria.node.wire.frame_format import KINDS, UINT64, DamagedError, WireError
 
 ACKNOWLEDGE_EVERY: Final = 64
 """Messages after which the next heartbeat is due at once."""
@@ -153,11 +153,6 @@ class Session:
         """Queue a message; `arrived` is called when the peer has it."""
         self._waiting.append(_SentMessage(message, arrived))
         self._message_bytes += len(message) + ITEM
-
-    def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
-        """Queue a frame; `arrived` is called when the peer has all of it. Raises WireError when the
-        frame can't travel."""
-        self.outbox.push(frame, arrived)
 
     def next_message(self) -> bytes | None:
         if not self._waiting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -18,7 +18,6 @@ from planaria.node.wire.frame_format import (
     BLOCK,
     CODECS,
     DIMENSION_LIMIT,
-    TENSOR_LIMIT,
     TILE,
     Codec,
     DamagedError,
@@ -73,8 +72,6 @@ def encode(
     """
     if codec not in CODECS:
         raise WireError(f"codec {codec!r} is none of {', '.join(CODECS)}")
-    if len(tensors) > TENSOR_LIMIT:
-        raise WireError(f"{len(tensors)} tensors in a frame; at most {TENSOR_LIMIT}")
     descriptors, buffers = [], []
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
@@ -98,19 +95,16 @@ def encode(
 
 
 def decode(
-    descriptors: Sequence[Any], payload: Payload, device: torch.device | str = "cpu"
+    descriptors: Sequence[Descriptor], payload: Payload, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """The tensors of a frame, on `device`. With codec none on the CPU they share a writable
-    payload's memory.
+    payload's memory. `descriptors`: checked before, by `Frame.parse`.
 
-    Raises WireError for a wrong dtype, shape, codec or size, and DamagedError, which names the
-    tensor, for a wrong checksum.
+    Raises WireError for a wrong size, and DamagedError, which names the tensor, for a wrong
+    checksum.
     """
-    if len(descriptors) > TENSOR_LIMIT:
-        raise WireError(f"{len(descriptors)} tensors in a frame; at most {TENSOR_LIMIT}")
-    parsed = [Descriptor.parse(raw) for raw in descriptors]
-    tensors = []
-    for index, (descriptor, part) in enumerate(zip(parsed, _split(parsed, payload), strict=True)):
+    tensors, parts = [], _split(descriptors, payload)
+    for index, (descriptor, part) in enumerate(zip(descriptors, parts, strict=True)):
         checksum = xxh3_64_intdigest(part)
         if checksum != descriptor.checksum:
             raise DamagedError(

@@ -116,6 +116,9 @@ def test_data_is_found_by_content_where_the_environment_says(
     assert find_by_content(described.model_copy(update={"content": "0" * 32})) == []
     monkeypatch.setenv("PLANARIA_DATA", str(folders[0]))
     assert find_by_content(described) == [], "what is there is other data"
+    shutil.copytree(folders[1], spaced := tmp_path / "my data")
+    monkeypatch.setenv("PLANARIA_DATA", str(spaced))
+    assert find_by_content(described) == [str(spaced)]
 
 
 def test_corpora_of_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from planaria.bootstrap.stop_signals import stop_signals
 from planaria.node.cli import app
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import prepare
@@ -33,7 +34,6 @@ from planaria.node.local.machine_size import (
 )
 from planaria.node.local.plan import SwarmPlan, create_folder, read_plan, resume_from, write_plan
 from planaria.node.local.results import Ending, read_events, shortcomings, wrap_up
-from planaria.node.machine.processes import stop_signals
 from planaria.node.report.live_view import LiveScreen
 from planaria.node.run_file import RunFile, dumps, loads, override
 from tests.node.report.lines import entry

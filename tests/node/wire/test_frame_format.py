@@ -190,15 +190,13 @@ def descriptor(**changes: object) -> list[object]:
 )
 def test_bad_descriptors_are_refused(raw: object, why: str) -> None:
     with pytest.raises(WireError, match=why):
-        decode([raw], bytes(16))
+        Descriptor.parse(raw)
 
 
 def test_sizes_must_add_up() -> None:
     descriptors, buffers = encode([torch.ones(4)], "none")
     with pytest.raises(WireError, match="say 16 bytes, the payload has 17"):
         decode(descriptors, (*buffers, b"x"))
-    with pytest.raises(WireError, match="5000 tensors in a frame; at most 4096"):
-        decode(descriptors * 5000, buffers)
 
 
 @pytest.mark.parametrize(

@@ -827,19 +827,6 @@ def test_a_node_that_was_busy_itself_accuses_nobody() -> None:
     assert silence.tick(13.5) == 3.5 - 0.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"chunk": 5 << 20}, "chunk = 5242880"),
-        ({"chunk": 1 << 20, "window": 1 << 20}, "less than 2 chunks"),
-        ({"silence": 0.9}, "less than two heartbeats"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        LinkSettings(**changes)
-
-
 async def test_a_listening_node_answers_the_standard_health_check() -> None:
     """A node also answers under its own name, by which the registry checks a silent node."""
     node = Links("run", "a", identity("a"), Recorder())

@@ -142,7 +142,7 @@ class TwoEnds(RuleBasedStateMachine):
         end = self.ends[which]
         sent = frame(size, kind, len(end.life.sent_frames))
         end.life.sent_frames.append(sent)
-        end.session.send_frame(sent)
+        end.session.outbox.push(sent)
         self.lose_if_overfull(end)
 
     def lose_if_overfull(self, end: End) -> None:
