@@ -22,7 +22,7 @@ BLOCK_TOKENS = 1 << 20
 class SplitWriter:
     """Writes the token shards of one split, and with `masked` their masks."""
 
-    def __init__(self, folder: Path, name: str, dtype: str, masked: bool = False) -> None:
+    def __init__(self, folder: Path, name: str, dtype: str, masked: bool) -> None:
         self._tokens = ShardWriter(folder, name, ".bin", dtype)
         self._masks = ShardWriter(folder, name, ".mask", "uint8") if masked else None
         self._documents, self._text_bytes, self._scored = 0, 0, 0
