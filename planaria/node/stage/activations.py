@@ -57,9 +57,9 @@ def _block_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool) ->
 
 @cache
 def _matrix_values(config: ModelConfig, stage: int) -> int:
-    """Number of values in a stage's matrices."""
+    """Number of values in a stage's matrices, fused ones of experts too."""
     shapes = named_shapes(config, stage).values()
-    return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 
 def working_bytes(run: RunFile, config: ModelConfig, stage: int, narrow: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,8 @@ from planaria.node.model.lora import add_adapters, initial_adapters
 from planaria.node.model.modules import build_stage, copy_with, empty_stage
 from planaria.node.model.quantized import QuantizedLinear, slots, words_of
 from planaria.node.model.shape import Base, Lora
-from planaria.node.run_file import RunFile, RunFileError, from_fields
+from planaria.node.run_file import RunFile, RunFileError, from_fields, override
+from planaria.node.stage.activations import saved_bytes
 from planaria.node.stage.initial import InitialStages
 from planaria.node.stage.own_code import OwnCodeError, load_checked
 
@@ -212,6 +214,15 @@ def test_new_weights_follow_from_seed_stage_and_layer(tmp_path) -> None:
     assert first.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not first.layers[0].input_layernorm.weight.any()  # Gemma adds 1
     assert not any(part.any() for part in empty_stage(run.config, 1, own).parameters())
+
+
+def test_casts_of_experts_count_among_saved_bytes(tmp_path) -> None:
+    """Under autocast, autograd keeps a cast of each expert that has been used."""
+    (tmp_path / "config.json").write_text(json.dumps(content("mixtral", intermediate_size=4096)))
+    run = override(run_of(tmp_path, "config"), training__precision="bf16", training__microbatch=1)
+    experts = [shape for _, shape in run.config.own.of_layer(0) if len(shape) == 3]
+    assert len(experts) == 2
+    assert saved_bytes(run, run.config, 1) > 2 * sum(map(math.prod, experts))
 
 
 def test_another_process_that_takes_it_in_says_what_is_wrong(tmp_path) -> None:
