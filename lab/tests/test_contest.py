@@ -157,4 +157,5 @@ def test_the_studies_differ_in_rank_and_rate_alone() -> None:
     assert [job.run.model.subspace for job in jobs(study)] == 2 * [None, 64, 80, 128]
     assert not {*study.seeds} & {*rates.seeds}
     assert {job.run.model for job in jobs(rates)} == {job.run.model for job in jobs(study)}
-    assert {job.run.training.lr for job in jobs(rates)} == {5e-4, 1e-3, 2e-3}
+    assert {job.run.training.lr for job in jobs(rates)} == {2e-3, 6e-3, 1.2e-2, 2.4e-2}
+    assert {job.run.training.optimizer for job in (*jobs(rates), *jobs(study))} == {"muon"}
