@@ -239,7 +239,12 @@ class FailedAttempts:
         return "" if others or self.lost < UNEXPLAINED else node
 
     def keep(self, members: Collection[str]) -> None:
-        """Drops failures of nodes that are no longer members."""
+        """Drops failures of nodes that are no longer members, and accusations of them: their
+        successors may have the same fault."""
+        self.accused = {
+            by: {stage: node for stage, node in nodes.items() if node in members}
+            for by, nodes in self.accused.items()
+        }
         nodes = {node_of(member) for member in members}
         self.by_node = Counter({node: n for node, n in self.by_node.items() if node in nodes})
         if not self.lost_at <= set(members):

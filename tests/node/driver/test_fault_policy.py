@@ -58,6 +58,17 @@ def test_another_seat_of_the_drivers_node_rests_where_others_are_removed() -> No
     assert "a/1" in policy.idle and not policy.idle.is_to_go("a/1")
 
 
+def test_who_accuses_a_node_and_then_its_successor_is_not_at_fault() -> None:
+    policy = FaultPolicy("a/0")
+    for node in ("c/2", "d/2"):
+        members = {"a/0": 0, "a/1": 1, node: 2}
+        policy.keep(members)
+        failed = pb.Failed(reason=f"{node} sent it", accused=[node], cause=SHAPE)
+        assert policy.failures.guilty("a/1", failed, members) == [node]
+    failed = pb.Failed(reason="e/2 sent it", accused=["e/2"], cause=SHAPE)
+    assert policy.failures.guilty("a/1", failed, {**members, "e/2": 2}) == ["a/1"]
+
+
 def test_the_drivers_node_joins_anew_for_what_another_seat_of_it_holds_up() -> None:
     policy = FaultPolicy("a/0")
     (rejoin,) = policy.charge_holdup("a/1", "no answer", SEATS, SEATS, HELD_UP)
