@@ -36,7 +36,7 @@ async def lead_in_turn(
     address_file: Path | None = None,
     stop: asyncio.Future[int] | None = None,
 ) -> None:
-    """Follows and leads in turn until `stop`, by default a signal. `lead` gets `stop`
+    """Follows and leads in turn until `stop` is done, by default by a signal. `lead` gets `stop`,
     and a task that ends with the term; NotLeading and EtcdAway end its turn. Raises its other
     errors and those of `Transport.serve`, EtcdRefused and StoreError."""
     stop = stop or stop_signals()

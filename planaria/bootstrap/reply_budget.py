@@ -2,7 +2,7 @@
 
 A reply contains the whole view and stays in memory until it has arrived, however slow the link;
 simultaneous joins of a large run would need all at once. Replies are sent in the order of the
-requests. Pure: a call is whatever its caller tells it by.
+requests. Pure. A call is any hashable object of the caller.
 """
 
 from __future__ import annotations

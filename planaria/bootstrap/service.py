@@ -620,7 +620,7 @@ async def serve(
     parts: Sequence[Part] = (),
     stop: asyncio.Future[int] | None = None,
 ) -> None:
-    """Runs a registry until `stop`, by default a signal. Writes HOST:PORT to
+    """Runs a registry until `stop` is done, by default by a signal. Writes HOST:PORT to
     `address_file` atomically once it listens. Raises the errors of `start`, `wait` and `parts`, and
     OSError."""
     gc.set_threshold(*GARBAGE)

@@ -54,8 +54,9 @@ KINDS: Final = (
 
 BLOCK: Final = 256  # values that share a scale in int8
 TILE: Final = 32  # ... in int4
-HEAD_LIMIT: Final = 64 << 10  # bytes, of descriptors too: a frame has some thousand tensors at most
+HEAD_LIMIT: Final = 64 << 10  # bytes
 PAYLOAD_LIMIT: Final = 4 << 30  # bytes
+TENSOR_LIMIT: Final = 4096  # tensors in a frame
 DIMENSION_LIMIT: Final = 8
 NAME_LIMIT: Final = 64  # characters in the name of a field
 SEAT_LIMIT: Final = 192  # ... in the id of a seat, of which its node's takes up to 128
@@ -235,8 +236,8 @@ class Frame:
         if not isinstance(fields, dict):
             raise WireError(f"the fields of a frame are a {type(fields).__name__}, not a map")
         _check_names(fields)
-        if not isinstance(descriptors, list):
-            raise WireError("the descriptors are no list")
+        if not isinstance(descriptors, list) or len(descriptors) > TENSOR_LIMIT:
+            raise WireError(f"the descriptors are no list of at most {TENSOR_LIMIT}")
         for seat in seats:
             if not isinstance(seat, str) or len(seat) > SEAT_LIMIT:
                 raise WireError(

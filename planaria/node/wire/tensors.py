@@ -18,6 +18,7 @@ from planaria.node.wire.frame_format import (
     BLOCK,
     CODECS,
     DIMENSION_LIMIT,
+    TENSOR_LIMIT,
     TILE,
     Codec,
     DamagedError,
@@ -72,6 +73,8 @@ def encode(
     """
     if codec not in CODECS:
         raise WireError(f"codec {codec!r} is none of {', '.join(CODECS)}")
+    if len(tensors) > TENSOR_LIMIT:
+        raise WireError(f"{len(tensors)} tensors in a frame; at most {TENSOR_LIMIT}")
     descriptors, buffers = [], []
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:

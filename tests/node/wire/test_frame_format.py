@@ -197,6 +197,9 @@ def test_sizes_must_add_up() -> None:
     descriptors, buffers = encode([torch.ones(4)], "none")
     with pytest.raises(WireError, match="say 16 bytes, the payload has 17"):
         decode(descriptors, (*buffers, b"x"))
+    head = msgpack.packb(["state", 0, 0, {}, [None] * 5000, "", ""])
+    with pytest.raises(WireError, match="the descriptors are no list of at most 4096"):
+        Frame.parse(head, b"")
 
 
 @pytest.mark.parametrize(
