@@ -331,6 +331,7 @@ class Membership:
         self._leases.paused(seconds, now)
         self.isolation.paused(seconds, now)
         self._awaited.paused(seconds)
+        self._driving.paused(seconds)
 
     # -- answers ---------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from planaria.bootstrap.accusations import Accusations
 from planaria.bootstrap.member_table import Members
 from planaria.bootstrap.registry_pb2 import View
@@ -33,14 +31,22 @@ class Driving:
         elif self._covered is None:
             self._covered = now
 
+    def paused(self, seconds: float) -> None:
+        """Extends the wait for nodes by a pause of the registry."""
+        self.joined_at += seconds
+        if self._covered is not None:
+            self._covered += seconds
+
     def has_begun(self, now: float) -> bool:
         """Whether the run has begun, or no further nodes are awaited for it."""
         return self.started or now > self.joined_at + self._rules.start_grace
 
     def is_due(self, now: float) -> bool:
         """Whether the wait for the first driver is over."""
-        over = self._covered is not None and now >= self._covered + self._rules.start_grace
-        return over and not self.started
+        return not self.started and self._is_over(now)
+
+    def _is_over(self, now: float) -> bool:
+        return self._covered is not None and now >= self._covered + self._rules.start_grace
 
     def name(self, now: float) -> tuple[str, str]:
         """The driver, empty: none; and the nodes that the run's first driver waits for, as text."""
@@ -62,8 +68,7 @@ class Driving:
 
     def _awaited(self, now: float) -> str:
         """The nodes that the run's first driver waits for, as text; empty: none."""
-        since = min(self._covered, self.joined_at) if self._covered is not None else math.inf
-        if now >= since + self._rules.start_grace:
+        if self._is_over(now):
             return ""
         wanted = self._rules.replicas
         counts = map(self._members.count, range(self._rules.stages + 1))

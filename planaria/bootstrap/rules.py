@@ -23,7 +23,7 @@ class MembershipRules:
     stages: int  # body stages, L; stages are numbered 0..L
     replicas: int = 1  # nodes per stage to wait for before the first driver is named
     max_replicas: int = 64  # useful nodes per stage; more become standbys
-    start_grace: float = 20.0  # maximum wait for `replicas` after the latest join
+    start_grace: float = 20.0  # maximum wait for `replicas`, once each stage has a node
     lease: float = 5.0
     probe_timeout: float = 3.0
     reconnect: float = 0.4  # for a node that lost its stream and refuses connections to return

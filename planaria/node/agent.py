@@ -204,11 +204,11 @@ class Agent:
         self.carry_out(self.member.viewed(view))
         self.carry_out(self.driver.viewed(view, now))
 
-    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+    def on_message(self, peer: str, message: pb.Message) -> None:
         if (handle := self.on_body.get(message.WhichOneof("body"))) is not None:
             handle(peer, message)
 
-    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+    def on_frame(self, peer: str, frame: Frame) -> None:
         self.on_kind.get(frame.kind, self._take)(peer, frame)
 
     def on_link_up(self, peer: str, now: float) -> None:
@@ -243,7 +243,7 @@ class Agent:
         self.carry_out(self.member.link_lost(peer))
         self.carry_out(self.driver.link_lost(peer, reason, now))
 
-    def compute_hangs(self, why: str, now: float) -> None:
+    def compute_hangs(self, why: str) -> None:
         """The node's compute thread hangs, for the reason `why`; empty: it goes on."""
         self.member.hang, self.damaged = why, False
         if why and self.is_readable():  # nothing changes the weights now: their digest must match
@@ -326,7 +326,7 @@ class Agent:
     def _carry_out_one(self, effect: Effect) -> None:
         match effect:
             case Send(to, message) if to == self.node:
-                self.exchanges.call_soon(lambda: self.on_message(to, message, self.exchanges.now))
+                self.exchanges.call_soon(lambda: self.on_message(to, message))
             case Send(to, message):
                 self.send(to, message)
             case StartAttempt(ballot, begin):

@@ -553,7 +553,7 @@ class Node(Generic[M]):
             self.tell(ComputeGoesOn(task=before.task))
             self.leaving = self.retiring
         for seat in list(self.seats.agents.values()):
-            seat.compute_hangs(str(self.hang or ""), self.loop.time())
+            seat.compute_hangs(str(self.hang or ""))
         self.report()
 
     def _tell_slow(self, task: str, seconds: float, usual: float) -> None:

@@ -182,7 +182,7 @@ class Seats(Generic[A]):
         ):
             self._wait(early)
         elif (agent := self.agents.get(name)) is not None:
-            agent.on_message(sender, message, now)
+            agent.on_message(sender, message)
 
     def _wait(self, early: _EarlyMessage) -> None:
         """Keeps a driver's message whose view, or seat, this node doesn't have yet. One that
@@ -212,9 +212,9 @@ class Seats(Generic[A]):
         if frame.seat.startswith(OBSERVER):
             self._tell_observer(frame.seat, replace(frame, sender=sender))
         elif agent is not None and frame.sender.startswith(OBSERVER):
-            agent.observers.compute(sender, frame, now)
+            agent.observers.compute(sender, frame)
         elif agent is not None:
-            agent.on_frame(sender, frame, now)
+            agent.on_frame(sender, frame)
 
     def on_observer_gone(self, observer: str) -> None:
         """Forgets the pins of an observer that is gone; other nodes' seats notice its silence."""

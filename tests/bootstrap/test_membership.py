@@ -868,6 +868,16 @@ def test_first_driver_waits_no_longer_than_the_start_grace() -> None:
     assert "start grace of 3 s is over" in swarm.view.reason
 
 
+def test_a_pause_of_the_registry_ends_no_start_grace() -> None:
+    swarm = Swarm(stages=1, replicas=2, start_grace=20, lease=200)
+    swarm.seat(a=0, b=1)
+    swarm.now += 60
+    swarm.machine.paused(60, swarm.now)
+    assert swarm.wait(19) == []
+    swarm.wait(1.1)
+    assert swarm.view.driver == "a"
+
+
 def test_after_a_loss_of_everything_nodes_are_awaited_as_at_the_start() -> None:
     swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
     swarm.seat(a=0, b=0, c=1, d=1)

@@ -151,7 +151,7 @@ class Seat:
 
     def hears(self, peer: str, ballot: Ballot, **body: object) -> None:
         message = pb.Message(ballot=ballot.message(), **body)  # type: ignore[arg-type]
-        self.agent.on_message(peer, message, self.nodes.now)
+        self.agent.on_message(peer, message)
         self.run()
 
     def run(self) -> None:
@@ -220,7 +220,7 @@ def test_what_comes_before_its_attempt_is_held_and_what_is_of_an_older_one_has_n
     seat = Seat("b")
     if comes == "after":
         seat.hears("a", began, step=begin())
-    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.agent.on_frame("a", activation(ATTEMPT))
     seat.run()
     assert seat.sent_to("c") == []
     if comes == "before":
@@ -243,9 +243,9 @@ def flood(ballot: Ballot, count: int) -> list[Frame]:
 
 def test_who_floods_with_frames_of_a_coming_attempt_is_accused_and_fills_nothing() -> None:
     seat = Seat("b", begun=begin())
-    seat.agent.on_frame("a", activation(NEXT), 0.0)
+    seat.agent.on_frame("a", activation(NEXT))
     for frame in flood(NEXT, 64):
-        seat.agent.on_frame("c", frame, 0.0)
+        seat.agent.on_frame("c", frame)
         assert seat.agent.held.used <= seat.agent.crossing < 20 << 20
     seat.run()
     (cut,) = [m.cut for to, m in seat.net.sent if isinstance(m, pb.Message) and m.HasField("cut")]
@@ -257,14 +257,14 @@ def test_who_floods_with_frames_of_a_coming_attempt_is_accused_and_fills_nothing
 def test_who_floods_a_node_that_is_in_no_attempt_is_accused_at_the_registry() -> None:
     seat = Seat("b")
     for frame in flood(ATTEMPT, 64):
-        seat.agent.on_frame("c", frame, 0.0)
+        seat.agent.on_frame("c", frame)
     assert (seat.agent.held.frames, seat.record.suspected) == ([], ["c"])
 
 
 def test_who_sends_more_than_a_microbatch_has_is_accused_before_it_is_computed_on() -> None:
     seat = Seat("b", begun=begin())
     (frame,) = flood(ATTEMPT, 1)
-    seat.agent.on_frame("a", frame, 0.0)
+    seat.agent.on_frame("a", frame)
     cut, _ = last_cut(seat)
     assert (cut.node, cut.cause) == ("a", registry.SHAPE)
     assert cut.reason.startswith("a sent a microbatch of 1048576 bytes, not ")
@@ -285,7 +285,7 @@ def test_what_is_held_of_attempts_that_never_came_makes_room_before_anybody_is_a
     seat = Seat("b")
     for number in range(2, 12):
         for frame in flood(Ballot(1, number), 4):
-            seat.agent.on_frame("c", frame, 0.0)
+            seat.agent.on_frame("c", frame)
             assert seat.agent.held.used <= seat.agent.crossing
     assert seat.record.suspected == []
     assert seat.agent.held.frames[-1][1].ballot == Ballot(1, 11)
@@ -542,7 +542,7 @@ def test_who_gets_another_state_drops_its_error_feedback() -> None:
 def test_who_gets_another_state_accounts_for_no_pass_of_its_last_attempt() -> None:
     """The driver would take these passes for some of the attempt that runs meanwhile."""
     seat = Seat("b", begun=begin())
-    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.agent.on_frame("a", activation(ATTEMPT))
     seat.hears("a", ATTEMPT, inquiry=pb.Inquiry())
     assert len(seat.answered("a").account.done) == 1
     seat.agent.reducing.forget(NEXT)  # it has voted, and applied the commit
@@ -565,7 +565,7 @@ def asked(seat: Seat) -> pb.StateManifest:
 def test_what_a_node_that_hangs_has_is_copied_if_it_is_what_it_has_told_of_it() -> None:
     seat = Seat("b")
     seat.hears("a", Ballot(1, 1), query=pb.Query())
-    seat.agent.compute_hangs("forward takes 9 s", 1.0)
+    seat.agent.compute_hangs("forward takes 9 s")
     assert asked(seat).size > 0
     seat.hears("a", Ballot(1, 1), inquiry=pb.Inquiry(replace="it hangs"))
     assert (seat.record.replaced, seat.record.ended) == (["it hangs"], [])
@@ -582,14 +582,14 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
         seat.agent.arithmetic.tensors["weights"].view(torch.int32)[3] ^= 1 << 20
     else:
         seat.agent.member.changing = True
-    seat.agent.compute_hangs("forward takes 9 s", 1.0)
+    seat.agent.compute_hangs("forward takes 9 s")
     if asking == "joiner":
         assert asked(seat).error
     else:
         seat.hears("a", Ballot(1, 1), inquiry=pb.Inquiry(replace="it hangs"))
     assert seat.record.replaced == []
     assert f"its state is {how}, so the node leaves" in seat.record.ended[0]
-    seat.agent.compute_hangs("", 2.0)
+    seat.agent.compute_hangs("")
     seat.agent.member.changing = False
     assert asked(seat).size > 0, "it goes on"
 
@@ -623,7 +623,7 @@ def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) ->
 
 
 def answered(seat: Seat, frame: Frame) -> Frame:
-    seat.agent.observers.compute("b/?1", frame, 1.0)
+    seat.agent.observers.compute("b/?1", frame)
     seat.run()
     answer = seat.answered("b/?1")
     assert isinstance(answer, Frame)

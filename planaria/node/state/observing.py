@@ -50,7 +50,7 @@ class ObserverService:
                 seat.own_saves.exported(state.id.age)
         seat.send(peer, pb.Message(pinned=answer))
 
-    def compute(self, peer: str, frame: Frame, now: float) -> None:
+    def compute(self, peer: str, frame: Frame) -> None:
         """Computes the stage with an observer's tensor, and sends the result to the observer."""
         if peer not in self.computing_for and len(self.computing_for) < AT_A_TIME:
             self._seat.exchanges.start(self._compute(peer, frame))

@@ -13,6 +13,7 @@ activations of a stage over a window often take more memory than the stage itsel
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -190,13 +191,16 @@ class Twin(Hearing):
             return
         ballot, squared_norm = self._reduced
         assert ballot == Ballot.of(commit.ballot), f"{commit.step} without the gradient of {ballot}"
+        omega = self.state.omega
         if not commit.skipped:
+            # What is applied is finite: only a faulty replica gives another norm for it.
+            omega = squared_norm if math.isfinite(squared_norm) else omega
             scale = of_stage(commit.lr_scale, self.stage)
             self.optimizer.step(lr * scale, of_stage(commit.clip_scale, self.stage))
         self.state = replace(
             self.state,
             id=StateId.after(commit, self.stage, self.state.id.lineage, commit.step),
-            omega=self.state.omega if commit.skipped else squared_norm,
+            omega=omega,
             last=commit,
             optimizer_step=self.optimizer.steps,
             digest=self.optimizer.digest(),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -487,6 +488,17 @@ def test_what_a_twin_serves_is_the_stages_state() -> None:
         fresh = StageOptimizer.of_run(build_stage(config_of(3), stage, seed=99), CPU, RUN)
         fresh.load(fetched(served).tensors.items(), served.optimizer_step)
         assert same(fresh, swarm.own[f"{stage}.0"])
+
+
+def test_a_norm_that_is_not_finite_is_not_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = Swarm(places(1, 1, 1), seed=4)
+    swarm.commit()
+    (twin,) = swarm.holders(2)
+    before = twin.state.omega
+    monkeypatch.setattr(swarm.own["2.0"], "squared_norm", lambda: math.inf)
+    swarm.commit()
+    assert (twin.state.id.step, twin.state.omega) == (2, before)
+    assert same(twin.optimizer, swarm.own["2.0"])
 
 
 def test_a_state_of_another_stage_changes_nothing() -> None:
