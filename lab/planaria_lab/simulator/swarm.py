@@ -27,9 +27,9 @@ from planaria.recovery.relearning import samples_at_a_time
 from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
 
-HEARTBEAT = 700
-"""Bytes a second on the wire from a node to each other node: its heartbeats, and acknowledgements
-of the other's."""
+HEARTBEAT = 1_450
+"""Bytes a second on the wire from a node to each other node: its heartbeats and pings, and
+acknowledgements of the other's."""
 HEAD = 400
 """Bytes of a frame's head, with a route of about seven visits."""
 

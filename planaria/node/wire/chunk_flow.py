@@ -39,8 +39,7 @@ BACKGROUND: Final = "copy"
 PIECES: Final = FIRST, 128 << 10
 """Least and most bytes of a chunk when several streams share a frame. Each stream then gets two
 chunks of it, unless those are too small. Streams differ in speed, and a late chunk on one holds up
-what came by the others. The least is TCP's initial window, also after a pause: more takes two round
-trips."""
+what came by the others."""
 
 HEADS: Final = 1 << 20
 """Bytes of heads of frames in flight; each frame counts `HEAD` more."""
@@ -165,7 +164,7 @@ class ChunkOutbox:
 
     def _update_streams(self, acknowledged: int, now: float) -> None:
         under_way = self._in_flight - self._copying
-        self._streams.update(under_way, acknowledged, now, self.round_trip)
+        self._streams.update(under_way, acknowledged, now)
 
     def _acknowledge(self, number: int, received: int) -> int:
         """Frees a frame's acknowledged bytes. Returns their number; 0 for a copy, whose rate

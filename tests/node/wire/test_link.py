@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -610,6 +611,7 @@ class Wire:
         self.writers: list[asyncio.StreamWriter] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.begun: list[bytes] = []  # the first bytes of each connection, each way
+        self.packets: Counter[asyncio.StreamReader] = Counter()  # ... all of them
 
     async def __aenter__(self) -> Wire:
         self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
@@ -635,6 +637,7 @@ class Wire:
             data = await source.read(65536)
             self.begun.append(data)
             while data:
+                self.packets[source] += 1
                 await self.passing.wait()
                 sink.write(data)
                 data = await source.read(65536)
@@ -662,6 +665,15 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
         for near, far in ((a, b), (b, a)):
             await received(near, far, 20, 7000)
             assert near.events.queue.empty()
+
+
+async def test_connections_have_no_pauses_after_which_tcp_starts_slowly() -> None:
+    async with relayed(replace(QUICK, heartbeat=60.0)) as (a, b, wire):
+        a.links.send("b", frame(number=0))
+        await b.events.next("frame")
+        before = wire.packets.copy()
+        assert len(before) == 4, "messages and frames, each way"
+        await until(lambda: all(wire.packets[way] >= count + 9 for way, count in before.items()))
 
 
 async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
