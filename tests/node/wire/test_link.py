@@ -668,12 +668,13 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
 
 
 async def test_connections_have_no_pauses_after_which_tcp_starts_slowly() -> None:
+    assert link.WARM < 200, "Linux's least timeout is a round trip and 200 ms"
     async with relayed(replace(QUICK, heartbeat=60.0)) as (a, b, wire):
         a.links.send("b", frame(number=0))
         await b.events.next("frame")
         before = wire.packets.copy()
         assert len(before) == 4, "messages and frames, each way"
-        await until(lambda: all(wire.packets[way] >= count + 9 for way, count in before.items()))
+        await until(lambda: all(wire.packets[way] >= count + 3 for way, count in before.items()))
 
 
 async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
