@@ -50,17 +50,17 @@ class Listener:
     def tick(self, now: float) -> None:
         pass
 
-    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+    def on_message(self, peer: str, message: pb.Message) -> None:
         self.heard.append((peer, message.WhichOneof("body")))
 
-    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+    def on_frame(self, peer: str, frame: Frame) -> None:
         self.heard.append((peer, frame.kind, bytes(frame.payload[0])))
 
     @property
     def observers(self) -> Any:
         return SimpleNamespace(compute=self.compute, pins=SimpleNamespace(forget=self.forget))
 
-    def compute(self, peer: str, frame: Frame, now: float) -> None:
+    def compute(self, peer: str, frame: Frame) -> None:
         self.heard.append((peer, "looks at", bytes(frame.payload[0])))
 
     def forget(self, peer: str) -> None:
@@ -227,10 +227,10 @@ def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
 class Fragile(Listener):
     """A listener that fails at each message and frame."""
 
-    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+    def on_message(self, peer: str, message: pb.Message) -> None:
         raise KeyError("of what nobody has foreseen")
 
-    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+    def on_frame(self, peer: str, frame: Frame) -> None:
         raise ZeroDivisionError
 
     def accuse(self, node: str, reason: str, cause: registry.Cause) -> None:
