@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NONFINITE, NUMBERS, SILENT, Cause
@@ -161,7 +162,7 @@ class MemberSide:
         if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
             if body == "query" and ballot == self.promised and peer == self.driver:
                 return self._answer(peer, ballot)
-            return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
+            return [self.promised.send(peer, stale=pb.Stale())]
         if wrong := fault_to_member(message, self.stage):
             return self._refuse_driver(peer, body or "nothing", f"an invalid message: {wrong}")
         match body:
@@ -214,7 +215,7 @@ class MemberSide:
             return []
         ready, self.ready = self.ready, None
         self.phase = MemberPhase.READY
-        return [self._to_driver(pb.Message(ready=ready))]
+        return [self._to_driver(ready=ready)]
 
     def applied(self, digest: bytes) -> list[Effect]:
         """Follows up on an update: the optimizer has applied the last commit."""
@@ -250,7 +251,7 @@ class MemberSide:
         if self.phase is not MemberPhase.SYNCING:
             return answer  # queried in the meantime: the status says it
         self.phase = MemberPhase.IDLE
-        return [self._to_driver(pb.Message(synced=synced))]
+        return [self._to_driver(synced=synced)]
 
     def failed(
         self, ballot: Ballot, reason: str, accused: Sequence[str], cause: Cause = SILENT
@@ -268,7 +269,7 @@ class MemberSide:
             return []
         self.phase = MemberPhase.IDLE
         drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
-        return [*drop, *reports, self._to_driver(pb.Message(failed=failed))]
+        return [*drop, *reports, self._to_driver(failed=failed)]
 
     def cut_off(
         self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT
@@ -279,7 +280,7 @@ class MemberSide:
         if not (self.phase.attempts and self._is_of_attempt(ballot)):
             return []
         reports = self.reports.accuse(node, reason, cause)
-        return [*reports, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
+        return [*reports, self._to_driver(cut=_cut(node, reason, cause))]
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """Accuses `node` for an invalid state, boundary tensor or copy. No attempt depends on
@@ -331,9 +332,8 @@ class MemberSide:
         self.promised = ballot
         self.driver = driver
 
-    def _to_driver(self, message: pb.Message) -> Send:
-        message.ballot.CopyFrom(self.promised.message())
-        return Send(self.driver, message)
+    def _to_driver(self, **body: Any) -> Send:
+        return self.promised.send(self.driver, **body)
 
     def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
         attempting = self.step if self.phase.attempts else 0
@@ -391,7 +391,7 @@ class MemberSide:
             relearning=self.relearning,
             viewless=not self.heard.has(ballot.view),
         )
-        return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
+        return [ballot.send(peer, status=status)]
 
     def _stepped(self, peer: str, ballot: Ballot, step: pb.Step) -> list[Effect]:
         self._promise(peer, ballot)
@@ -410,9 +410,6 @@ class MemberSide:
         self.decider = self.driver
         self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
         self.keeps, self.records, self.ready = begin.keeps, (), None
-        stage_members = {place.node for place in begin.members if place.stage == self.stage}
-        taking_part = self.node in stage_members
-        self.replicas = frozenset(stage_members - {self.node} if taking_part else ())
         if any(joiner.node == self.node for joiner in begin.joining):
             return self._begun_without(ballot, begin)
         if ballot <= self.attempt:
@@ -488,7 +485,7 @@ class MemberSide:
 
     def _cannot(self, reason: str) -> list[Effect]:
         """Reports that this node can't do what the driver wants."""
-        return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        return [self._to_driver(failed=pb.Failed(reason=reason))]
 
     def _apply(self, commit: pb.Commit) -> list[Effect]:
         self.phase = MemberPhase.IDLE
@@ -581,12 +578,12 @@ class MemberSide:
         synced = pb.Synced()
         synced.CopyFrom(following.state)
         synced.digest = self.digest
-        return [self._to_driver(pb.Message(synced=synced))]
+        return [self._to_driver(synced=synced)]
 
     def _unfollow(self, failed: pb.Failed) -> list[Effect]:
         self.following = None
         self.phase = MemberPhase.IDLE
-        return [self._to_driver(pb.Message(failed=failed))]
+        return [self._to_driver(failed=failed)]
 
 
 def _cut(node: str, reason: str, cause: Cause) -> pb.Cut:
