@@ -205,7 +205,7 @@ class DaemonMachine:
         if now - self._files_checked > FILES_CHECKED:
             self._files_checked = now
             self._check_files()
-        if self._node.seats:
+        if self._node.seats.agents:
             self._measure(time.monotonic())
 
     def _check_files(self) -> None:

@@ -52,7 +52,6 @@ class _EarlyMessage(NamedTuple):
 
     since: float
     sender: str
-    name: str
     message: pb.Message
 
     def waits_for(self, view: registry.View, now: float) -> bool:
@@ -97,9 +96,6 @@ class Seats(Generic[A]):
         self._given_back: set[str] = set()
         self._early: list[_EarlyMessage] = []
         self._early_bytes = Budget(MOST_EARLY)
-
-    def __bool__(self) -> bool:
-        return bool(self.agents)
 
     def viewed(
         self, view: registry.View, now: float
@@ -151,7 +147,7 @@ class Seats(Generic[A]):
         if message.seat in self._building and message.WhichOneof("body") == "query":
             not_yet = pb.Message(ballot=message.ballot, account=pb.Account(computing=True))
             SeatNet(self, message.seat).send(sender, not_yet)
-        self._handle(_EarlyMessage(now, sender, message.seat, message), now)
+        self._handle(_EarlyMessage(now, sender, message), now)
 
     def _handle(self, early: _EarlyMessage, now: float) -> None:
         """Delivers a message to a seat. Raises SenselessError if it can't be handled. If the view's
@@ -161,14 +157,15 @@ class Seats(Generic[A]):
             with _handling(early.sender, early.message.WhichOneof("body")):
                 self._deliver(early, now)
         except SenselessError as error:
-            agent = self.agents.get(early.name)
+            agent = self.agents.get(early.message.seat)
             by_driver = early.sender == self.view.driver and _is_drivers(early.message)
             if agent is None or not by_driver:
                 raise
             agent.crashed(error)
 
     def _deliver(self, early: _EarlyMessage, now: float) -> None:
-        _, sender, name, message = early
+        _, sender, message = early
+        name = message.seat
         if name.startswith(OBSERVER):
             message.sender = sender
             self._tell_observer(name, message)
@@ -198,23 +195,19 @@ class Seats(Generic[A]):
             try:
                 self._handle(early, now)
             except SenselessError as error:  # the link may be another one by now
-                self.agents[early.name].accuse(early.sender, str(error), error.cause)
+                self.agents[early.message.seat].accuse(early.sender, str(error), error.cause)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
-        """Delivers a peer's frame to the seat that it names. Raises SenselessError."""
+        """Gives a peer's frame to its seat or observer; for a seat to be it is dropped, as it
+        belongs to what began without that. Raises SenselessError."""
         with _handling(peer, f"frame of kind {frame.kind!r:.40}"):
-            self._deliver_frame(peer, frame, now)
-
-    def _deliver_frame(self, peer: str, frame: Frame, now: float) -> None:
-        """Gives a frame to its seat or observer; for a seat to be it is dropped, as it belongs to
-        what began without that."""
-        sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
-        if frame.seat.startswith(OBSERVER):
-            self._tell_observer(frame.seat, replace(frame, sender=sender))
-        elif agent is not None and frame.sender.startswith(OBSERVER):
-            agent.observers.compute(sender, frame)
-        elif agent is not None:
-            agent.on_frame(sender, frame)
+            sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
+            if frame.seat.startswith(OBSERVER):
+                self._tell_observer(frame.seat, replace(frame, sender=sender))
+            elif agent is not None and frame.sender.startswith(OBSERVER):
+                agent.observers.compute(sender, frame)
+            elif agent is not None:
+                agent.on_frame(sender, frame)
 
     def on_observer_gone(self, observer: str) -> None:
         """Forgets the pins of an observer that is gone; other nodes' seats notice its silence."""
@@ -244,7 +237,7 @@ class Seats(Generic[A]):
             lines = self._log(message.log_request)
             self._tell_observer(observer, pb.Message(sender=to, log_lines=lines))
         elif node == self.node and self.has(name):
-            self._deliver(_EarlyMessage(now, seat_id(node, observer), name, message), now)
+            self._deliver(_EarlyMessage(now, seat_id(node, observer), message), now)
         elif node == self.node or not self.links.send(node, message):
             cause = "no such seat here" if node == self.node else f"no link from {self.node} to it"
             request = message.pin_request
