@@ -300,10 +300,7 @@ class MemberSide:
         """Stops following: what a replica has sent for a gradient is unusable."""
         if self.following is None:
             return []
-        reports = self.reports.accuse(feeder, reason, cause)
-        return reports + self._unfollow(
-            pb.Failed(reason=reason[:LONGEST_WORDS], accused=[feeder], cause=cause)
-        )
+        return self.failed(self.following.ballot, reason, [feeder], cause)
 
     def gradient_missed(self, ballot: Ballot) -> list[Effect]:
         """Notes that a joiner's gradient won't come: too many of them wait."""
