@@ -272,7 +272,7 @@ class Gathering(Phase):
                 return driver.finish(now).after(effects)
             return self._wait_for_nodes(vacant).after(effects)
         if weightless := answers.weightless():
-            return self._wait_for_origin(sorted(weightless)).after(effects)
+            return self._wait_for_origin(weightless).after(effects)
         return self._go_on(now).after(effects)
 
     def _go_on(self, now: float) -> Turn:

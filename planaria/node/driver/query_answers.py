@@ -196,15 +196,11 @@ class Answers:
             if status.relearning and not status.hang
         }
 
-    def weightless(self) -> dict[int, list[str]]:
-        """Nodes without the run's initial weights, by stage; only before the first step."""
+    def weightless(self) -> list[int]:
+        """Stages with a node without the run's initial weights; only before the first step."""
         if age_of(self.newest) != (0, 0):
-            return {}
-        nodes: dict[int, list[str]] = {}
-        for node, status in sorted(self.statuses.items()):
-            if status.weightless:
-                nodes.setdefault(self.members[node], []).append(node)
-        return nodes
+            return []
+        return sorted({self.members[n] for n, status in self.statuses.items() if status.weightless})
 
     def checkpoint_holders(self, stage: int) -> list[str]:
         """Nodes with the stage's checkpoint weights, where those aren't trained."""
