@@ -417,7 +417,7 @@ class Agent:
 
     def _refuse(self, peer: str, why: str) -> None:
         """Has a peer removed that floods this node with frames."""
-        if self.member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
+        if self.member.phase.may_vote:
             self.cut_off(self.member.attempt, peer, why, NUMBERS)
         else:
             self.record.suspect(peer, why, NUMBERS)

@@ -104,7 +104,7 @@ class FaultPolicy:
         if self.is_here(node):
             self.idle.rest(node, by_replica=False)
             return []
-        self.idle.stop([node])
+        self.idle.stop(node)
         return [Suspect(node, why, cause)]
 
     def believes(self, by: str, node: str) -> bool:
@@ -337,10 +337,10 @@ class RestingMembers:
     def has_no_part(self, node: str) -> bool:
         return node in self._apart
 
-    def stop(self, nodes: Collection[str]) -> None:
-        """Gives these nodes no more work: they are to be removed."""
-        self._steps |= dict.fromkeys(nodes, math.inf)
-        self._apart |= set(nodes)
+    def stop(self, node: str) -> None:
+        """Gives the node no more work: it is to be removed."""
+        self._steps[node] = math.inf
+        self._apart.add(node)
 
     def rest(self, node: str, by_replica: bool) -> None:
         """Starts a node's rest for some steps, unless it rests already. `by_replica`: a replica of
