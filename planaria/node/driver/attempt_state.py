@@ -25,6 +25,7 @@ from planaria.node.transaction.routing import (
     paces,
     plan,
     route,
+    routes,
     share_out,
 )
 from planaria.node.transaction.rules import TransactionRules
@@ -219,10 +220,9 @@ class AttemptState:
         tokens: dict[int, dict[str, int]] = {}
         for place in self.begin.members:
             tokens.setdefault(place.stage, {})[place.node] = 0
-        for microbatch in self.begin.plan:
-            for stage in tokens:
-                node = _server(self.begin, microbatch, stage)
-                tokens[stage][node] += self.homes[microbatch.id].tokens
+        for microbatch, way in routes(self.begin).items():
+            for stage, node in way.by_stage.items():
+                tokens[stage][node] += self.homes[microbatch].tokens
         return tokens
 
     def commit(
@@ -332,7 +332,8 @@ class AttemptState:
         index = {place.node: index for index, place in enumerate(begin.members)}
         moved, stages = 0, range(by.rules.stages + 1)
         replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
-        everywhere = [[_server(self.begin, m, stage) for m in self.begin.plan] for stage in stages]
+        ways = [way.by_stage for way in routes(self.begin).values()]
+        everywhere = [[way[stage] for way in ways] for stage in stages]
         pace = [paces(nodes, by.seconds) for nodes in replicas]
         busy = defaultdict[str, float](float)  # seconds that a node computes, in all its seats
         for served, seconds in zip(everywhere, pace, strict=True):
@@ -372,13 +373,6 @@ class AttemptState:
             if node not in self.lost and now - max(since, self.progressed) >= UNREACHED:
                 return by, why
         return "", ""
-
-
-def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
-    """The node that has this microbatch at that stage."""
-    if stage == 0:
-        return microbatch.source
-    return begin.members[microbatch.places[list(microbatch.order).index(stage)]].node
 
 
 def planned(

@@ -103,6 +103,11 @@ class Route(NamedTuple):
     nodes: tuple[str, ...]
     stages: tuple[int, ...]
 
+    @property
+    def by_stage(self) -> dict[int, str]:
+        """The node at each stage."""
+        return dict(zip(self.stages, self.nodes, strict=True))
+
 
 def plan(
     orders: Sequence[Sequence[int]],
