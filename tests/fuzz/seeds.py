@@ -101,12 +101,6 @@ def _hellos() -> list[bytes]:
     return ["\n".join(hello.pack().rpartition(" ")[0] for hello in hellos).encode()]
 
 
-def _manifests() -> list[bytes]:
-    import msgpack
-
-    return [msgpack.packb([["weights", "float32", [12]], ["first_moment", "float32", [12]]])]
-
-
 def _journals() -> list[bytes]:
     view = View(run="r", number=1, members=[Member(node="a", address="h:1", joined=1)])
     return [view.SerializeToString()]

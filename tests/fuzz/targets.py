@@ -44,7 +44,6 @@ from planaria.node.report.ledger import LedgerError, audit, audit_merged, merge
 from planaria.node.run_file import RunFileError, dumps, loads
 from planaria.node.state.save_file import METADATA, SaveFile, _checksum, encode_header
 from planaria.node.state.stage_state import SaveError
-from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import lowrank
 from planaria.node.wire import stage_pb2 as pb
@@ -217,11 +216,6 @@ def hellos(data: bytes) -> None:
                 session.resume(Hello.parse(hello))
         with suppress(DialRefused):
             Greetings("r", "n", IDENTITY).verify(DIAL, "m", IDENTITY.public, line)
-
-
-def manifests(data: bytes) -> None:
-    with suppress(WireError):
-        _parse_tensors(data)
 
 
 # --- files
@@ -397,7 +391,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         factors,
         messages,
         hellos,
-        manifests,
         journals,
         ledgers,
         saves,

@@ -49,10 +49,6 @@ SOURCES: Final = 8  # of one transfer that are in use at a time; a node has no l
 OUTSTANDING: Final = 2  # shards requested of a source and not received yet
 FAILURES: Final = 3  # of the only source; with the last one it is dropped. It has as many SILENCEs
 REQUESTS: Final = 16  # of one joiner in progress at a source
-MANIFEST_LIMIT: Final = 16 << 10  # bytes of the list of tensors
-TENSORS_LIMIT: Final = 64
-TENSORS_NAMED: Final = 3  # in an error message
-NAME_LIMIT: Final = 64  # characters
 REASON_LIMIT: Final = 200  # characters of a source's reason
 WEIGHTS: Final = "weights"  # the tensor sent without the optimizer
 VALUE: Final = SIZES["float32"]  # bytes
@@ -86,7 +82,7 @@ class StateShard(NamedTuple):
 class Manifest:
     """A source's StateManifest, checked."""
 
-    tensors: tuple[tuple[str, int], ...]  # name, values
+    tensors: Due
     size: int  # bytes
     optimizer_step: int
     digest: bytes  # of the state; empty: none given
@@ -100,11 +96,12 @@ class Manifest:
             raise ValueError(shorten(message.error))
         if message.step != step:
             raise FiguresError(f"its manifest is of step {message.step}, not {step}")
-        tensors = _parse_tensors(message.tensors)
-        if tensors not in [tuple(due.items()) for due in allowed]:
-            due = " or ".join(_describe_tensors(due.items()) for due in allowed)
-            raise WireError(f"its manifest has {_describe_tensors(tensors)} instead of {due}")
-        size = VALUE * sum(values for _, values in tensors)
+        tensors = next((due for due in allowed if message.tensors == pack_tensors(due)), None)
+        if tensors is None:
+            due = " or ".join(map(_describe_tensors, allowed))
+            listed = shorten(repr(message.tensors[:REASON_LIMIT]))
+            raise WireError(f"its manifest lists {listed} instead of {due}")
+        size = VALUE * sum(tensors.values())
         if message.size != size:
             raise FiguresError(
                 f"its manifest gives {message.size} bytes, but its tensors have {size}"
@@ -119,31 +116,14 @@ class Manifest:
         return cls(tensors, size, message.optimizer_step, message.digest, message)
 
 
-def _describe_tensors(tensors: Iterable[tuple[str, int]]) -> str:
-    named = [f"{name} {Form('float32', (values,))}" for name, values in tensors]
-    more = f" and {len(named) - TENSORS_NAMED} more" if len(named) > TENSORS_NAMED else ""
-    return (", ".join(named[:TENSORS_NAMED]) or "no tensor") + more
+def pack_tensors(due: Due) -> bytes:
+    """The list of tensors in a StateManifest, whose bytes a joiner knows in advance."""
+    packed: bytes = msgpack.packb([[name, "float32", [values]] for name, values in due.items()])
+    return packed
 
 
-def _parse_tensors(packed: bytes) -> tuple[tuple[str, int], ...]:
-    if len(packed) > MANIFEST_LIMIT:
-        raise WireError(f"its manifest takes {len(packed)} bytes; at most {MANIFEST_LIMIT}")
-    try:
-        entries = msgpack.unpackb(packed)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise WireError(f"its manifest is not msgpack: {error}") from error
-    if not isinstance(entries, list) or len(entries) > TENSORS_LIMIT:
-        raise WireError(f"its manifest is not a list of at most {TENSORS_LIMIT} tensors")
-    return tuple(_parse_tensor(entry) for entry in entries)
-
-
-def _parse_tensor(entry: Any) -> tuple[str, int]:
-    match entry:
-        case [str(name), "float32", [int(values)]] if (
-            0 < len(name) <= NAME_LIMIT and type(values) is int and values >= 0
-        ):
-            return name, values
-    raise WireError(f"its manifest has the tensor {shorten(repr(entry))}, not [name, float32, [n]]")
+def _describe_tensors(due: Due) -> str:
+    return ", ".join(f"{name} {Form('float32', (values,))}" for name, values in due.items())
 
 
 def shorten(text: str) -> str:
@@ -222,10 +202,9 @@ class StateServer:
             manifest.error = str(error)
         else:
             tensors = _tensors_offered(state, request.optimizer)
-            manifest.tensors = msgpack.packb(
-                [[name, "float32", [tensor.numel()]] for name, tensor in tensors]
-            )
-            manifest.size = VALUE * sum(tensor.numel() for _, tensor in tensors)
+            offered = {name: tensor.numel() for name, tensor in tensors}
+            manifest.tensors = pack_tensors(offered)
+            manifest.size = VALUE * sum(offered.values())
             manifest.omega = state.omega
             manifest.boosted_at = state.boosted_at
             manifest.last.CopyFrom(state.last)
@@ -547,7 +526,7 @@ class PartialState:
         """Room for a state of which nothing has arrived. Raises MemoryError."""
         part = wanted.part
         first = VALUE * part[0] if part else 0
-        lengths = [part[1]] if part else [values for _, values in manifest.tensors]
+        lengths = [part[1]] if part else list(manifest.tensors.values())
         values = client.tensors.empty(sum(lengths))
         shards = cut_into_shards([VALUE * length for length in lengths], client.shard_size, first)
         missing = {shard.offset: shard for shard in shards}
@@ -570,7 +549,7 @@ class PartialState:
     def state(self) -> StageState:
         """The fetched state, whole, or its weights alone, with which Adam begins anew."""
         lengths = self.lengths[:1] if self.missing else self.lengths
-        names = [name for name, _ in self.manifest.tensors][: len(lengths)]
+        names = list(self.manifest.tensors)[: len(lengths)]
         parts = [self.values[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
         wanted, message = self.wanted, self.manifest.message
         adam_restarts = wanted.optimizer and len(lengths) == 1
