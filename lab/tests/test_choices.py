@@ -42,8 +42,8 @@ def test_every_block_has_come_after_so_many_rounds(
     sent = ChosenSnapshot(LAYOUT, choice, fraction, "none", False, (seed,))
     rounds = math.ceil(1 / fraction)
     for step in range(1, rounds + 1):
-        sent.take((0, step), [weights(step)])
+        sent.take(step, [weights(step)])
     assert not (sent.taken == NEVER).any()
     for step in range(rounds + 1, 3 * rounds + 1 if choice == "round" else 0):  # two more rounds
-        sent.take((0, step), [weights(step)])
+        sent.take(step, [weights(step)])
         assert step - int(sent.taken.min()) < rounds

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Protocol, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -384,48 +384,14 @@ class SnapshotUpdate(NamedTuple):
     perturbation: float  # ||weights - the holder's then||; NaN while it lacks blocks
 
 
-class Sent(Protocol):
-    """The record of what a holder was sent, which determines the next update."""
-
-    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
-        """Makes the holder's next update of the flat tensors at this lineage and step."""
-
-    def lost(self, step: int) -> None:
-        """Records that updates of `step` may not have arrived."""
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether blocks were never sent."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes kept here besides the stage itself."""
-
-
-class SentWhole:
-    """The record of a holder that is sent a whole state, weights and moments, once."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    @torch.no_grad()
-    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
-        payload = torch.empty(4 * self._layout.values * len(tensors), dtype=torch.uint8)
-        copies = payload.view(torch.float32).view(len(tensors), -1)
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor)
-        return SnapshotUpdate(payload, self._layout.blocks, len(tensors), "none", 0.0)
-
-    def lost(self, step: int) -> None:
-        pass
-
-    @property
-    def lacks_blocks(self) -> bool:
-        return False
-
-    @property
-    def memory_bytes(self) -> int:
-        return 0
+@torch.no_grad()
+def whole_update(layout: Layout, tensors: Sequence[Tensor]) -> SnapshotUpdate:
+    """The update that has a whole state, weights and moments, exactly."""
+    payload = torch.empty(4 * layout.values * len(tensors), dtype=torch.uint8)
+    copies = payload.view(torch.float32).view(len(tensors), -1)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    return SnapshotUpdate(payload, layout.blocks, len(tensors), "none", 0.0)
 
 
 class SentSnapshot:
@@ -449,8 +415,8 @@ class SentSnapshot:
         self.taken = torch.full((layout.blocks,), NEVER)
 
     @torch.no_grad()
-    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
-        _, step = at
+    def take(self, step: int, tensors: Sequence[Tensor]) -> SnapshotUpdate:
+        """Makes the holder's next update of the flat tensors at this step."""
         layout, weights = self._layout, tensors[0]
         if not len(self.sent):
             self.sent = torch.zeros_like(weights)
@@ -478,14 +444,17 @@ class SentSnapshot:
         return -distances
 
     def lost(self, step: int) -> None:
+        """Records that updates of `step` may not have arrived."""
         self.taken[self.taken == step] = NEVER
 
     @property
     def lacks_blocks(self) -> bool:
+        """Whether blocks were never sent."""
         return bool((self.taken == NEVER).any())
 
     @property
     def memory_bytes(self) -> int:
+        """Bytes kept here besides the stage itself."""
         return self.sent.nbytes + self.taken.nbytes
 
 

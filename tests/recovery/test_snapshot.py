@@ -16,7 +16,6 @@ from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
     SentSnapshot,
-    SentWhole,
     UpdateError,
     bytes_of_all,
     choose,
@@ -28,6 +27,7 @@ from planaria.recovery.snapshot import (
     quantize,
     quantize_second_moment,
     route,
+    whole_update,
 )
 
 SHAPES = [(5, 3), (3,), (4, 7), (300,), (2, 2, 3), (6, 1), (1,)]
@@ -109,7 +109,7 @@ def test_every_block_has_come_after_so_many_rounds(fraction: float) -> None:
     sent = SentSnapshot(LAYOUT, fraction, "none", True)
     assert sent.lacks_blocks
     for step in range(1, math.ceil(1 / fraction) + 1):
-        update = sent.take((0, step), drawn(step))
+        update = sent.take(step, drawn(step))
         assert update.blocks == max(1, math.ceil(fraction * LAYOUT.blocks - 1e-9))
     assert not sent.lacks_blocks
     assert math.isfinite(update.perturbation)
@@ -197,7 +197,7 @@ def test_at_first_updates_are_larger_and_send_each_block_once(
     codec: Codec, tensors: int, fraction: float
 ) -> None:
     sent, flats = SentSnapshot(LAYOUT, fraction, codec, tensors > 1, at_first=0.5), drawn(3)
-    updates = [sent.take((0, step), flats) for step in range(3)]
+    updates = [sent.take(step, flats) for step in range(3)]
     whole = sum(update.payload.nbytes for update in updates[:2])
     sizes = [update.blocks for update in updates]
     assert sizes == [math.ceil(share * LAYOUT.blocks) for share in (0.5, 0.5, fraction)]
@@ -304,7 +304,7 @@ def test_a_holder_has_what_the_sender_thinks_whatever_is_lost(
                 sent = SentSnapshot(LAYOUT, fraction, codec, moments)
                 continue
             case fate:
-                update = sent.take((0, step), current)
+                update = sent.take(step, current)
         if fate != "lost":
             args = update.payload, update.blocks, update.tensors, update.codec
             held.overlay(step, *decode(LAYOUT, *args))
@@ -341,13 +341,13 @@ def test_the_blocks_that_change_are_those_that_go() -> None:
             [torch.full((3, 3), float(step))]
             + [torch.empty(0, width) for width in LAYOUT.widths[1:]],
         )
-        update = sent.take((0, step), [weights])
+        update = sent.take(step, [weights])
     assert update.perturbation == 0
 
 
 def test_a_whole_state_is_exact() -> None:
     tensors = drawn(1)
-    update = SentWhole(LAYOUT).take((0, 1), tensors)
+    update = whole_update(LAYOUT, tensors)
     exact = [flat.clone() for flat in tensors]
     for flat in tensors:
         flat.add_(1)

@@ -612,7 +612,7 @@ class TrainingSwarm:
     def _send(self, number: int, running: Running) -> None:
         stage = self.stages[number]
         tensors = [flat for _, flat in stage.optimizer.state()]
-        update = running.sent.take((self.lineage, self.committed), tensors)
+        update = running.sent.take(self.committed, tensors)
         payload = (update.payload, update.blocks, update.tensors, update.codec)
         running.held.overlay(self.committed, *decode_update(running.layout, *payload))
         running.taken_at = self.committed

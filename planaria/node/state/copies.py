@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import count
@@ -47,12 +47,12 @@ from planaria.recovery.policy import holder_count
 from planaria.recovery.snapshot import (
     HeldSnapshot,
     Layout,
-    Sent,
     SentSnapshot,
-    SentWhole,
+    SnapshotUpdate,
     UpdateError,
     ValuesError,
     steps_between,
+    whole_update,
 )
 from planaria.recovery.snapshot_pace import MOST, Pace, share_of_rows
 
@@ -62,6 +62,8 @@ T = TypeVar("T")
 CopyKind = Literal["snapshot", "deposit"]
 Send = Callable[[str, pb.Message | Frame], bool]
 """Sends to a peer; False: there is no link to it."""
+Take = Callable[[Sequence[torch.Tensor]], SnapshotUpdate]
+"""Makes an update of a stage's tensors, in the compute thread."""
 Accuse = Callable[[str, str, Cause], None]
 """Gets a node that sent invalid data, the reason and the cause of the accusation."""
 
@@ -131,15 +133,11 @@ class OutgoingCopies:
 
     kind: CopyKind
     stage: int
-    period: int  # least number of steps between updates
-    bytes_per_second: float
-    new_sent: Callable[[], Sent]  # for a holder without any state yet
+    layout: Layout
+    snapshot: SnapshotSection | None = None  # None: a deposit, which is sent once
+    period: int = 1  # least number of steps between updates
+    bytes_per_second: float = math.inf
     pace: Pace | None = None  # None: it is sent however slow the link is
-
-    @classmethod
-    def deposit(cls, layout: Layout) -> OutgoingCopies:
-        """Stage 0's weights and moments, once, when its last node leaves."""
-        return cls("deposit", 0, 1, math.inf, lambda: SentWhole(layout))
 
     @classmethod
     def snapshots(
@@ -148,11 +146,14 @@ class OutgoingCopies:
         """A running snapshot: the fraction r of the blocks every rC steps. `oldest`: steps that
         rows may be old on average; a link that is too slow for that gets no snapshot."""
         period = steps_between(snapshot.fraction, snapshot.period)
-        new_sent = partial(
-            SentSnapshot, layout, snapshot.fraction, snapshot.codec, snapshot.moments, MOST
-        )
         pace = None if oldest is None else Pace(snapshot.fraction, period, oldest)
-        return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent, pace)
+        return cls("snapshot", stage, layout, snapshot, period, snapshot.mbps * 1e6 / 8, pace)
+
+    def new_sent(self) -> SentSnapshot:
+        """The record of a holder that has nothing of the snapshot yet."""
+        assert self.snapshot is not None, "a deposit is sent whole"
+        fraction, codec = self.snapshot.fraction, self.snapshot.codec
+        return SentSnapshot(self.layout, fraction, codec, self.snapshot.moments, MOST)
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class UpdateHeader:
 class _Recipient:
     """What a sender knows of one holder of its copies."""
 
-    sent: Sent
+    sent: SentSnapshot
     started: int = -1  # step of the newest update begun
     filling: bool = False  # the newest arrived, and more blocks have never been sent
 
@@ -265,9 +266,8 @@ class CopySender:
     @property
     def memory_bytes(self) -> int:
         """Bytes that the sender keeps for its holders."""
-        states = {id(recipient.sent): recipient.sent for recipient in self._recipients.values()}
-        update_bytes = self._update.memory_bytes if self._update else 0
-        return sum(sent.memory_bytes for sent in states.values()) + update_bytes
+        sent = sum(recipient.sent.memory_bytes for recipient in self._recipients.values())
+        return sent + (self._update.memory_bytes if self._update else 0)
 
     # --- events
 
@@ -341,9 +341,9 @@ class CopySender:
         self._update = _Update(holder, next(self._transfers), state.id.step)
         self._exchanges.start(self._send_update(self._update, recipient, state))
 
-    def _take(self, sent: Sent, state: StageState) -> snapshot.SnapshotUpdate:
+    def _take(self, take: Take, state: StageState) -> SnapshotUpdate:
         started = time.perf_counter()
-        update = sent.take(state.id.age, list(state.tensors.values()))
+        update = take(list(state.tensors.values()))
         self.critical_seconds += time.perf_counter() - started
         return update
 
@@ -353,15 +353,15 @@ class CopySender:
             raise ComplaintError("there is no state")
         self._update = _Update(holder, next(self._transfers), state.id.step)
         try:
-            await self._deliver(self._update, self._outgoing.new_sent(), state)
+            await self._deliver(self._update, partial(whole_update, self._outgoing.layout), state)
         finally:
             self._update = None
 
     async def _deliver(
-        self, update: _Update, sent: Sent, state: StageState, commits: int = 0
+        self, update: _Update, take: Take, state: StageState, commits: int = 0
     ) -> None:
         # Posted as soon as it is started, before a later step can be.
-        content = await self._exchanges.compute(partial(self._take, sent, state))
+        content = await self._exchanges.compute(partial(self._take, take, state))
         update.memory_bytes = content.payload.nbytes
         header, payload = self._compose(update, state, content)
         await self._transfer(update, header, payload)
@@ -378,7 +378,7 @@ class CopySender:
     async def _send_update(self, update: _Update, recipient: _Recipient, state: StageState) -> None:
         sent, first = recipient.sent, recipient.sent.lacks_blocks
         try:
-            await self._deliver(update, sent, state, CONFIRMED)
+            await self._deliver(update, partial(sent.take, update.step), state, CONFIRMED)
             self._judge_link(update, arrived=True, first=first)
             recipient.filling = sent.lacks_blocks
         except ComplaintError as lost:
@@ -392,7 +392,7 @@ class CopySender:
         self._start()
 
     def _compose(
-        self, update: _Update, state: StageState, content: snapshot.SnapshotUpdate
+        self, update: _Update, state: StageState, content: SnapshotUpdate
     ) -> tuple[UpdateHeader, list[torch.Tensor]]:
         commit = state.last.SerializeToString()
         payload = [content.payload]

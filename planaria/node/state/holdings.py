@@ -129,7 +129,7 @@ class Holdings:
             )
             self.sender = sender(outgoing, on_pace=self._report_pace)
         if self.stage == 0 and 0 in trained:
-            self.depositor = sender(OutgoingCopies.deposit(layout(0)))
+            self.depositor = sender(OutgoingCopies("deposit", 0, layout(0)))
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Send now or never: once a link comes up, a newer state is sent."""

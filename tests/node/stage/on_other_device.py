@@ -193,7 +193,7 @@ def test_snapshots_and_saves_are_taken(corpus: Corpus, tmp_path: Path, codec: An
             stage.apply(commit, 0.01)
             tensors = [tensor.cpu() for tensor in stage.tensors.values()]
             stage.optimizer.load(zip(stage.tensors, tensors, strict=True), step + 1)
-            update = sent.take((1, step), list(stage.tensors.values()))
+            update = sent.take(step, list(stage.tensors.values()))
             results[f"payload {step}"] = update.payload
             results[f"perturbation {step}"] = update.perturbation
         saves = Saves(tmp_path / device.type, "run", 1, 4, Contents.of(config, 1))

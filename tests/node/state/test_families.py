@@ -54,7 +54,7 @@ def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> No
     flats = [tensor for _, tensor in optimizer.state()]
     sent, held = SentSnapshot(layout, 0.25, "none", True), HeldSnapshot(layout, 3)
     for step in range(1, 5):
-        update = sent.take((0, step), flats)
+        update = sent.take(step, flats)
         args = update.payload, update.blocks, update.tensors, update.codec
         held.overlay(step, *decode(layout, *args))
     assert all(map(torch.equal, held.tensors, flats))
