@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -111,18 +109,3 @@ def test_shares_go_by_the_squared_norms() -> None:
     assert neighbour_shares(9.0, 1.0) == pytest.approx((0.9, 0.1))
     assert neighbour_shares(1.7e308, 1.7e308) == (0.5, 0.5)
     assert neighbour_shares(0.0, 0.0) == (0.5, 0.5)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
-def test_impossible_norms_are_named(bad: float) -> None:
-    with pytest.raises(ValueError, match=f"before the lost one is {bad}"):
-        neighbour_shares(bad, 1.0)
-    with pytest.raises(ValueError, match=f"after the lost one is {bad}"):
-        neighbour_shares(1.0, bad)
-
-
-def test_weights_that_do_not_match_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[3\] before the lost stage, \[4\] after it"):
-        average(torch.zeros(3), torch.zeros(4), 1.0, 1.0)
-    with pytest.raises(ValueError, match=r"after the lost stage are torch\.bfloat16"):
-        average(torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16), 1.0, 1.0)

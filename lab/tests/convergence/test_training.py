@@ -26,7 +26,7 @@ from planaria.node.data.mixture import inputs_and_targets, training_windows
 from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.run_file import RunFile, from_fields, loads, override
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.recovery.checkfree import GuessSource, average, neighbour_shares
+from planaria.recovery.checkfree import GuessSource, average
 from planaria_lab.bench.peft_losses import losses_of_peft
 from planaria_lab.convergence.training import (
     Ablation,
@@ -636,8 +636,7 @@ def test_a_stage_lost_in_a_round_comes_from_the_other_pipeline_its_start_or_a_gu
         other, hit = swarm.pipelines
         sides = [hit[of] for of in (2, 4)]
         guess = average(
-            *(side.optimizer.weights for side in sides),
-            *neighbour_shares(*(s.omega for s in sides)),
+            *(side.optimizer.weights for side in sides), *(side.omega for side in sides)
         )
         (line,) = swarm.lose([3])
         assert line["samples"] == 2 * 4  # half of each of two windows
@@ -837,9 +836,7 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
         shares = [neighbour_weight(omega, source, run.training.clip) for source in sources]
         swarm.lose([3])
         guessed.append(swarm.stages[3].optimizer.weights)
-        assert guessed[-1].equal(
-            average(*(source.weights for source in sources), *neighbour_shares(*shares))
-        )
+        assert guessed[-1].equal(average(*(source.weights for source in sources), *shares))
     assert not any(a.equal(b) for a, b in itertools.combinations(guessed, 2))
 
 
