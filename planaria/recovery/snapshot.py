@@ -56,8 +56,7 @@ class Group(NamedTuple):
 class Layout:
     """Positions of a stage's blocks in its `tensors` flat tensors: weights and moments.
 
-    A parameter of two or more dimensions has a block per row, any other is one block. Raises
-    ValueError for a stage without values.
+    A parameter of two or more dimensions has a block per row, any other is one block.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], tensors: int = 3) -> None:
@@ -65,12 +64,7 @@ class Layout:
         self.tensors, self.blocks, self.values = tensors, 0, 0
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
-            width = math.prod(shape) // max(rows, 1)
-            if rows * width == 0:
-                raise ValueError(f"a parameter of shape {tuple(shape)} has no values")
-            self._append(rows, width)
-        if not self.values:
-            raise ValueError("a stage without parameters has no blocks")
+            self._append(rows, math.prod(shape) // rows)
 
     def _append(self, rows: int, width: int) -> None:
         if self.groups and self.groups[-1].width == width:
@@ -210,27 +204,24 @@ def _rows(pieces: Tensor, width: int) -> Tensor:
 
 
 def encode(
-    layout: Layout, blocks: Tensor | None, tensors: Sequence[Tensor], codec: Codec
+    layout: Layout, blocks: Tensor, tensors: Sequence[Tensor], codec: Codec
 ) -> tuple[Tensor, list[Tensor]]:
     """A snapshot's update as bytes, uint8 on the CPU, and the weights that its receiver restores.
 
-    `tensors`: weights, or weights and moments, flat; `blocks`: int64 [k], ascending, or None
-    for all. The bytes: block numbers (int32; omitted for all blocks), the values of four
-    bytes, the codes.
+    `tensors`: weights, or weights and moments, flat; `blocks`: int64 [k], ascending. The bytes:
+    block numbers (int32; omitted for all blocks), the values of four bytes, the codes.
     """
-    numbers = [] if blocks is None else [blocks.int()]
-    chosen = torch.arange(layout.blocks) if blocks is None else blocks
-    shapes = layout.shapes(chosen)
+    numbers = blocks.int()[: 0 if len(blocks) == layout.blocks else None]
+    shapes = layout.shapes(blocks)
     heads, codes = _sizes(shapes, codec)
-    ahead = 4 * sum(map(len, numbers)) + len(tensors) * heads
+    ahead = numbers.nbytes + len(tensors) * heads
     payload = torch.empty(ahead + len(tensors) * codes, dtype=torch.uint8)  # on the CPU
     first, second = _Writer(payload, 0), _Writer(payload, ahead)
-    for number in numbers:
-        first.put(number)
+    first.put(numbers)
     restored = tensors[0].new_empty(sum(map(math.prod, shapes)))
     weights = _Writer(restored.view(torch.uint8), 0)
     for of, flat in enumerate(tensors):
-        for rows in layout.pieces(flat, chosen):
+        for rows in layout.pieces(flat, blocks):
             again = rows
             if codec == "none":
                 second.put(rows)
@@ -424,8 +415,7 @@ class SentSnapshot:
         count = self._at_first if self.lacks_blocks else self._count
         chosen = choose(self.rank(distances, step), self.taken, count)
         self.taken[chosen] = step
-        blocks = None if len(chosen) == layout.blocks else chosen
-        payload, restored = encode(layout, blocks, tensors[: self._tensors], self._codec)
+        payload, restored = encode(layout, chosen, tensors[: self._tensors], self._codec)
         layout.scatter(self.sent, chosen, restored)
         distances[chosen] = 0.0
         perturbation = math.nan
@@ -487,9 +477,7 @@ class HeldSnapshot:
         self.missing = int((self.taken == NEVER).sum())
 
     def staleness(self) -> Staleness:
-        """How old the snapshot's blocks are. Raises ValueError while blocks are missing."""
-        if self.missing:
-            raise ValueError(f"{self.missing} of {self._layout.blocks} blocks haven't come yet")
+        """How old the blocks of a snapshot are that lacks none."""
         steps = self.taken
         return Staleness(int(steps.min()), float(steps.double().mean()), int(steps.max()))
 

@@ -66,9 +66,8 @@ class Averaging(Hearing):
         for error feedback, if any. What audits may ask for stays until the commit: all that was
         sent, and this node's own part in float32.
 
-        Raises ComplaintError, PeerLostError when the gradients can still be summed without the
-        accused, and ValueError for invalid arguments. After failure or cancellation the gradient's
-        contents are void.
+        Raises ComplaintError, and PeerLostError when the gradients can still be summed without the
+        accused. After failure or cancellation the gradient's contents are void.
         """
         coding, ballot = self._coding.at(round.step), round.ballot
         feedback = self.feedback if has_error_feedback(coding.codec) else None

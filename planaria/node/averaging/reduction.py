@@ -92,15 +92,8 @@ class Reduction:
         """`feedback`: given if the coding has error feedback. `evidence`: signs what is sent; None:
         nothing is signed.
 
-        Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
-        if len(gradient.shape) != 1 or gradient.dtype != coding.tensors.empty(0).dtype:
-            raise ValueError(
-                "a gradient to be averaged is one row of float32, not "
-                f"{gradient.dtype} {tuple(gradient.shape)}"
-            )
+        Raises ComplaintError when this node is alone and ids are wrong."""
         node, self.nodes = round.node, sorted(round.replicas)
-        if node not in self.nodes or len(set(self.nodes)) < len(self.nodes):
-            raise ValueError(f"replicas {self.nodes} don't name {node} and each other once")
         self.node, self.round, self.ballot = node, round, round.ballot
         self.gradient, self.coding, self.feedback = gradient.detach(), coding, feedback
         self.evidence = evidence

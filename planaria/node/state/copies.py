@@ -91,7 +91,7 @@ def snapshot_section(run: RunFile, config: ModelConfig) -> SnapshotSection:
 
 
 def layout_of(config: ModelConfig, stage: int) -> Layout:
-    """Positions of the stage's tensors in its flat ones. Raises ValueError if none is trained."""
+    """Positions of the stage's tensors in its flat ones."""
     return Layout(trained_shapes(config, stage).values(), config.tensors_in(stage))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from reprlib import repr as _repr
@@ -52,17 +52,13 @@ def next_stage(stage: int, stages: int) -> int:
     return (stage + 1) % (stages + 1)
 
 
-def senders_by_holder(stage: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
+def senders_by_holder(stage: int, stages: int, members: Sequence[pb.Place]) -> dict[str, str]:
     """Map from each holder of a twin of `stage` to the replica that sends it the gradient.
 
     Replica j of R, in the order of the ids, serves the holders k with k mod R = j.
-    Raises ValueError when the stage has no member.
     """
-    members = list(members)
     replicas = sorted(place.node for place in members if place.stage == stage)
     holders = sorted(place.node for place in members if next_stage(place.stage, stages) == stage)
-    if not replicas:
-        raise ValueError(f"stage {stage} has no member to send its gradient to {holders}")
     return {holder: replicas[k % len(replicas)] for k, holder in enumerate(holders)}
 
 

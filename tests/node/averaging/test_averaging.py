@@ -368,20 +368,6 @@ def test_others_than_replicas_are_not_heard() -> None:
         member.of_two(0)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "gradient"),
-    [
-        (["b", "c"], torch.ones(4)),
-        (["a", "a"], torch.ones(4)),
-        (["a"], torch.ones(2, 2)),
-        (["a"], torch.ones(4, dtype=torch.float64)),
-    ],
-)
-def test_arguments_that_cannot_be_meant(replicas: list[str], gradient: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"replicas|float32"):
-        Alone().reduce(BALLOT, replicas, gradient, [0], 1, 60.0)
-
-
 # Ballots
 
 
@@ -416,19 +402,6 @@ def test_a_reduction_that_is_over_leaves_no_frames_behind() -> None:
     for ballot in (BALLOT, Ballot(3, 2)):
         with pytest.raises(ComplaintError, match="the contribution of b"):
             member.of_two(0, ballot)
-
-
-def test_a_peer_far_ahead_cannot_fill_the_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Averaging.__init__, "__defaults__", (40, None))
-    member = Alone()
-    member.averaging.forget(Ballot(4, 1))
-    for view, attempt in [*[(3, 1)] * 5, *[(4, 1), (4, 2)] * 5]:
-        frame = of_b()  # 16 bytes
-        frame.ballot = Ballot(view, attempt)
-        member.on_frame("b", frame)
-    assert caplog.text.count("dropped 16 bytes from b") == 3
 
 
 @pytest.mark.parametrize("steps", range(12))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planaria.node.model.modules import build_stage
@@ -89,10 +89,7 @@ def test_each_holder_is_served_by_one_replica_and_each_replica_serves_its_share(
 ) -> None:
     members = [pb.Place(node=f"{name:02}", stage=stage) for stage, name in nodes]
     replicas = {place.node for place in members if place.stage == of}
-    if not replicas:
-        with pytest.raises(ValueError, match=f"stage {of} has no member"):
-            senders_by_holder(of, 3, members)
-        return
+    assume(replicas)
     plan = senders_by_holder(of, 3, members)
     assert set(plan) == {place.node for place in members if place.stage == (of - 1) % 4}
     load = Counter(dict.fromkeys(replicas, 0)) + Counter()
@@ -396,17 +393,6 @@ def test_frames_of_the_next_exchange_outlive_this_one() -> None:
     twin.gather()
     members = [place for place in places(2, 2, 2, 2) if place.node != "2.0"]
     twin.exchange(Ballot(3, 2), members, torch.zeros(8), 0.0, 0)
-
-
-def test_what_comes_for_an_exchange_that_is_over_or_void_has_no_effect() -> None:
-    twin = Holder()
-    twin.hears(frames_of(1.0))
-    twin.gather()
-    twin.twin.forget(Ballot(4, 1))
-    for ballot in (BALLOT, Ballot(4, 0)):
-        twin.hears(frames_of(2.0, ballot=ballot))
-        with pytest.raises(ComplaintError, match="did not arrive"):
-            twin.gather(ballot)
 
 
 def test_what_it_made_when_it_was_cancelled_is_not_sent() -> None:
