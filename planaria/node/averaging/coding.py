@@ -85,17 +85,11 @@ class Coding:
         (row,) = self.tensors.decode(descriptors, payload, device)
         return row
 
-    def spans(self, size: int, parts: int) -> list[list[tuple[int, int]]]:
-        """Spans of the pieces of so many parts of a gradient of that size."""
-        return piece_spans(size, parts, self.shapes if self.codec == "lowrank" else ())
-
     def _cuts(self, row: Tensor, start: int) -> list[SlicePart]:
         return cuts(self.shapes, self.rank, start, row.numel())
 
 
-def piece_spans(
-    size: int, parts: int, matrices: Sequence[Shape] = ()
-) -> list[list[tuple[int, int]]]:
+def piece_spans(size: int, parts: int, matrices: Sequence[Shape]) -> list[list[tuple[int, int]]]:
     """Begin and end of each piece, for so many parts of a gradient; rows of `matrices` stay whole.
     An empty part is one empty piece, because ids travel with a piece."""
     bounds = [*(row_start(matrices, size * i // parts) for i in range(parts)), size]
@@ -134,6 +128,10 @@ class GradientPiece(NamedTuple):
     home: int  # the row whose owner makes the sum
     names: bool = False  # whether its sum carries the names of that row's microbatches
 
+    @property
+    def values(self) -> int:
+        return self.stop - self.start
+
     def of(self, row: Tensor) -> Tensor:
         return row[self.start : self.stop]
 
@@ -146,7 +144,8 @@ class PieceLayout:
         self.size = size
         self.rows = rows(replicas)
         self.places = places(self.rows)
-        self._shares = coding.spans(size, self.places * len(self.rows))
+        matrices = coding.shapes if coding.codec == "lowrank" else ()
+        self._shares = piece_spans(size, self.places * len(self.rows), matrices)
 
     def owned(self, row: int, place: int) -> list[GradientPiece]:
         """The pieces of the owner at this place of a row; those whose sums it makes come first."""

@@ -84,7 +84,7 @@ class PieceBlock(NamedTuple):
 
     @property
     def values(self) -> int:
-        return min(self.length, _value_count(self.piece) - self.number * self.length)
+        return min(self.length, self.piece.values - self.number * self.length)
 
     def digest(self, digests: bytes) -> bytes:
         """The block's digest, of the digests of its piece."""
@@ -92,7 +92,7 @@ class PieceBlock(NamedTuple):
 
     def of(self, payload: Sequence[memoryview], codec: Codec) -> bytes:
         """The block's bytes, of the encoded bytes of its piece."""
-        count = _value_count(self.piece)
+        count = self.piece.values
         return b"".join(_bytes_of_block(payload, self.number, self.length, count, codec))
 
 
@@ -100,7 +100,7 @@ def drawn_blocks(numbers: Sequence[int], layout: PieceLayout) -> list[PieceBlock
     """The blocks that these numbers mean: each modulo the number of blocks of the gradient."""
     pieces = [(piece, at) for at in range(layout.places) for piece in layout.owned(0, at)]
     length = block_length(layout.size)
-    counts = [-(-_value_count(piece) // length) for piece, _ in pieces]
+    counts = [-(-piece.values // length) for piece, _ in pieces]
     blocks = []
     for number in numbers:
         left = number % sum(counts)
@@ -188,17 +188,13 @@ class Evidence:
         return shown
 
     def _digests(self, payload: Sequence[memoryview], piece: GradientPiece, codec: Codec) -> bytes:
-        length, count, digests = block_length(self._size), _value_count(piece), b""
+        length, count, digests = block_length(self._size), piece.values, b""
         for index in range(-(-count // length)):
             digest = hashlib.sha256()
             for part in _bytes_of_block(payload, index, length, count, codec):
                 digest.update(part)
             digests += digest.digest()
         return digests
-
-
-def _value_count(piece: GradientPiece) -> int:
-    return piece.stop - piece.start
 
 
 def _bytes_of_block(

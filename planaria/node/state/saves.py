@@ -196,8 +196,7 @@ class Saves:
     def _run_of(self, save: Age) -> str | None:
         """The run in a save's header; None: it can't be read."""
         try:
-            with open_save(self._path(save)) as (_, fields):
-                return fields["run"]
+            return SaveFile.open(self._path(save)).run
         except SaveError:
             return None  # `load` says why
 
@@ -271,11 +270,8 @@ def saved_run(folder: Path) -> str:
     """The run of the newest readable save in a node's folder; empty: there is none. Raises
     OSError."""
     for save, stage in sorted(_saved_stages(folder), reverse=True):
-        with (
-            suppress(SaveError),
-            open_save(folder / f"stage-{stage}" / file_name(save)) as (_, fields),
-        ):
-            return str(fields["run"])
+        with suppress(SaveError):
+            return SaveFile.open(folder / f"stage-{stage}" / file_name(save)).run
     return ""
 
 

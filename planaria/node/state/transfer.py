@@ -67,7 +67,6 @@ class Delivery:
 
     state: StageState
     bytes: int
-    seconds: float = 0.0
     served: Mapping[str, int] = field(default_factory=dict)  # bytes by source; 0: unused
 
 
@@ -584,7 +583,7 @@ class _TransferFetch:
         self.client, self.number, self.wanted = client, number, wanted
         self.deadline = deadline
         self.on_progress = on_progress
-        self.started = self.progressed = client.exchanges.now
+        self.progressed = client.exchanges.now
         if len(sources) > SOURCES:
             sources = sorted(sources, key=lambda source: not client.linked(source))
         self.unused = deque(sources)
@@ -610,8 +609,7 @@ class _TransferFetch:
                 self._check_deadline()
                 continue
             await self._take(peer, answer)
-        seconds, size = self._now - self.started, sum(self.served.values())
-        return Delivery(self.arriving.state(), size, seconds, self.served)
+        return Delivery(self.arriving.state(), sum(self.served.values()), self.served)
 
     @property
     def _now(self) -> float:
