@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT, Cause
 from planaria.node.ports import Priority, Tensors
+from planaria.node.state.transfer import shorten
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import OPEN_LIMIT, ExchangeInbox, Exchanges, Inboxes, Lost
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 BATCH: Final = 16  # frames sent per request
 LOST_LIMIT: Final = 4096  # stages that a request may name
 PIECE: Final = 1 << 20  # bytes narrowed at a time
-REASON_LIMIT: Final = 200  # characters of a neighbour's error
 
 Side = Literal["sent", "received"]
 
@@ -414,7 +414,7 @@ class _BoundaryFetch:
                 return
             case pb.BoundaryManifest():
                 if answer.error:
-                    self._give_up(peer, answer.error[:REASON_LIMIT])
+                    self._give_up(peer, shorten(answer.error))
                     return
                 state.count = answer.count
             case Frame():
@@ -443,7 +443,7 @@ class _BoundaryFetch:
                 return
             tensor = await self._client.exchanges.compute(partial(self._client.parse, frame))
         except WireError as error:
-            name = f"{peer} sent a bad boundary tensor: {str(error)[:REASON_LIMIT]}"
+            name = f"{peer} sent a bad boundary tensor: {shorten(str(error))}"
             self._complain(name)
             if error.cause != NONFINITE:
                 self._accuse(peer, name, error.cause)

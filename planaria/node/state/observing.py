@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from planaria.node.ports import Priority
-from planaria.node.state.transfer import WEIGHTS
+from planaria.node.state.transfer import WEIGHTS, shorten
 from planaria.node.state.weight_pins import WeightPins
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 AT_A_TIME: Final = 4
 """Maximum observers whose tensors wait to be computed with."""
-LONGEST_REASON: Final = 200
-"""Characters of an error that an observer is sent."""
 
 
 class ObserverService:
@@ -70,7 +68,7 @@ class ObserverService:
             else:
                 descriptors, payload = await self._result(frame, fields)
         except (WireError, ValueError) as error:
-            fields["error"] = str(error)[:LONGEST_REASON]
+            fields["error"] = shorten(str(error))
         self.computing_for.remove(peer)
         seat.send(peer, Frame("state", frame.ballot, fields, descriptors, payload))
 

@@ -22,6 +22,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Tensors
 from planaria.node.report.events import RelearningResult
 from planaria.node.state.boundary import BoundaryPair, FetchedTensors
+from planaria.node.state.transfer import shorten
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
@@ -54,8 +55,6 @@ TOGETHER: Final = 8
 """Pieces in a training round of several joiners: after each round they check the time."""
 HELD: Final = 8
 """Messages and frames of one joiner that may wait here. In step, it sends two at a time."""
-REASON_LIMIT: Final = 200
-"""Characters of another joiner's reason."""
 EARLY_LIMIT: Final = 16 << 20
 """Bytes of one joiner that may wait until this node begins: only its report comes that early."""
 
@@ -419,7 +418,7 @@ class _Joiner:
                 or (first_and_last[1] == this_stage and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
-                shown = str(pair)[:REASON_LIMIT]
+                shown = shorten(str(pair))
                 reason = f"{leader} requested training on {shown}, which is not possible"
                 raise ComplaintError(reason, [leader], NUMBERS)
         self.course = RelearningCourse(pairs, self.fetched.shape[0], self.terms)
@@ -542,7 +541,7 @@ class _Mailbox:
             case Frame(fields={"round": int(number), "piece": int(place), "way": str(direction)}):
                 self._hold(peer, (number, place, direction), item)
             case Frame(fields=fields):
-                names = str(sorted(fields))[:REASON_LIMIT]
+                names = shorten(str(sorted(fields)))
                 self._lose(peer, f"it sent a frame with the fields {names}", NUMBERS)
 
     def _hold(self, peer: str, key: object, item: Item) -> None:
