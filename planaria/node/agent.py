@@ -453,11 +453,9 @@ class Agent:
             if not commit.skipped:
                 self.averaging.feedback.commit(Ballot.of(commit.ballot))
             self.holdings.apply(commit, lr)
-            state = replace(after, **learned._asdict())
             if task is not None:
                 task.renew()
-                state = replace(state, relearning=task.left)
-            self.holdings.save(state, first)
+            self.holdings.save(replace(after, **learned._asdict()), first)
             return learned
 
         self.learned = await self.exchanges.compute(apply)
@@ -520,7 +518,6 @@ class Agent:
             boosted_at=boosted_at,
             last=last,
             optimizer_step=self.learned.optimizer_step,
-            relearning=self.member.relearning,
             digest=self.learned.digest,
         )
 

@@ -717,10 +717,9 @@ class Cluster:
     def check_saved(self, seat: Seat, state: StageState) -> None:
         """Demands, in the compute thread, that a state to be written describes itself correctly."""
         weights = seat.weights
-        left = 0 if seat.gaps.task is None else seat.gaps.task.left
-        says = state.id.step, state.omega, state.optimizer_step, state.relearning
-        own = weights.step, weights.omega, weights.optimizer.steps, left
-        self.counts["saved while it relearned"] += left > 0
+        says = state.id.step, state.omega, state.optimizer_step
+        own = weights.step, weights.omega, weights.optimizer.steps
+        self.counts["saved while it relearned"] += seat.gaps.task is not None
         who = f"{seat.name} of stage {seat.stage}"
         self.demand(says == own, "I5", f"{who} saves {own} and says that it is {says}")
 

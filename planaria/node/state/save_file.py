@@ -147,7 +147,6 @@ def header_fields(
         "format": FORMAT,
         "run": run,
         **{field: repr(value) for field, value in _numbers(state).items()},
-        **({"relearning": repr(state.relearning)} if state.relearning else {}),
         "last": b64encode(state.last.SerializeToString()).decode(),
         "tensors": json.dumps(tensors),
         **{name: json.dumps(value) for name, value in for_others.items()},
@@ -190,7 +189,6 @@ def state_in(fields: Fields) -> StageState:
         boosted_at=int(fields["boosted_at"]),
         last=last,
         optimizer_step=int(fields["optimizer_step"]),
-        relearning=int(fields.get("relearning", 0)),
     )
 
 

@@ -86,7 +86,6 @@ class StageState:
     boosted_at: int  # step after which the stage was rebuilt inexactly; 0: never
     last: pb.Commit  # the newest commit in it
     optimizer_step: int
-    relearning: int = 0  # updates of the stage's lesson not in it yet
     digest: bytes = b""  # of weights and moments; empty: not taken
     read: Callable[[int, int], Tensor] | None = field(default=None, compare=False)
     """Returns values [start, stop) of weights that aren't in memory; `tensors` has their number.
