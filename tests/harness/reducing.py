@@ -53,7 +53,7 @@ class Network(network.Network):
 
     def add(self, node: str, codec: Averaged) -> None:
         exchanges = self.exchanges[node] = self.new(self.slow())
-        coding = Coding(tensors, codec, 0.25, self.lossless, shapes=SHAPES)
+        coding = Coding(tensors, codec, self.lossless, shapes=SHAPES)
         signing = partial(self.signing, node) if self.signed else None
         self.nodes[node] = Averaging(exchanges, partial(self.send, node), coding, signing=signing)
 

@@ -20,7 +20,7 @@ from planaria.node.wire.frame_format import (
     check_forms,
     encoded_size,
 )
-from planaria.node.wire.lowrank import Shape, SlicePart, counts, cuts, encoded_bytes, row_start
+from planaria.node.wire.lowrank import Shape, SlicePart, cuts, encoded_bytes, row_start
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,6 @@ class Coding:
 
     tensors: Tensors
     codec: Averaged = "none"
-    share: float = 1.0  # approximate share of the values that travel in lowrank
     after: int = 0  # number of first steps that use int8 instead of lowrank
     rank: int = 1  # of lowrank
     shapes: tuple[Shape, ...] = ()  # of the parameters whose flat gradients are concatenated
@@ -54,12 +53,7 @@ class Coding:
     @classmethod
     def of_run(cls, tensors: Tensors, wire: WireSection, shapes: Iterable[Shape]) -> Coding:
         """The coding that the run file asks for."""
-        shapes, share = tuple(shapes), 1.0
-        if wire.averaging == "lowrank":
-            size = sum(map(math.prod, shapes))
-            sent = sum(counts(cuts(shapes, wire.rank, 0, size), wire.rank))
-            share = sent / size if size else 1.0
-        return cls(tensors, wire.averaging, share, wire.averaging_after, wire.rank, shapes)
+        return cls(tensors, wire.averaging, wire.averaging_after, wire.rank, tuple(shapes))
 
     def at(self, step: int) -> Coding:
         """The coding of that step. A run's gradients change fastest in its first steps, so little
