@@ -99,7 +99,7 @@ class DaemonMachine:
             # One committed step may be made again from the beginning, if all are lost.
             begun = node.view.committed > 1
             beginning = InitialStages(run, config, place.checkpoint, place.own)
-            arithmetic = TorchStage(own, stage, beginning, place.device, corpus, begun, self._room)
+            arithmetic = TorchStage(stage, beginning, place.device, corpus, begun, self._room)
             net, compute = SeatNet(node.seats, name), SeatCompute(node.seats, name, self.compute)
             chance, identity, record = SystemRandom(), place.identity, SeatRecord(node, name)
             ports = Ports(net, exchanges, compute, tensors, arithmetic, record, chance, identity)
@@ -148,7 +148,7 @@ class DaemonMachine:
 
         def rehearse() -> None:
             beginning = InitialStages(self._run, node.config, own=place.own)
-            TorchStage(node.node, 1, beginning, place.device, begun=True).rehearse()
+            TorchStage(1, beginning, place.device, begun=True).rehearse()
 
         try:
             await self.compute.run(rehearse, Priority.BACKGROUND)

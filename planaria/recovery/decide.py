@@ -99,7 +99,7 @@ def decide(
     if guess is not None:
         return guess
     if strict:
-        return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other method")
+        return Stop(f"stage {stage} is lost: {lacking}; --strict allows no other method")
     return _fall_back(stage, left, f"stage {stage} is lost and {lacking}")
 
 
@@ -163,7 +163,7 @@ def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
         return pretrained(stage, left, loss, fallback=True)
     if stage == 0:
         if left.step > FRESH:
-            return Stop(0, f"{loss}; nothing else determines embedding and head")
+            return Stop(f"{loss}; nothing else determines embedding and head")
         reason = f"{loss}: its initial weights{age_in_words(left.step)}"
         return Rebuild(0, SEEDED, (), exact=False, reason=reason, fallback=True)
     averaged, _ = checkfree(stage, left)
@@ -172,7 +172,7 @@ def _fall_back(stage: int, left: Left, loss: str) -> Rebuild | Stop:
         return Rebuild(stage, "checkfree", averaged.sources, False, reason, fallback=True)
     between = nearest(stage, left)
     if not between:
-        return Stop(stage, f"{loss}; no body stage is left to guess it from")
+        return Stop(f"{loss}; no body stage is left to guess it from")
     names = " and ".join(map(str, between))
     how = "interpolated between stages" if len(between) == 2 else "copied from the nearest, stage"
     sources = tuple(source for of in between for source in left.nodes(of))

@@ -139,7 +139,6 @@ class RollBack:
 class Stop:
     """The decision to stop the run: nothing left determines the stage's weights."""
 
-    stage: int
     reason: str
 
 

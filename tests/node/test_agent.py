@@ -125,7 +125,7 @@ class Seat:
         self.net, self.record = VirtualNet(set(NODES) - {node}), Memory()
         config = model_config(RUN.model, vocabulary=16)
         cpu, exchanges = torch.device("cpu"), self.nodes.new()
-        stage = TorchStage(node, NODES[node], InitialStages(RUN, config), cpu)
+        stage = TorchStage(NODES[node], InitialStages(RUN, config), cpu)
         ports = Ports(
             self.net,
             exchanges,

@@ -102,7 +102,7 @@ def made(text: str, from_folder: bool, stage: int = 1) -> TorchStage:
     run = loads(text)
     checkpoint = Checkpoint.open(Path(run.model.origin or "")) if from_folder else None
     beginning = InitialStages(run, run.config, checkpoint)
-    return TorchStage("node", stage, beginning, torch.device("cpu"))
+    return TorchStage(stage, beginning, torch.device("cpu"))
 
 
 def from_folder(small: str, large: str) -> int:

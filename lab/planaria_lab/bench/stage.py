@@ -75,7 +75,7 @@ def compare(run: RunFile, device: torch.device) -> tuple[dict[str, Any], dict[st
     the device's matrix product."""
     training, config = run.training, run.config
     beginning = Drawn(run, config)
-    stage = TorchStage("b", 1, beginning, device)
+    stage = TorchStage(1, beginning, device)
     shape = training.microbatch, config.context, config.crossing
     x, gradient = torch.randn(shape), torch.randn(shape) / math.prod(shape)
     step = {

@@ -60,7 +60,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stage() -> TorchStage:
-    return TorchStage("1.0", 1, InitialStages(RUN, model_config(SECTION, 16)), torch.device("cpu"))
+    return TorchStage(1, InitialStages(RUN, model_config(SECTION, 16)), torch.device("cpu"))
 
 
 def forward(trained: TorchStage) -> torch.Tensor:

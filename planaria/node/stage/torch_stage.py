@@ -60,7 +60,6 @@ class TorchStage:
 
     def __init__(
         self,
-        node: str,
         stage: int,
         beginning: InitialStages,
         device: torch.device,
@@ -82,9 +81,7 @@ class TorchStage:
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
         self.tensors = dict(self.optimizer.state())
         self.gradient = self.optimizer.gradient
-        self.work = TorchWork(
-            *(node, stage, self._module, self.optimizer, run, config, corpus, room)
-        )
+        self.work = TorchWork(stage, self._module, self.optimizer, run, config, corpus, room)
         self._reduced_norm = self._omega = 0.0
         self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # cached
 

@@ -84,7 +84,6 @@ class TorchWork:
 
     def __init__(
         self,
-        node: str,
         stage: int,
         module: EmbeddingStage | BodyStage,
         optimizer: StageOptimizer,
@@ -94,9 +93,8 @@ class TorchWork:
         room: DeviceRoom | None = None,
     ) -> None:
         """`room`: shared by all users of the device."""
-        self.node, self.optimizer = node, optimizer
+        self.optimizer, self.corpus = optimizer, corpus
         self.run, self.config, self.device = run, config, optimizer.weights.device
-        self.corpus = corpus
         codecs = {"activation": run.wire.activations, "gradient": run.wire.gradients}
         self._forms = {
             kind: frame_forms(config, run.training.microbatch, codec, kind)

@@ -115,13 +115,13 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     run = with_model(run_from(tmp_path, stages=3, context=24))
     cpu = torch.device("cpu")
     beginning = InitialStages(run, of(run), Checkpoint.open(tmp_path))
-    giver = TorchStage("a", 0, beginning, cpu)
-    taker = TorchStage("b", 2, InitialStages(run, of(run)), cpu)
+    giver = TorchStage(0, beginning, cpu)
+    taker = TorchStage(2, InitialStages(run, of(run)), cpu)
     assert (giver.origin, giver.weightless, taker.origin, taker.weightless) == (1, 0, 0, 1)
     state = giver.initial_state(2, 0)
     sync = pb.Sync(method="origin", sources=[pb.Source(node="a", stage=2)])
     taker.put_in_place(sync, [state])
-    reference = TorchStage("c", 2, beginning, cpu)
+    reference = TorchStage(2, beginning, cpu)
     assert taker.digest() == reference.digest()
     state.tensors["weights"][7] += 1e-3
     with pytest.raises(
@@ -138,12 +138,12 @@ def test_who_has_the_checkpoint_gives_it_though_it_joins_a_run_that_has_begun(tm
     exported(tmp_path, GROUPED)
     run = with_model(run_from(tmp_path, stages=3, context=24))
     cpu, here = torch.device("cpu"), InitialStages(run, of(run), Checkpoint.open(tmp_path))
-    late = TorchStage("a", 1, here, cpu, begun=True)
+    late = TorchStage(1, here, cpu, begun=True)
     assert (late.origin, late.weightless) == (True, False)
-    taker = TorchStage("b", 2, InitialStages(run, of(run)), cpu, begun=True)
+    taker = TorchStage(2, InitialStages(run, of(run)), cpu, begun=True)
     assert (taker.origin, taker.weightless) == (False, True)
     set_value(tmp_path, "model.layers.0.mlp.up_proj.weight", 1e-3)
-    assert not TorchStage("c", 1, here, cpu, begun=True).origin, "that is another checkpoint"
+    assert not TorchStage(1, here, cpu, begun=True).origin, "that is another checkpoint"
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])
@@ -154,8 +154,8 @@ def test_of_a_stage_that_a_peer_gives_it_reads_a_tensor_at_a_time(
     fields = {"model": {"from": str(tmp_path), "stages": 3, "context": 24}}
     run = with_model(from_fields(fields | {"training": {"lora": {"rank": 4, "base": base}}}))
     cpu = torch.device("cpu")
-    giver = TorchStage("a", 0, InitialStages(run, run.config, Checkpoint.open(tmp_path)), cpu)
-    taker = TorchStage("b", 2, InitialStages(run, run.config), cpu)
+    giver = TorchStage(0, InitialStages(run, run.config, Checkpoint.open(tmp_path)), cpu)
+    taker = TorchStage(2, InitialStages(run, run.config), cpu)
     state, read = giver.checkpoint_state(2), []
     reading = Checkpoint.reading
     monkeypatch.setattr(
@@ -176,7 +176,7 @@ def test_who_can_not_read_the_checkpoint_any_more_has_none(tmp_path) -> None:
     exported(tmp_path, GROUPED)
     run = with_model(run_from(tmp_path, stages=3, context=24))
     nodes, sent, here = Nodes(), [], InitialStages(run, of(run), Checkpoint.open(tmp_path))
-    giver = TorchStage("a", 0, here, torch.device("cpu"))
+    giver = TorchStage(0, here, torch.device("cpu"))
     seat = SimpleNamespace(
         **{"stage": 0, "run": run, "config": of(run), "arithmetic": giver, "tensors": tensors},
         exchanges=nodes.new(),

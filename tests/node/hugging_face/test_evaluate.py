@@ -96,7 +96,7 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
     assert losses["block_causal"] == pytest.approx(wanted, abs=1e-4)
     assert abs(losses["causal"] - wanted) > 1e-3
     stages = [
-        TorchStage("a", stage, InitialStages(run, apart), CPU) for stage in range(apart.stages + 1)
+        TorchStage(stage, InitialStages(run, apart), CPU) for stage in range(apart.stages + 1)
     ]
     x = stages[0].evaluate([inputs, begins], head=False, weights=flat[0])
     for stage in stages[1:]:

@@ -93,7 +93,7 @@ def trained(settings: dict[str, Any], corpus: Corpus, device: torch.device) -> d
         if node not in stages:
             beginning = InitialStages(run, config)
             data = None if stage else corpus
-            stages[node] = TorchStage(node, stage, beginning, device, data)
+            stages[node] = TorchStage(stage, beginning, device, data)
         return stages[node].work
 
     results: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def near(value: Any, wanted: Any, sums: bool) -> bool:
 
 def stage_on(device: torch.device, corpus: Corpus, **settings: Any) -> TorchStage:
     run = run_file(settings)
-    return TorchStage("a", 1, InitialStages(run, run.config_for(corpus.vocabulary)), device)
+    return TorchStage(1, InitialStages(run, run.config_for(corpus.vocabulary)), device)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -248,7 +248,7 @@ def test_a_stage_relearns(corpus: Corpus, settings: dict[str, Any]) -> None:
 def test_a_stage_answers_what_it_is_shown(corpus: Corpus) -> None:
     def answered(device: torch.device) -> dict[str, Any]:
         first = InitialStages(run := run_file({}), run.config_for(corpus.vocabulary))
-        ends = TorchStage("a", 0, first, device, corpus)
+        ends = TorchStage(0, first, device, corpus)
         tokens = torch.arange(8).view(2, 4)
         x = ends.evaluate([tokens], head=False).cpu()
         y = stage_on(device, corpus).evaluate([x], head=False).cpu()

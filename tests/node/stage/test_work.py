@@ -62,7 +62,7 @@ def make_work(corpus: Corpus, node: str, stage: int, kind: type[TorchWork] = Tor
     config = model_config(SECTION, corpus.vocabulary)
     module = build_stage(config, stage, 0)
     optimizer = StageOptimizer(module, CPU)
-    return kind(node, stage, module, optimizer, RUN, config, None if stage else corpus)
+    return kind(stage, module, optimizer, RUN, config, None if stage else corpus)
 
 
 ROUTE = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
@@ -170,7 +170,7 @@ def test_where_documents_begin_is_said_and_checked(conversations):
         module = build_stage(config, stage, 0)
         data = None if stage else chat
         optimizer = StageOptimizer(module, CPU)
-        works.append(TorchWork("n", stage, module, optimizer, run, config, corpus=data))
+        works.append(TorchWork(stage, module, optimizer, run, config, corpus=data))
         works[-1].begin(BEGAN, pb.Begin(step=step))
     first, second = works
     sent_begins = []
@@ -280,7 +280,7 @@ def test_a_microbatch_needs_the_memory_of_its_own_stages_layers(
     monkeypatch.setattr(memory_limit, "SMALL", 0)
     monkeypatch.setattr(memory_limit, "available_memory", lambda: sum(needs) / 2)
     module = build_stage(config, stage, 0)
-    work = TorchWork("n", stage, module, StageOptimizer(module, CPU), run, config)
+    work = TorchWork(stage, module, StageOptimizer(module, CPU), run, config)
     work.begin(BEGAN, pb.Begin(step=1))
     descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
     done = []

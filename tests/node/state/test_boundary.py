@@ -556,7 +556,7 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     module = build_stage(config, 2, 0)
     keeper, daemon = keeper_of(1), Daemon()
     cpu = torch.device("cpu")
-    work = TorchWork("c", 2, module, StageOptimizer(module, cpu), run, config)
+    work = TorchWork(2, module, StageOptimizer(module, cpu), run, config)
     place = Workplace(
         "c", "reassign", InFlightWindow(4, 3), work, AtOnce(), daemon, boundary=keeper
     )
