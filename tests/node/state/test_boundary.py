@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -527,26 +528,6 @@ def test_a_request_that_makes_no_sense_is_refused() -> None:
 # In an attempt
 
 
-class Daemon:
-    def __init__(self) -> None:
-        self.sent: list[Frame] = []
-
-    def send(self, peer: str, item: Frame) -> bool:
-        self.sent.append(item)
-        return True
-
-    def tell_driver(self, ballot: Ballot, **body: Any) -> None: ...
-
-    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
-        raise AssertionError(reason)
-
-    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
-        raise AssertionError(reason)
-
-    def crashed(self, error: BaseException) -> None:
-        raise error
-
-
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", [pb.Begin.TRAIN, pb.Begin.EVALUATE])
 def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> None:
@@ -554,12 +535,13 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     config = model_config(section, 16)
     run = RunFile(model=section, wire=WireSection(activations=codec))
     module = build_stage(config, 2, 0)
-    keeper, daemon = keeper_of(1), Daemon()
+    keeper, sent = keeper_of(1), list[Frame]()
+    seat: Any = SimpleNamespace(
+        send=lambda peer, frame: not sent.append(frame), tell_driver=lambda *_, **__: None
+    )
     cpu = torch.device("cpu")
     work = TorchWork(2, module, StageOptimizer(module, cpu), run, config)
-    place = Workplace(
-        "c", "reassign", InFlightWindow(4, 3), work, AtOnce(), daemon, boundary=keeper
-    )
+    place = Workplace("c", "reassign", InFlightWindow(4, 3), work, AtOnce(), seat, boundary=keeper)
     members = [pb.Place(node="abcd"[stage], stage=stage) for stage in range(4)]
     plan = [pb.Microbatch(id=4, source="a", order=[1, 2, 3], places=[1, 2, 3])]
     begin = pb.Begin(step=STEP, kind=kind, members=members, plan=plan)
@@ -572,7 +554,7 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     fields = {"microbatch": 4, "position": 2}
     frame = Frame("activation", BALLOT, fields, descriptors, bytearray().join(buffers))
     attempt.take("b", frame)
-    (sent,) = daemon.sent
+    (onward,) = sent
     keeper.commit(STEP, 0)
     if kind == pb.Begin.EVALUATE:
         assert keeper.memory_bytes == 0
@@ -580,4 +562,4 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     ((before, _, out),) = keeper.tensors_for(STEP, 1, frozenset([1]))
     ((behind, _, into),) = keeper.tensors_for(STEP, 3, frozenset([3]))
     assert (before, behind) == (BoundaryPair(STEP, 4, (1,)), BoundaryPair(STEP, 4, (3,)))
-    assert (out.payload, into.payload) == (frame.payload, sent.payload)
+    assert (out.payload, into.payload) == (frame.payload, onward.payload)
