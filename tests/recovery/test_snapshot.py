@@ -340,7 +340,7 @@ def test_a_whole_state_is_exact() -> None:
     exact = [flat.clone() for flat in tensors]
     for flat in tensors:
         flat.add_(1)
-    held = HeldSnapshot.whole(LAYOUT, 1, update.payload, update.tensors)
+    held = HeldSnapshot.whole(LAYOUT, 1, update.payload)
     assert update.tensors == 3
     assert all(torch.equal(x, y) for x, y in zip(held.tensors, exact, strict=True))
     assert held.staleness() == (1, 1.0, 1)

@@ -726,7 +726,7 @@ class CopyHolder:
             self._refuse(update, "a newer one is held already")
             return
         if header.kind != "snapshot":
-            state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)
+            state = HeldSnapshot.whole(layout, header.step, update.payload)
             self._held[key] = _HeldCopy(header, update.last, state)
         else:
             if held is not None and held.header.tensors == header.tensors:

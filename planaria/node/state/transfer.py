@@ -52,7 +52,6 @@ REQUESTS: Final = 16  # of one joiner in progress at a source
 REASON_LIMIT: Final = 200  # characters of a source's reason
 WEIGHTS: Final = "weights"  # the tensor sent without the optimizer
 VALUE: Final = SIZES["float32"]  # bytes
-WITHOUT_MOMENTS: Final = ("snapshot",)  # kinds of Holding that may have weights only
 
 Due: TypeAlias = Mapping[str, int]
 """The tensors of a stage, in the order of their bytes, each with its number of values."""
@@ -488,7 +487,8 @@ class WantedState:
         weights = {WEIGHTS: self.due[WEIGHTS]}
         if not self.optimizer:
             return [weights]
-        return [self.due, weights] if self.kind in WITHOUT_MOMENTS else [self.due]
+        # Only a snapshot may be without its moments.
+        return [self.due, weights] if self.kind == "snapshot" else [self.due]
 
     def request(self, transfer: int, shard: StateShard | None = None) -> pb.Message:
         """The request for a shard; None: for the manifest."""
