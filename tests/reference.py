@@ -20,7 +20,6 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import (
     Data,
     count_scored,
-    document_beginnings,
     inputs_and_targets,
     training_windows,
 )
@@ -112,13 +111,11 @@ class Reference:
         """The sum of losses over all scored tokens of these samples."""
         ends, context = self.stages[0], self.config.context
         assert isinstance(ends, EmbeddingStage)
-        inputs, targets = map(torch.from_numpy, inputs_and_targets(self.data, split, context, ids))
-        begins = None
-        if self.config.block_causal:
-            begins = torch.from_numpy(document_beginnings(self.data, split, context, ids))
+        arrays = inputs_and_targets(self.data, split, context, ids, self.config.block_causal)
+        inputs, targets, *begins = map(torch.from_numpy, arrays)
         bf16 = self.run.training.precision == "bf16"
         with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-            x = ends.embed(inputs, begins)
+            x = ends.embed(inputs, *begins)
             for stage in visits:
                 x = self.stages[stage](Boundary.apply(x, self.run, self.config))
             return ends.loss(Boundary.apply(x, self.run, self.config), targets)

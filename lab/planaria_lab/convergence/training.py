@@ -25,7 +25,6 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import (
     Data,
     count_scored,
-    document_beginnings,
     inputs_and_targets,
     training_windows,
 )
@@ -503,10 +502,8 @@ class TrainingSwarm:
 
     def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
         """Return inputs, targets and, if attention is block-causal, the beginnings of documents."""
-        context = self.config.context
-        arrays: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
-        if self.config.block_causal:
-            arrays.append(document_beginnings(self.corpus, split, context, ids))
+        context, apart = self.config.context, self.config.block_causal
+        arrays = inputs_and_targets(self.corpus, split, context, ids, apart)
         return [torch.from_numpy(each).to(self.device) for each in arrays]
 
     def _forward(

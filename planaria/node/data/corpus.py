@@ -378,6 +378,12 @@ class Corpus:
             yield shards[number], position - starts[number], count
             position, number = position + count, number + 1
 
+    def by_corpus(
+        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
+    ) -> Iterator[tuple[Corpus, int]]:
+        """The corpus of each sample, this one, and its index: see `Mixture.by_corpus`."""
+        return ((self, int(index)) for index in indices)
+
     def prefetch(self, split: str, context: int, indices: Iterable[int]) -> None:
         """Begin to read remote shards of samples that will soon be asked for. Raises IndexError."""
         of = [self._shards[split], *([self._masks[split]] if self.masked else [])]

@@ -76,7 +76,7 @@ class Mixture:
 
     def prefetch(self, split: str, context: int, indices: Iterable[int]) -> None:
         """Prefetch the mixture's samples, like `Corpus`. Raises IndexError, CorpusError."""
-        for corpus, own in self._by_corpus(split, context, map(int, indices)):
+        for corpus, own in self.by_corpus(split, context, indices):
             if corpus.elsewhere:
                 corpus.prefetch(split, context, [own])
 
@@ -97,31 +97,16 @@ class Mixture:
         firsts: NDArray[np.int64] = np.cumsum([0, *counts])[whose]
         return firsts + turns.astype(np.int64) % counts[whose]
 
-    def sample(self, split: str, context: int, index: int) -> NDArray[np.int64]:
-        """Tokens of the mixture's sample, like `Corpus.sample`."""
-        ((corpus, own),) = self._by_corpus(split, context, [index])
-        return corpus.sample(split, context, own)
-
     @property
     def masked(self) -> bool:
         return any(corpus.masked for corpus in self.corpora)
 
-    def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Which targets of the mixture's sample are scored, like `Corpus.scored`."""
-        ((corpus, own),) = self._by_corpus(split, context, [index])
-        return corpus.scored(split, context, own)
-
-    def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Which inputs of the mixture's sample begin a document, like `Corpus.begins`."""
-        ((corpus, own),) = self._by_corpus(split, context, [index])
-        return corpus.begins(split, context, own)
-
-    def _by_corpus(
-        self, split: str, context: int, indices: Iterable[int]
+    def by_corpus(
+        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
     ) -> Iterator[tuple[Corpus, int]]:
         """The corpus of each sample, and its index there. Raises IndexError, CorpusError."""
         starts = list(accumulate(self._sample_counts(split, context), initial=0))
-        for index in indices:
+        for index in map(int, indices):
             of = bisect_right(starts, index) - 1
             if not 0 <= of < len(self.corpora):
                 raise IndexError(f"the {split} splits have no sample {index} of context {context}")
@@ -142,47 +127,37 @@ def training_windows(data: Data, seed: int, context: int, batches: Batches) -> W
     return Windows(seed, data.shares(context), batches)
 
 
-def sample_tokens(
-    data: Data, split: str, context: int, ids: Iterable[int] | NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Tokens of these samples, int64 [n, context + 1]. Raises IndexError, CorpusError."""
-    import numpy as np
-
-    rows = [data.sample(split, context, int(index)) for index in ids]
-    return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
-
-
 def inputs_and_targets(
-    data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    data: Data,
+    split: str,
+    context: int,
+    ids: Iterable[int] | NDArray[np.int64],
+    apart: bool = False,
+) -> tuple[NDArray[np.int64], ...]:
     """Inputs and targets of these samples, int64 [n, context] each; a target that isn't scored is
-    UNSCORED. Raises IndexError, CorpusError."""
-    import numpy as np
-
-    tokens = sample_tokens(data, split, context, ids)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if data.masked:
-        scored = [data.scored(split, context, int(index)) for index in ids]
-        targets = np.where(np.stack(scored), targets, UNSCORED)
-    return inputs, targets
-
-
-def document_beginnings(
-    data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Which inputs of samples begin a document, bool [n, context]. Raises IndexError,
+    UNSCORED. With `apart` also which inputs begin a document, 1 or 0. Raises IndexError,
     CorpusError."""
     import numpy as np
 
-    rows = [data.begins(split, context, int(index)) for index in ids]
-    return np.stack(rows) if rows else np.empty((0, context), np.bool_)
+    samples = list(data.by_corpus(split, context, ids))
+    rows = [corpus.sample(split, context, own) for corpus, own in samples]
+    tokens = np.array(rows, np.int64).reshape(-1, context + 1)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if data.masked:
+        scored = [corpus.scored(split, context, own) for corpus, own in samples]
+        targets = np.where(np.array(scored, np.bool_).reshape(-1, context), targets, UNSCORED)
+    if not apart:
+        return inputs, targets
+    begins = [corpus.begins(split, context, own) for corpus, own in samples]
+    return inputs, targets, np.array(begins, np.int64).reshape(-1, context)
 
 
 def count_scored(data: Data, split: str, context: int, ids: NDArray[np.int64]) -> int:
     """Number of scored targets in these samples. Raises IndexError, CorpusError."""
     if not data.masked:
         return len(ids) * context
-    return sum(int(data.scored(split, context, int(index)).sum()) for index in ids)
+    samples = data.by_corpus(split, context, ids)
+    return sum(int(corpus.scored(split, context, own).sum()) for corpus, own in samples)
 
 
 def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError
-from planaria.node.data.mixture import document_beginnings, inputs_and_targets
+from planaria.node.data.mixture import inputs_and_targets
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import LONGEST, TOKENIZER, same_tokenizer
 from planaria.node.hugging_face.options import EvaluateOptions
@@ -66,12 +65,8 @@ class Portion:
         """Inputs and targets of up to `most` samples from `first` on, int64 [B, context] each; with
         `apart` also which inputs begin a document. Raises CorpusError."""
         rows = range(first, min(first + most, self.count))
-        inputs, targets = inputs_and_targets(self.corpus, self._split, self._context, rows)
-        self._scored += int((targets != UNSCORED).sum())
-        arrays = [inputs, targets]
-        if self._apart:
-            begins = document_beginnings(self.corpus, self._split, self._context, rows)
-            arrays.append(begins.astype(np.int64))
+        arrays = inputs_and_targets(self.corpus, self._split, self._context, rows, self._apart)
+        self._scored += int((arrays[1] != UNSCORED).sum())
         return tuple(torch.from_numpy(each) for each in arrays)
 
     def evaluation(self, total: float) -> Evaluation:

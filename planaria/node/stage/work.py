@@ -22,7 +22,6 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import (
     Data,
     count_scored,
-    document_beginnings,
     inputs_and_targets,
     training_windows,
 )
@@ -278,12 +277,10 @@ class TorchWork:
             split = TRAIN
             ids = microbatch_ids(self._windows.ids(self._attempt.begin.step), microbatch, size)
         with waiting_for_disk():
-            inputs, targets = inputs_and_targets(self.corpus, split, self.config.context, ids)
-            arrays: list[np.ndarray[Any, Any]] = [targets, inputs]
-            if self.config.block_causal:
-                arrays.append(document_beginnings(self.corpus, split, self.config.context, ids))
-        y, *x = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return ids, y, x
+            context, apart = self.config.context, self.config.block_causal
+            arrays = inputs_and_targets(self.corpus, split, context, ids, apart)
+        x, y, *begins = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return ids, y, [x, *begins]
 
     def _decode_valid(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
         """The tensor of a microbatch's frame, validated. Raises ComplaintError."""

@@ -22,9 +22,7 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, Corpu
 from planaria.node.data.mixture import (
     Mixture,
     count_scored,
-    document_beginnings,
     inputs_and_targets,
-    sample_tokens,
 )
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
@@ -210,7 +208,7 @@ def test_masks_are_content_and_damage_to_them_is_found(
 def test_a_target_is_scored_or_is_not(chat: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.arange(chat.count(TRAIN, 16))
     inputs, targets = inputs_and_targets(chat, TRAIN, 16, ids)
-    tokens = sample_tokens(chat, TRAIN, 16, ids)
+    tokens = np.stack([chat.sample(TRAIN, 16, index) for index in ids])
     np.testing.assert_array_equal(inputs, tokens[:, :-1])
     scored = targets != UNSCORED
     np.testing.assert_array_equal(targets[scored], tokens[:, 1:][scored])
@@ -237,7 +235,7 @@ def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> No
     np.testing.assert_array_equal(begins[1:], tokens[:-2] == plain.index.end_of_document)
     both = Mixture([plain, corpus], [1, 1])
     second = plain.count(TRAIN, 16)
-    rows = document_beginnings(both, TRAIN, 16, [0, second])
+    *_, rows = inputs_and_targets(both, TRAIN, 16, [0, second], apart=True)
     np.testing.assert_array_equal(rows[0], plain.begins(TRAIN, 16, 0))
     np.testing.assert_array_equal(rows[1], corpus.begins(TRAIN, 16, 0))
 

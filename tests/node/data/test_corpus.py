@@ -38,7 +38,7 @@ from planaria.node.data.documents import (
     lines_to_documents,
 )
 from planaria.node.data.executors import Spread, over_dask, over_processes
-from planaria.node.data.mixture import sample_tokens
+from planaria.node.data.mixture import inputs_and_targets
 from planaria.node.data.parts import Tokenizing, held_out_rank
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
@@ -641,17 +641,15 @@ def test_samples_tile_the_split_whatever_its_shards(
     sample = sharded.sample(split, context, index)
     assert sample.dtype == np.int64
     np.testing.assert_array_equal(sample, tokens[index * context : (index + 1) * context + 1])
-    batch = sample_tokens(sharded, split, context, [index, number - 1, index])
-    assert batch.shape == (3, context + 1)
-    np.testing.assert_array_equal(batch[0], sample)
-    np.testing.assert_array_equal(batch[1], sharded.sample(split, context, number - 1))
+    batch = inputs_and_targets(sharded, split, context, [index, number - 1, index])
+    expected = np.stack([sample, sharded.sample(split, context, number - 1), sample])
+    np.testing.assert_array_equal(batch, (expected[:, :-1], expected[:, 1:]))
 
 
 def test_samples_that_are_not_there(corpus: Corpus) -> None:
     for index in (-1, corpus.count("train", 16)):
         with pytest.raises(IndexError, match=f"no sample {index} of context 16"):
             corpus.sample("train", 16, index)
-    assert sample_tokens(corpus, "train", 16, []).shape == (0, 17)
     tokens = corpus.index.splits["validation"].tokens
     assert corpus.count("validation", tokens - 1) == 1
     with pytest.raises(CorpusError, match=f"has {tokens} tokens, but one sample.*shorten"):
@@ -718,7 +716,7 @@ def overwrite(file: Path, offset: int, data: bytes) -> None:
 def test_a_shard_that_is_cut_short_under_its_reader_is_named(copy: Path) -> None:
     corpus, shard = Corpus.open(copy), copy / "train-00000.bin"
     size, last = shard.stat().st_size, corpus.count("train", 16) - 1
-    sample_tokens(corpus, "train", 16, [0, last])
+    inputs_and_targets(corpus, "train", 16, [0, last])
     os.truncate(shard, 10)
     for index in (0, last):
         with pytest.raises(CorpusError, match=rf"{shard} has 10 bytes where the index says {size}"):
@@ -778,7 +776,7 @@ def test_each_shard_is_verified_once(sharded: Corpus, monkeypatch: pytest.Monkey
     corpus.verify_in_background()
     corpus.verify_in_background()
     for split in ("train", "validation"):
-        sample_tokens(corpus, split, 16, range(corpus.count(split, 16)))
+        inputs_and_targets(corpus, split, 16, range(corpus.count(split, 16)))
     assert corpus._verifier is not None
     corpus._verifier.join()
     assert reads == Counter(shard.file.name for shard in verified)

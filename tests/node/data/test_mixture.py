@@ -13,8 +13,8 @@ from planaria.node.data.mixture import (
     corpus_folders,
     find_by_content,
     index_of,
+    inputs_and_targets,
     open_data,
-    sample_tokens,
 )
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
@@ -51,17 +51,15 @@ def test_samples_of_both_have_ids_of_their_own(folders: list[Path]) -> None:
     both = open_data(run_of(folders).data)
     count = fruit.count("train", 16)
     assert [share.samples for share in both.shares(16)] == [count, numbers.count("train", 16)]
-    samples = sample_tokens(both, "train", 16, [0, count - 1, count, count + 3])
-    expected = [
-        *sample_tokens(fruit, "train", 16, [0, count - 1]),
-        *sample_tokens(numbers, "train", 16, [0, 3]),
-    ]
-    np.testing.assert_array_equal(samples, np.stack(expected))
+    samples = inputs_and_targets(both, "train", 16, [0, count - 1, count, count + 3])
+    of_fruit = inputs_and_targets(fruit, "train", 16, [0, count - 1])
+    of_numbers = inputs_and_targets(numbers, "train", 16, [0, 3])
+    np.testing.assert_array_equal(samples, np.concatenate((of_fruit, of_numbers), axis=1))
     total = sum(share.samples for share in both.shares(16))
     for outside in (-1, total):
         with pytest.raises(IndexError, match=f"no sample {outside}"):
-            sample_tokens(both, "train", 16, [outside])
-    assert sample_tokens(both, "train", 16, []).shape == (0, 17)
+            inputs_and_targets(both, "train", 16, [outside])
+    assert [each.shape for each in inputs_and_targets(both, "train", 16, [])] == [(0, 16)] * 2
 
 
 def test_what_is_held_out_of_both_is_taken_in_turn_again_and_again(folders: list[Path]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from planaria.node.data import remote_corpus
 from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import TRAIN, VALIDATION, Corpus, CorpusError
-from planaria.node.data.mixture import Mixture, inputs_and_targets, sample_tokens
+from planaria.node.data.mixture import Mixture, inputs_and_targets
 from planaria.node.data.remote_corpus import local_folder_of, make_stand_in
 from tests.range_server import Served, range_server
 
@@ -44,7 +44,8 @@ def test_samples_are_those_that_lie_there_and_no_more_is_read(
     last = here.count(TRAIN, CONTEXT) - 1
     for split, ids in ((TRAIN, [0, last, 7, 0, BLOCK // 2 // CONTEXT]), (VALIDATION, [3])):
         assert np.array_equal(
-            sample_tokens(away, split, CONTEXT, ids), sample_tokens(here, split, CONTEXT, ids)
+            inputs_and_targets(away, split, CONTEXT, ids),
+            inputs_and_targets(here, split, CONTEXT, ids),
         )
     read, size = served.sent(SHARD), (data / SHARD).stat().st_size
     assert read == 2 * BLOCK + size % BLOCK < size, "the first two blocks, and the last one"
@@ -64,11 +65,11 @@ def test_what_is_expected_is_there_when_it_is_wanted(
     away = opened(served, tmp_path / "here")
     away.prefetch(TRAIN, CONTEXT, [5, 900])
     assert np.array_equal(
-        sample_tokens(away, TRAIN, CONTEXT, [5, 900]),
-        sample_tokens(Corpus.open(data), TRAIN, CONTEXT, [5, 900]),
+        inputs_and_targets(away, TRAIN, CONTEXT, [5, 900]),
+        inputs_and_targets(Corpus.open(data), TRAIN, CONTEXT, [5, 900]),
     )
     (served.folder / SHARD).unlink()
-    sample_tokens(away, TRAIN, CONTEXT, [5, 900])
+    inputs_and_targets(away, TRAIN, CONTEXT, [5, 900])
 
 
 def test_several_corpora_some_elsewhere(data: Path, served: Served, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.mixture import document_beginnings, sample_tokens, training_windows
+from planaria.node.data.mixture import inputs_and_targets, training_windows
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.model.modules import build_stage
@@ -134,7 +134,7 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
     homes = [home for node in swarm.nodes.values() for home in node.homes.values()]
     assert 0 in {home.tokens for home in homes}
     ids = training_windows(chat, RUN.seed, SECTION.context, RUN.batches).ids(1)
-    tokens = torch.from_numpy(sample_tokens(chat, "train", SECTION.context, ids))
+    tokens = torch.from_numpy(np.stack([chat.sample("train", SECTION.context, at) for at in ids]))
     scored = np.stack([chat.scored("train", SECTION.context, int(index)) for index in ids])
     config = model_config(SECTION, chat.vocabulary)
     ends, *body = modules = [build_stage(config, stage, 0) for stage in range(STAGES + 1)]
@@ -163,7 +163,10 @@ def test_where_documents_begin_is_said_and_checked(conversations):
     chat = Corpus.open(conversations)
     config = model_config(section, chat.vocabulary)
     planned = training_windows(chat, RUN.seed, 4, RUN.batches)
-    begin = {step: document_beginnings(chat, "train", 4, planned.ids(step)) for step in range(1, 9)}
+    begin = {
+        step: inputs_and_targets(chat, "train", 4, planned.ids(step), apart=True)[2]
+        for step in range(1, 9)
+    }
     step = next(step for step, begins in begin.items() if begins.any())
     works = []
     for stage in (0, 1):
