@@ -212,7 +212,7 @@ class BodyStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float [B, T, crossing] by all blocks, T at most the context. Raises ValueError."""
-        return self._through_blocks(x, *self.arguments(x.shape[1]))
+        return self._through_blocks(x)
 
     def _through_blocks(self, x: Tensor, *beside: Any) -> Tensor:
         for block in self.layers:
@@ -223,10 +223,6 @@ class BodyStage(nn.Module):
             else:
                 x = block(x, *beside)
         return x.float()  # an own block may return fewer bits under autocast
-
-    def arguments(self, length: int) -> tuple[Tensor, ...]:
-        """Further arguments of the blocks for `length` tokens. Raises ValueError."""
-        return ()
 
 
 class LlamaBody(BodyStage):
@@ -247,10 +243,10 @@ class LlamaBody(BodyStage):
         self.subspace = subspace_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        beside: list[Any] = [*self._rope(x.shape[1])]
         if not self.block_causal and self.subspace is None:
-            return super().forward(x)
+            return self._through_blocks(x, *beside)
         x, begins = (x[..., :-1], x[..., -1:]) if self.block_causal else (x, x[..., :0])
-        beside: list[Any] = [*self.arguments(x.shape[1])]
         digits = x[..., :0]
         if self.subspace is not None:
             x, fixed, digits = self.subspace.split(x)
@@ -260,7 +256,8 @@ class LlamaBody(BodyStage):
         y = self._through_blocks(x, *beside)
         return torch.cat((y, digits.to(y.dtype), begins.to(y.dtype)), dim=-1)
 
-    def arguments(self, length: int) -> tuple[Tensor, ...]:
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """RoPE's tables for `length` tokens. Raises ValueError."""
         if length > len(self.cos):
             raise ValueError(f"{length} tokens don't fit in the context of {len(self.cos)}")
         rope = self.config.rope_scaling
