@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +25,6 @@ from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import (
     PLACE,
     CorpusError,
-    Index,
     TokenShard,
     file_checksum,
     read_index,
@@ -115,11 +114,11 @@ class ShardElsewhere:
     def __init__(
         self,
         place: RemoteFolder,
+        blocks_read: Blocks,
         folder: Path,
         shard: TokenShard,
         dtype: str,
         vocabulary: int,
-        blocks_read: Blocks,
     ) -> None:
         import numpy as np
 
@@ -134,19 +133,21 @@ class ShardElsewhere:
         CorpusError."""
         import numpy as np
 
-        first = offset * self._dtype.itemsize
-        end = min(self._size, first + count * self._dtype.itemsize)
-        numbers = range(first // BLOCK, -(-end // BLOCK))
+        numbers = self._blocks_with(offset, count)
         data = b"".join(map(self._await_block, numbers))
-        at = first - numbers.start * BLOCK
-        return np.frombuffer(data[at : at + end - first], self._dtype)
+        at = offset * self._dtype.itemsize - numbers.start * BLOCK
+        return np.frombuffer(data[at : at + count * self._dtype.itemsize], self._dtype)
 
     def prefetch(self, offset: int, count: int) -> None:
         """Begin to read the blocks that have these tokens."""
+        for number in self._blocks_with(offset, count):
+            self._blocks.ask(self, number)
+
+    def _blocks_with(self, offset: int, count: int) -> range:
+        """Numbers of the blocks that have these tokens."""
         first = offset * self._dtype.itemsize
         end = min(self._size, first + count * self._dtype.itemsize)
-        for number in range(first // BLOCK, -(-end // BLOCK)):
-            self._blocks.ask(self, number)
+        return range(first // BLOCK, -(-end // BLOCK))
 
     def verify(self) -> None:
         """Verify all blocks of the remote shard, as training reads them. Raises CorpusError."""
@@ -223,15 +224,10 @@ def shard_constructor(folder: Path) -> Callable[[TokenShard, str, int], ShardEls
         url = json.loads(file.read_text(encoding="utf-8"))["place"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorpusError(f"{file} is damaged ({error}): remove {folder}, and try again") from error
-    place, blocks_read = RemoteFolder(str(url)), Blocks()
-
-    def shard(index_entry: TokenShard, dtype: str, vocabulary: int) -> ShardElsewhere:
-        return ShardElsewhere(place, folder, index_entry, dtype, vocabulary, blocks_read)
-
-    return shard
+    return partial(ShardElsewhere, RemoteFolder(str(url)), Blocks(), folder)
 
 
-def make_stand_in(url: str, folder: Path) -> Index:
+def make_stand_in(url: str, folder: Path) -> None:
     """Make `folder` a stand-in for the prepared data at `url`, as it is now. Raises CorpusError."""
     if folder.exists() and not (folder / PLACE).is_file() and any(folder.iterdir()):
         raise CorpusError(f"{folder} exists, but isn't a link to data: choose another folder")
@@ -245,7 +241,5 @@ def make_stand_in(url: str, folder: Path) -> Index:
         replace_file(folder / PLACE, json.dumps({"place": place.url}).encode())
     except OSError as error:
         raise CorpusError(f"can't write {folder}: {error.strerror}") from error
-    index = read_index(folder)
-    if file_checksum(folder / "tokenizer.json") != index.tokenizer:
+    if file_checksum(folder / TOKENIZER) != read_index(folder).tokenizer:
         raise CorpusError(f"{place.url}/tokenizer.json is damaged: copy it there anew")
-    return index
