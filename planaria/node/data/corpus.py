@@ -117,7 +117,7 @@ class Index(BaseModel):
         if self.masked:
             masks = (self.splits[name].masks or [] for name in SPLITS)
             fields.append([[mask.checksum for mask in each] for each in masks])
-        return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
+        return hash_of(fields)
 
     @property
     def masked(self) -> bool:
@@ -465,6 +465,11 @@ def _remedy(path: Path) -> str:
             "name that folder"
         )
     return f"make it with `planaria data prepare INPUT... --out {path}`"
+
+
+def hash_of(fields: Sequence[object]) -> str:
+    """xxh3_128 of fields in JSON, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 
 def file_checksum(file: Path) -> str:

@@ -8,15 +8,12 @@ A registry reads the indexes, and has neither numpy nor tokenizers.
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
-
-import xxhash
 
 from planaria.node.data.corpus import (
     TRAIN,
@@ -25,6 +22,7 @@ from planaria.node.data.corpus import (
     Corpus,
     CorpusError,
     Index,
+    hash_of,
     read_index,
 )
 from planaria.node.data.mixture_cycle import Share
@@ -165,8 +163,7 @@ def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
     own."""
     if len(contents) == 1:
         return contents[0]
-    fields = [list(pair) for pair in zip(contents, turns, strict=True)]
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
+    return hash_of([list(pair) for pair in zip(contents, turns, strict=True)])
 
 
 def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -27,6 +26,7 @@ from planaria.node.data.corpus import (
     RowError,
     Split,
     file_checksum,
+    hash_of,
     load_tokenizer,
 )
 from planaria.node.data.documents import Row
@@ -98,12 +98,12 @@ class Tokenizing:
         how = [recipe.validation, recipe.context, recipe.longer, *recipe.reading, self.template]
         tokenizer = file_checksum(self.tokenizer), self.vocabulary
         fields = [file, file_version(file), first, *tokenizer, *how]
-        return self.folder / _hash_of(fields)
+        return self.folder / hash_of(fields)
 
     def count(self, file: str) -> int:
         """Number of rows of an input file, counted once. Raises CorpusError."""
         fields = [file, file_version(file), *self.recipe.reading]
-        kept = self.folder / f"{_hash_of(fields)}.count"
+        kept = self.folder / f"{hash_of(fields)}.count"
         if kept.exists():
             return int(kept.read_text())
         count = sum(1 for _ in self.recipe.documents(file))
@@ -217,10 +217,6 @@ class _RowCounter:
             self.bad += 1
             if len(self.why) < SHOWN:
                 self.why.append(str(row))
-
-
-def _hash_of(fields: Sequence[object]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 
 def held_out_rank(ordinal: int, text: str) -> float:

@@ -7,7 +7,6 @@ concatenated. So the result is the same with any number of processes.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import math
 import shutil
@@ -18,7 +17,6 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TypeAlias
 
-import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import planaria
@@ -36,6 +34,7 @@ from planaria.node.data.corpus import (
     RowError,
     Split,
     file_checksum,
+    hash_of,
     read_index,
 )
 from planaria.node.data.executors import Spread
@@ -55,6 +54,7 @@ from planaria.node.data.shard_writers import SplitWriter
 from planaria.node.data.tokenizer import (
     CONFIG,
     TEMPLATE,
+    TOKENIZER,
     chat_templates,
     context_of_model,
     write_tokenizer,
@@ -134,7 +134,7 @@ def _source_key(recipe: Recipe, template: Template | None, files: Sequence[str])
     checksum = recipe.tokenizer and file_checksum(recipe.tokenizer)
     beside = recipe.tokenizer and chat_templates(recipe.tokenizer.absolute().parent)
     fields = [planaria.__version__, how, template, tokenizer, checksum, beside, files, stamps]
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
+    return hash_of(fields)
 
 
 def _existing_index(out: Path) -> Index | None:
@@ -258,7 +258,7 @@ def _write_corpus(tokenizing: Tokenizing, parts: Parts, whole: Path, source: Cor
         dtype=vocabulary.dtype,
         end_of_document=vocabulary.end_of_document,
         begin=vocabulary.begin,
-        tokenizer=file_checksum(whole / "tokenizer.json"),
+        tokenizer=file_checksum(whole / TOKENIZER),
         splits=splits,
         source=source,
     )
@@ -306,8 +306,8 @@ def _write_in_turn(tokenizing: Tokenizing, files: Sequence[str]) -> Iterator[tup
 def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track: Track) -> Path:
     """Train a byte-level BPE on documents that are not held out. Raises CorpusError, OSError."""
     how = [recipe.vocabulary, recipe.end_token, recipe.validation]
-    key = json.dumps([*how, *recipe.reading, [(file, file_version(file)) for file in files]])
-    trained = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.tokenizer.json"
+    key = hash_of([*how, *recipe.reading, [(file, file_version(file)) for file in files]])
+    trained = folder / f"{key}.tokenizer.json"
     if trained.exists():  # an earlier attempt has trained it
         return trained
     tokenizer = Tokenizer(models.BPE())

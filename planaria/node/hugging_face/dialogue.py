@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from planaria.node.data.chat import Conversation, template_of
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.template_process import Renderer
+from planaria.node.data.tokenizer import TOKENIZER
 from planaria.node.hugging_face.generate import (
     Sampling,
     Speaker,
@@ -19,7 +20,6 @@ from planaria.node.hugging_face.generate import (
     encode_text,
     generate,
 )
-from planaria.node.model.checkpoint import TOKENIZER
 from planaria.node.model.config import read_stop_tokens
 
 log = logging.getLogger("planaria")

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.data.tokenizer import added_tokens, text_bounds
+from planaria.node.data.tokenizer import TOKENIZER, added_tokens, text_bounds
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.model.checkpoint import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from planaria.bootstrap.journal import read_view
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.data.mixture import find_by_content, index_of
 from planaria.node.data.progress import Track
+from planaria.node.data.tokenizer import TOKENIZER
 from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.launch.errors import SwarmError
 from planaria.node.launch.resolve import resolve, text_to_prepare
@@ -23,7 +24,6 @@ from planaria.node.launch.settings import describe_change, with_changes
 from planaria.node.local.options import SwarmOptions
 from planaria.node.local.resume import RUN_FILE, KeptRun, place_saves, replace_run, resume_errors
 from planaria.node.machine.processes import Work, run_planaria
-from planaria.node.model.checkpoint import TOKENIZER
 from planaria.node.report.ledger import MERGED
 from planaria.node.run_file import (
     PRIVATE,

@@ -38,7 +38,6 @@ log = logging.getLogger("planaria")
 
 ONE_FILE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-TOKENIZER: Final = "tokenizer.json"
 OF_ORIGIN: Final = (
     *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
