@@ -126,15 +126,12 @@ def with_model_here(run: RunFile) -> RunFile:
         config = _shape_in(folder) if checkpoint is None else checkpoint.config
         run = with_shape(run, config, folder)
         check_targets(run)
-        known = len(run.model.content or ()) == run.model.body_stages + 1
-        content = run.model.content if known else None
         if config.own is not None:
             _try_cut(run)
-        if checkpoint is None:
+        if checkpoint is None or len(run.model.content or ()) == run.model.body_stages + 1:
             return run
-        if content is None:
-            log.info("reading %s, from which the run begins", folder)
-            content = stage_digests(checkpoint, run.config_for(config.vocabulary))
+        log.info("reading %s, from which the run begins", folder)
+        content = stage_digests(checkpoint, run.config_for(config.vocabulary))
         return override(run, model__content=content)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.{key} = {folder}: {error}") from error
