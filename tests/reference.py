@@ -82,7 +82,7 @@ class Reference:
         """Trains the next step; returns its mean loss, nats a scored token."""
         training, number = self.run.training, self.committed + 1
         ids = self.windows.ids(number)
-        scored = max(1, count_scored(self.data, TRAIN, self.config.context, ids))
+        scored = max(1, count_scored(self.data, self.config.context, ids))
         swapped = self.run.policy.swapped
         losses = []
         orders = window_orders(number, training.microbatches, self.config.stages, swapped)

@@ -431,7 +431,7 @@ class TrainingSwarm:
             self.stages = self.pipelines[pipeline]
             share = range(place, training.microbatches, len(present))
             chosen = [microbatch_ids(ids, number, training.microbatch) for number in share]
-            tokens = count_scored(self.corpus, TRAIN, self.config.context, np.concatenate(chosen))
+            tokens = count_scored(self.corpus, self.config.context, np.concatenate(chosen))
             for number, samples in zip(share, chosen, strict=True):
                 loss, crossings = self._compute(number, samples, max(1, tokens), keeps)
                 losses.append(loss)

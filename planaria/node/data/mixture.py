@@ -150,12 +150,12 @@ def inputs_and_targets(
     return inputs, targets, np.array(begins, np.int64).reshape(-1, context)
 
 
-def count_scored(data: Data, split: str, context: int, ids: NDArray[np.int64]) -> int:
-    """Number of scored targets in these samples. Raises IndexError, CorpusError."""
+def count_scored(data: Data, context: int, ids: NDArray[np.int64]) -> int:
+    """Number of scored targets in these training samples. Raises IndexError, CorpusError."""
     if not data.masked:
         return len(ids) * context
-    samples = data.by_corpus(split, context, ids)
-    return sum(int(corpus.scored(split, context, own).sum()) for corpus, own in samples)
+    samples = data.by_corpus(TRAIN, context, ids)
+    return sum(int(corpus.scored(TRAIN, context, own).sum()) for corpus, own in samples)
 
 
 def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:

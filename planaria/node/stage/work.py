@@ -262,7 +262,7 @@ class TorchWork:
         if self._attempt.scored is None:
             ids = self._windows.ids(self._attempt.begin.step)
             with waiting_for_disk():
-                self._attempt.scored = count_scored(self.corpus, TRAIN, self.config.context, ids)
+                self._attempt.scored = count_scored(self.corpus, self.config.context, ids)
         return self._attempt.scored
 
     def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor, list[Tensor]]:

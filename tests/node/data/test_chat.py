@@ -212,7 +212,7 @@ def test_a_target_is_scored_or_is_not(chat: Corpus, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(inputs, tokens[:, :-1])
     scored = targets != UNSCORED
     np.testing.assert_array_equal(targets[scored], tokens[:, 1:][scored])
-    assert count_scored(chat, TRAIN, 16, ids) == scored.sum() < scored.size
+    assert count_scored(chat, 16, ids) == scored.sum() < scored.size
     assert not scored.any(axis=1).all()  # some samples have no scored tokens
 
 
@@ -263,7 +263,7 @@ def test_texts_and_conversations_are_a_mixture(folder: Path, chat: Corpus, tmp_p
     own = inputs_and_targets(chat, TRAIN, 16, [0, 1])[1]
     np.testing.assert_array_equal(targets[1:], own)
     ids = np.array([0, first, first + 1])
-    assert count_scored(both, TRAIN, 16, ids) == 16 + (own != UNSCORED).sum()
+    assert count_scored(both, 16, ids) == 16 + (own != UNSCORED).sum()
 
 
 @pytest.mark.parametrize(
