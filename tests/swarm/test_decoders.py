@@ -63,7 +63,10 @@ async def test_a_family_is_trained_healed_and_exported(
             stage: node.seat.arithmetic.tensors["weights"].clone()
             for (stage, _), (node, _) in swarm.nodes.items()
         }
-    methods = [e["method"] for e in swarm.lines.events("rebuilt") if e["step"]]
+    rebuilt = swarm.lines.events("rebuilt")
+    begun = [e["method"] for e in rebuilt if not e["step"]]
+    assert begun == ["origin"] * (3 if key == "from" else 0), "only stage 0 has the folder"
+    methods = [e["method"] for e in rebuilt if e["step"]]
     assert methods == ["pretrained" if key == "from" else "checkfree"]
     assert losses(out)[:4] == pytest.approx(undisturbed(run, corpus, 4), rel=1e-5)
     assert audit(out).exact

@@ -8,7 +8,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, reduce
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,6 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
-from planaria.node.hugging_face.begin_from_model import with_model
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.generate import Sampling, Speaker, continuation
@@ -30,7 +28,6 @@ from planaria.node.hugging_face.living_run import outside_access
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.errors import NodeError
-from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.modules import copy_with, empty_stage
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
@@ -40,7 +37,6 @@ from planaria.node.run_file import (
     SavesSection,
     SwarmSection,
     WireSection,
-    from_fields,
     override,
 )
 from planaria.node.serve import check_saved
@@ -50,11 +46,7 @@ from planaria.node.state import own_saves
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
-from planaria.node.state.twin import Twin
-from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.seat_names import node_of
-from tests.node.hugging_face.test_folders import exported
-from tests.node.stage.shapes import QWEN3
 from tests.reference import Reference, train
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
@@ -228,32 +220,6 @@ async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path):
     seen = losses(tmp_path)
     assert sum(seen[-3:]) < sum(seen[:3])
     assert audit(tmp_path).exact
-
-
-@pytest.mark.parametrize(("stages", "replicas"), [([1, 3, 2], 1), (2, 2)])
-async def test_twins_equal_the_next_stage_after_each_commit(
-    corpus, tmp_path, monkeypatch, stages, replicas
-):
-    digests: dict[tuple[int, int], set[str]] = {}  # (stage, step) -> digests of stage and twins
-    apply = Twin.apply
-
-    def noted(twin: Twin, commit: pb.Commit, lr: float) -> None:
-        apply(twin, commit, lr)
-        of_step = digests.setdefault((twin.stage, commit.step), set())
-        of_step.add(twin.optimizer.digest().hex())
-
-    monkeypatch.setattr(Twin, "apply", noted)
-    changes = {"recovery__policy": "redundant", **OTHER_OPTIMIZER}
-    run = small(stages=stages, replicas=replicas, **changes)
-    async with LocalSwarm(run, corpus, tmp_path) as swarm:
-        await swarm.until(swarm.finished)
-        stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
-    for event in swarm.lines.events("applied"):
-        digests[stage_of[node_of(event["node"])], event["step"]].add(event["digest"])
-    numbers = range(swarm.config.stages + 1)
-    assert sorted(digests) == [(s, t) for s in numbers for t in range(1, run.steps + 1)]
-    assert all(len(of_step) == 1 for of_step in digests.values())
-    assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
 
 
 async def test_what_codecs_leave_of_tensors_is_trained_with_as_by_one_process(corpus, tmp_path):
@@ -508,35 +474,6 @@ async def test_nothing_is_left_of_a_node_that_joins_anew(corpus, tmp_path):
             return not any(ref() for ref in left)
 
         await swarm.until(gone)  # tasks that have begun may end first
-
-
-async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_path):
-    """A stage is lost later, and the exported model has the config of the checkpoint."""
-    shape = replace(QWEN3, vocabulary=corpus.vocabulary + 3, tied=True, layers=3)
-    folder = tmp_path / "model"
-    exported(folder, shape)
-    others = small(steps=12, recovery__policy="checkfree")
-    fields = others.model_dump(exclude_none=True, exclude={"model"})
-    run = with_model(from_fields({**fields, "model": {"from": str(folder), "stages": 3}}))
-    out = tmp_path / "out"
-    out.mkdir()
-    async with LocalSwarm(run, corpus, out, checkpoint=Checkpoint.open(folder)) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 6)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
-        await swarm.until(swarm.finished)
-        flat = {
-            stage: node.seat.arithmetic.tensors["weights"]
-            for (stage, _), (node, _) in swarm.nodes.items()
-        }
-        model = ModelParts(swarm.config, lambda of, first, n: flat[of][first : first + n])
-        export(tmp_path / "again", model)
-    rebuilt = swarm.lines.events("rebuilt")
-    assert [e["method"] for e in rebuilt if e["step"] == 0] == ["origin"] * 3
-    assert [(e["stage"], e["method"]) for e in rebuilt if e["step"]] == [(2, "pretrained")]
-    assert losses(out)[:6] == pytest.approx(undisturbed(run, corpus, 6), rel=1e-5)
-    assert audit(out).exact
-    assert Checkpoint.open(tmp_path / "again").config == Checkpoint.open(folder).config
 
 
 async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tmp_path):
