@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -51,6 +54,11 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(DEADLINE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def full_disk(descriptor: int) -> None:
+    """Stand-in for `os.fsync` on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def identity(name: str) -> Identity:
@@ -172,6 +180,33 @@ async def serving(
             await place.opened.aclose()
             await registry.stop()
             await registry.wait()
+
+
+@asynccontextmanager
+async def registry_process(*arguments: str) -> AsyncIterator[int]:
+    """Run a registry as a process of Python with these arguments, and yield its port once it
+    listens. In the end it must heed SIGTERM."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-X", "faulthandler", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    draining, output = None, b""
+    try:
+        while b"listens on" not in (line := await soon(process.stdout.readline())):
+            assert line, f"the registry ended before it listened: {output.decode()}"
+            output += line
+        draining = asyncio.create_task(process.stdout.read())
+        yield int(line.rpartition(b":")[2])
+        process.terminate()
+        assert await soon(process.wait()) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        if draining is not None:
+            await draining
 
 
 @pytest.fixture

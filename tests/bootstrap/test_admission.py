@@ -12,6 +12,7 @@ from planaria.bootstrap.authority import Request, Role, is_issued_by, who_in
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted
+from tests.bootstrap.conftest import full_disk
 
 
 def request_of(identity: Identity, secret: bytes = b"") -> EnrolRequest:
@@ -60,12 +61,8 @@ def test_what_is_not_on_disk_does_not_count(
 ) -> None:
     admission, node = Admission(tmp_path / "a"), Identity.generate()
     _, secret = admission.invite(Role.NODE, uses=1)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr("planaria.bootstrap.admission.os.fsync", full)
+        patched.setattr("planaria.bootstrap.admission.os.fsync", full_disk)
         with pytest.raises(AdmissionError, match=r"can't be written: No space left"):
             admission.enrol(request_of(node, secret))
     assert not admission.invites.enrolled

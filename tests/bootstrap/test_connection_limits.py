@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -15,9 +14,8 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.connection_limits import connections_within, limit_message
 from planaria.bootstrap.registry_pb2 import Report, View
 from planaria.bootstrap.rules import MembershipRules
-from tests.bootstrap.conftest import identity, joining
+from tests.bootstrap.conftest import DEADLINE, identity, joining, registry_process
 
-DEADLINE = 120.0  # seconds; reached only by a hang
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 PROGRAM = """
@@ -34,18 +32,10 @@ uvloop.run(serve(registry, "127.0.0.1:0"))
 
 
 async def test_300_silent_or_slow_connections_to_256_descriptors_keep_nobody_out() -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-X", "faulthandler", "-c", PROGRAM),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
     clients: list[RegistryClient] = []
-    with ExitStack() as stack:
-        try:
-            async with asyncio.timeout(DEADLINE):
-                while b"listens on" not in (line := await process.stdout.readline()):
-                    assert line, "it has ended"
-                port = int(line.rpartition(b":")[2])
+    async with registry_process("-c", PROGRAM) as port, asyncio.timeout(DEADLINE):
+        with ExitStack() as stack:
+            try:
                 before = await member(clients, port, "before")
                 for number in range(300):
                     connection = await connected(stack, port)
@@ -59,13 +49,8 @@ async def test_300_silent_or_slow_connections_to_256_descriptors_keep_nobody_out
                 clients[0].report(Report(bytes_in=7, leaving=True))
                 while not any(m.leaving for m in (await after.get()).members):
                     pass
-        finally:
-            await asyncio.gather(*(client.close() for client in clients))
-            process.terminate()
-            draining = asyncio.create_task(process.stdout.read())
-            async with asyncio.timeout(DEADLINE):
-                assert await process.wait() == 0
-                await draining
+            finally:
+                await asyncio.gather(*(client.close() for client in clients))
 
 
 async def connected(stack: ExitStack, port: int) -> socket.socket:

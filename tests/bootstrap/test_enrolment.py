@@ -40,16 +40,13 @@ from planaria.bootstrap.enrolment_pb2 import (
 )
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted, encode
-from planaria.bootstrap.registry_pb2 import JoinRequest
-from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.launch.options import Security
-from tests.bootstrap.conftest import soon, until
+from tests.bootstrap.conftest import RULES, RUN_FILE, joining, soon, until
 from tests.stubs import OperatorStub
 
-RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
-RUN_FILE = 'name = "r"\n'
+ADDRESS = "127.0.0.1:9"
 
 
 @dataclass
@@ -110,10 +107,6 @@ async def running(
     finally:
         await enrolment.stop()
         await registry.stop()
-
-
-def joining(node: str, stage: int) -> JoinRequest:
-    return JoinRequest(protocol=PROTOCOL, run="r", node=node, address="127.0.0.1:9", stage=stage)
 
 
 async def test_an_invite_is_all_that_mutual_tls_takes(tmp_path: Path) -> None:
@@ -298,7 +291,7 @@ async def test_the_certificate_says_whose_node_joins() -> None:
         for role, stage in ((Role.NODE, 1), (Role.OWNER, 0)):
             identity = Identity.generate()
             async with run.client(await run.enrolled(role, identity)) as client:
-                reply = await client.join(joining(role, stage), identity)
+                reply = await client.join(joining(role, ADDRESS, stage=stage), identity)
             assert reply.view.members[-1].owner == (role is Role.OWNER)
 
 
@@ -308,10 +301,10 @@ async def test_who_is_banned_is_gone_and_stays_away() -> None:
         node = await run.enrolled(identity=identity, stage=1)
         async with run.client(node) as client, run.client(node) as thief:
             with pytest.raises(JoinRefused, match="invited for stage 1"):
-                await client.join(joining("a", stage=0), identity)
+                await client.join(joining("a", ADDRESS, stage=0), identity)
             with pytest.raises(JoinRefused, match="belongs to another key"):
-                await thief.join(joining("b", stage=1), other)
-            reply = await client.join(joining("a", stage=1), identity)
+                await thief.join(joining("b", ADDRESS, stage=1), other)
+            reply = await client.join(joining("a", ADDRESS, stage=1), identity)
             gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             keeping = asyncio.create_task(
                 client.keep_membership("a", reply, lambda view: None, gone.set_result)
@@ -323,24 +316,18 @@ async def test_who_is_banned_is_gone_and_stays_away() -> None:
                 with pytest.raises(JoinRefused, match="banned"):
                     await client.describe()
                 with pytest.raises(JoinRefused, match="banned"):
-                    await client.join(joining("c", stage=1), identity)
+                    await client.join(joining("c", ADDRESS, stage=1), identity)
                 await stub.Allow(AllowRequest(instance=identity.instance))
-            again = await client.join(joining("c", stage=1), identity)
+            again = await client.join(joining("c", ADDRESS, stage=1), identity)
             assert [member.node for member in again.view.members] == ["c"]
 
 
-async def test_in_plain_text_this_machine_commands_and_nobody_is_invited() -> None:
-    registry = RegistryServer(RULES, RUN_FILE)
-    port = await registry.start("127.0.0.1:0")
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
-            stub = OperatorStub(opened)
-            with pytest.raises(grpc.aio.AioRpcError, match="issues no certificates"):
-                await stub.Invite(InviteRequest(role="node"))
-            with pytest.raises(grpc.aio.AioRpcError, match="x is no member"):
-                await stub.Evict(EvictRequest(node="x"))
-            await stub.Ban(BanRequest(who="0" * 32))
-            assert list((await stub.ListEnrolled(ListEnrolledRequest())).banned) == ["0" * 32]
-            await stub.Allow(AllowRequest(instance="0" * 32))
-    finally:
-        await registry.stop()
+async def test_in_plain_text_this_machine_commands_and_nobody_is_invited(place: Any) -> None:
+    stub = OperatorStub(place.channel())
+    with pytest.raises(grpc.aio.AioRpcError, match="issues no certificates"):
+        await stub.Invite(InviteRequest(role="node"))
+    with pytest.raises(grpc.aio.AioRpcError, match="x is no member"):
+        await stub.Evict(EvictRequest(node="x"))
+    await stub.Ban(BanRequest(who="0" * 32))
+    assert list((await stub.ListEnrolled(ListEnrolledRequest())).banned) == ["0" * 32]
+    await stub.Allow(AllowRequest(instance="0" * 32))

@@ -1,6 +1,5 @@
 """Tests of the journal: what a registry finds after it was killed at any moment."""
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal, JournalError, read_view
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, Member, Quarantined, View
 from planaria.bootstrap.views import hash_of, sign
-from tests.bootstrap.conftest import KEY, identity
+from tests.bootstrap.conftest import KEY, full_disk, identity
 
 
 def view(number: int) -> View:
@@ -33,10 +32,6 @@ def write(path: Path, *numbers: int) -> None:
 def read(path: Path) -> View | None:
     with Journal(path, "r", KEY) as journal:
         return journal.view
-
-
-def full(descriptor: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_newest_view_comes_back(tmp_path: Path) -> None:
@@ -128,7 +123,7 @@ def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
     with Journal(path, "r", KEY) as journal:
         journal.append(view(1))
         with monkeypatch.context() as disk:
-            disk.setattr(os, "fsync", full)
+            disk.setattr(os, "fsync", full_disk)
             for number in (2, 3):
                 with pytest.raises(JournalError, match=f"view {number} .*No space left on device"):
                     journal.append(view(number))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import itertools
 import logging
@@ -70,7 +69,7 @@ from planaria.bootstrap.service import (
 )
 from planaria.bootstrap.transport import Broken
 from planaria.bootstrap.views import difference, is_genuine, sign, unpack, unpacked, view_in
-from tests.bootstrap.conftest import KEY, RULES, identity, joining, signed, until
+from tests.bootstrap.conftest import KEY, RULES, full_disk, identity, joining, signed, until
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; reached only by a hang
@@ -459,20 +458,6 @@ async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFi
     assert len(warnings) == 7
 
 
-async def test_a_report_that_cannot_be_has_no_effect(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    async with serve(MembershipRules(run="r", stages=2, lease=10, steps=50)) as place:
-        a = await place.node("a")
-        a.client.report(Report(seats=[SeatReport(committed=10**9)]))
-        a.client._due.set()
-        await until(lambda: "refused a report of a (stage 0): step 1000000000 can't" in caplog.text)
-        b = await place.node("b")
-        assert b.reply.view.committed == 0
-        assert not a.evicted.done()
-
-
 async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
     async with serve(limits=Limits(streams=1, watchers=1)) as place:
         stub = place.stub()
@@ -616,7 +601,7 @@ async def test_an_unwritable_journal_is_said_and_written_later(
     path = tmp_path / "journal"
     async with serve(journal=path) as place:
         with monkeypatch.context() as disk:
-            disk.setattr(os, "fsync", _full)
+            disk.setattr(os, "fsync", full_disk)
             disk.setattr("planaria.bootstrap.service.JOURNAL_RETRY", 0.0)
             a = await place.node("a")
             description = await until_described(place, lambda d: d.trouble)
@@ -628,10 +613,6 @@ async def test_an_unwritable_journal_is_said_and_written_later(
         assert not b.evicted.done()
         number = b.view.number
     assert newest_in(path) >= number
-
-
-def _full(descriptor: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_address_in_use_and_unencrypted_addresses_are_refused(place: Any) -> None:

@@ -53,9 +53,7 @@ MEMBERS = st.builds(
     address=FEW,
     joined=st.integers(0, 5),
     speed=SPEED,
-    seats=st.lists(
-        st.builds(Seat, stage=st.integers(0, 2), since=NUMBER, requested=st.booleans()), max_size=2
-    ),
+    seats=st.lists(SEAT, max_size=2),
     leaving=st.booleans(),
     key=st.binary(max_size=2),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -36,6 +35,7 @@ from planaria.node.serve import (
     seats_that_fit,
 )
 from planaria.node.state.stage_state import SaveError
+from tests.bootstrap.conftest import full_disk
 
 CPU = torch.device("cpu")
 
@@ -143,10 +143,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_joining(
 
 
 def test_a_full_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(NodeError, match=r"No space left on device.*free space"):
         check_writable("--out", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,21 +15,7 @@ from planaria.node.wire.exchange import (
     Lost,
     Outcome,
 )
-from tests.harness.network import Nodes
-
-
-class Later:
-    """A compute thread that does a task when the test calls `work`."""
-
-    def __init__(self) -> None:
-        self.posted: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
-
-    def post(self, work, then, priority) -> None:
-        self.posted.append((work, then))
-
-    def work(self) -> None:
-        work, then = self.posted.popleft()
-        then(work())
+from tests.harness.network import AtOnce, Nodes, Thread
 
 
 @pytest.fixture
@@ -45,8 +29,9 @@ def exchanges(nodes: Nodes) -> Exchanges:
 
 
 def test_it_runs_at_once_up_to_its_first_wait() -> None:
-    compute = Later()
     nodes = Nodes()
+    compute = Thread(nodes)
+    compute.held = True
     exchanges = nodes.new(compute)
     done = []
 
@@ -78,7 +63,7 @@ def test_what_work_raises_is_raised_where_it_is_waited_for(
 def test_what_nobody_catches_is_told_to_the_owner() -> None:
     crashed: list[BaseException] = []
     loop: Any = Nodes()
-    exchanges = Exchanges(Later(), loop, crashed.append)
+    exchanges = Exchanges(AtOnce(), loop, crashed.append)
 
     async def work() -> None:
         raise ValueError("broken")
