@@ -83,6 +83,10 @@ def reduced(
     )
 
 
+def nodes_of(count: int) -> list[str]:
+    return [f"n{number:02}" for number in range(count)]
+
+
 def gradients(nodes: Sequence[str], length: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(length, generator=generator) * 10.0**i for i, _ in enumerate(nodes)]

@@ -246,6 +246,11 @@ class LocalSwarm:
         node.stop("killed")
         await task
 
+    async def replace(self, stage: int, replica: int) -> None:
+        """Kill a node, and start another one in its place."""
+        await self.kill(stage, replica)
+        self.start(stage, replica)
+
     async def until(
         self, condition: Callable[[], object], deadline: float = 300.0, pause: float = 0.005
     ) -> None:

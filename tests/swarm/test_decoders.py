@@ -56,8 +56,7 @@ async def test_a_family_is_trained_healed_and_exported(
     checkpoint = Checkpoint.open(folder) if key == "from" else None
     async with LocalSwarm(run, corpus, out, checkpoint=checkpoint) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
+        await swarm.replace(2, 0)
         await swarm.until(swarm.finished)
         flat = {
             stage: node.seat.arithmetic.tensors["weights"].clone()
@@ -114,8 +113,7 @@ async def test_layers_that_differ_are_averaged_where_their_shapes_are_equal(
         resolve(other)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
+        await swarm.replace(2, 0)
         await swarm.until(swarm.finished)
     rebuilt = [e["method"] for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
     assert rebuilt == ["checkfree"]

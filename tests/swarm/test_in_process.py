@@ -126,8 +126,7 @@ async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim, changes)
     run = small(replicas=2, **changes)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
-        await swarm.kill(*victim)
-        swarm.start(*victim)
+        await swarm.replace(*victim)
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
         assert len(digests) == 3
@@ -488,8 +487,7 @@ async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tm
     run = add_parts(run)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
+        await swarm.replace(2, 0)
         await swarm.until(swarm.finished)
         methods = [e["method"] for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
         assert methods == ["redundant"]

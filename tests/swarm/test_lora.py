@@ -66,8 +66,7 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
     async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
+        await swarm.replace(2, 0)
         await swarm.until(swarm.finished)
         sizes = [node.seat.arithmetic.gradient.numel() for node, _ in swarm.nodes.values()]
         description = await outside_access(swarm.describe, PLAIN)
@@ -115,8 +114,7 @@ async def test_each_policy_has_its_way_with_adapters(
     )
     async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        await swarm.kill(stage, 0)
-        swarm.start(stage, 0)
+        await swarm.replace(stage, 0)
         await swarm.until(swarm.finished)
     if method is None:
         (back,) = swarm.lines.events("rolled back")
@@ -135,11 +133,9 @@ async def test_a_replica_copies_adapters_and_weights_of_its_stage(corpus, model,
         await swarm.until(lambda: swarm.committed() >= 3)
         swarm.checkpoint = None
         for replica in (0, 1):
-            await swarm.kill(0, replica)
-            swarm.start(0, replica)
+            await swarm.replace(0, replica)
             await swarm.until(lambda of=replica: len(joined(swarm)) > of)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
+        await swarm.replace(2, 0)
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
     assert len(digests) == 4

@@ -204,8 +204,7 @@ async def test_a_live_swarm_reads_what_is_listed(corpus, data, tmp_path) -> None
             resolve(run)
             async with asyncio.timeout(300), LocalSwarm(run, corpus, out, out / "saves") as swarm:
                 await swarm.until(lambda: swarm.committed() >= 3)
-                await swarm.kill(2, 0)
-                swarm.start(2, 0)
+                await swarm.replace(2, 0)
                 await swarm.until(swarm.finished)
     unread = {
         key: (module, sorted(read[by_class(key)]))

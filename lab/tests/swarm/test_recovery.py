@@ -112,8 +112,7 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
     )
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 5)
-        await swarm.kill(lost, 0)
-        swarm.start(lost, 0)
+        await swarm.replace(lost, 0)
         await swarm.until(swarm.finished)
     assert audit(tmp_path).exact
     rebuilt = [e for e in swarm.lines.events("rebuilt") if e["stage"] == lost]
@@ -132,8 +131,7 @@ async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_p
     run = small(stages=3, steps=10, training__lr=0.03, **recovery)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        await swarm.kill(2, 0)
-        swarm.start(2, 0)
+        await swarm.replace(2, 0)
         await swarm.until(swarm.finished)
         machine = swarm.registry.membership
         await swarm.until(lambda: machine.describe(swarm.registry.now()).rebuilds)

@@ -31,6 +31,7 @@ from tests.harness.reducing import (
     Network,
     first_failure,
     gradients,
+    nodes_of,
     reduce_all,
     reduced,
     shares,
@@ -39,10 +40,6 @@ from tests.harness.reducing import (
 
 NODES = ["a", "b", "c", "d", "e"]
 CODECS: tuple[Averaged, ...] = (*get_args(Codec), "lowrank")
-
-
-def many(count: int) -> list[str]:
-    return [f"n{number:02}" for number in range(count)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -145,7 +142,7 @@ def test_what_was_left_out_of_committed_sums_is_held_back(
     replicas: int, length: int, codec: Averaged, committed: list[bool]
 ) -> None:
     """Also with replicas in rows. Sums that weren't committed leave no error feedback."""
-    nodes = many(replicas)
+    nodes = nodes_of(replicas)
     network = Network(nodes, codec)
     wanted, applied = torch.zeros(length).double(), torch.zeros(length).double()
     for step, commits in enumerate(committed, start=1):
@@ -190,7 +187,7 @@ def test_of_one_ballot_only_that_commit_counts() -> None:
     ("codec", "first", "left", "joined"),
     [
         *((codec, ["a", "b", "c"], ["a", "c"], ["a", "c", "d"]) for codec in LOSSY),
-        ("lowrank", many(9), many(8), many(10)),
+        ("lowrank", nodes_of(9), nodes_of(8), nodes_of(10)),
     ],
     ids=[*LOSSY, "rows"],
 )
@@ -471,7 +468,7 @@ def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tenso
 @settings(max_examples=12, deadline=None)
 def test_the_sum_in_the_order_of_nodes_and_rows(count: int, length: int, seed: int) -> None:
     """Only partners send each other frames."""
-    nodes = many(count)
+    nodes = nodes_of(count)
     network, talks = Network(nodes, seed=seed), {node: partners(node, nodes) for node in nodes}
 
     def passes(source: str, target: str, frame: Frame) -> bool:
@@ -489,7 +486,7 @@ def test_the_sum_in_the_order_of_nodes_and_rows(count: int, length: int, seed: i
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("count", [3, 10])
 def test_replicas_are_bit_identical_whatever_comes_when(count: int, codec: Averaged) -> None:
-    nodes = many(count)
+    nodes = nodes_of(count)
     expected = in_rows(nodes, of_many(nodes, 144))
     first: torch.Tensor | None = None
     for seed in range(2):
@@ -511,7 +508,7 @@ def test_as_many_bytes_travel_as_are_planned_with(
     count: int, codec: Literal["none", "bf16", "lowrank"]
 ) -> None:
     """In rows, no node sends or receives many more bytes than the mean."""
-    nodes, sent, came = many(count), Counter[str](), Counter[str]()
+    nodes, sent, came = nodes_of(count), Counter[str](), Counter[str]()
     network = Network(nodes, codec)
 
     def passes(source: str, target: str, frame: Frame) -> bool:
@@ -547,7 +544,7 @@ def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
     ids: dict[str, list[int]], accused: list[str] | None, named: str
 ) -> None:
     """A microbatch in two rows accuses its reporters; in one row, the nodes that have it."""
-    nodes, complaints = many(10), 0
+    nodes, complaints = nodes_of(10), 0
     for outcome in reduce_all(Network(nodes), of_many(nodes, 200), ids_of(nodes, ids)):
         assert isinstance(outcome, ComplaintError)
         if outcome.cause == NUMBERS:
@@ -559,7 +556,7 @@ def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
 
 def test_who_tells_of_its_row_what_is_not_so_is_found_by_its_row() -> None:
     """n04 reports the microbatches of its row's nodes: n03, n04 and n05."""
-    nodes, teller = many(9), "n04"
+    nodes, teller = nodes_of(9), "n04"
     network = Network(nodes)
 
     def passes(source: str, target: str, frame: Frame) -> bool:
@@ -580,7 +577,7 @@ def test_who_tells_of_its_row_what_is_not_so_is_found_by_its_row() -> None:
 
 @pytest.mark.parametrize("claim", [None, [], {"n03": [3]}, {"n03": [], "n04": [], "n05": ["5"]}])
 def test_a_row_that_is_named_by_something_else_accuses_who_names_it(claim: object) -> None:
-    nodes = many(9)
+    nodes = nodes_of(9)
     network = Network(nodes)
 
     def passes(source: str, target: str, frame: Frame) -> bool:
@@ -601,7 +598,7 @@ def test_a_row_that_is_named_by_something_else_accuses_who_names_it(claim: objec
 @pytest.mark.parametrize("phase", ["contribution", "row sum", "sum"])
 @pytest.mark.parametrize("change", ["damaged", "twice", "by a stranger"])
 def test_in_rows_a_frame_that_cannot_be_right_accuses_its_sender(phase: str, change: str) -> None:
-    nodes, liars = many(10), list[str]()
+    nodes, liars = nodes_of(10), list[str]()
     network = Network(nodes, seed=3)
 
     def passes(source: str, target: str, frame: Frame) -> bool:
@@ -636,7 +633,7 @@ def test_who_contributes_what_is_not_finite_is_named(
     count: int, who: int, codec: Averaged, bad: float
 ) -> None:
     """The owner of the part names the node; if that is itself, all that receive the sum do."""
-    nodes = many(count)
+    nodes = nodes_of(count)
     for at in (0, 70, 143):
         values = of_many(nodes, 144)
         values[who][at] = bad
@@ -649,7 +646,7 @@ def test_who_contributes_what_is_not_finite_is_named(
 
 @pytest.mark.parametrize("phase", ["contribution", "row sum", "sum"])
 def test_in_rows_who_is_stuck_is_named_first_and_who_waits_behind_it_later(phase: str) -> None:
-    nodes, silent = many(9), "n04"
+    nodes, silent = nodes_of(9), "n04"
     network = Network(nodes)
     network.passes = lambda source, _, frame: source != silent or frame.fields["phase"] != phase
     outcomes = dict(zip(nodes, reduce_all(network, of_many(nodes, 200)), strict=True))
@@ -670,7 +667,7 @@ def test_in_rows_who_is_stuck_is_named_first_and_who_waits_behind_it_later(phase
     ids=["one row", "column", "row"],
 )
 def test_a_lost_peer_is_missed_while_something_of_it_is(count: int, peer: str, node: str) -> None:
-    nodes = many(count)
+    nodes = nodes_of(count)
     for through in range(100):
         network, came = Network(nodes), list[Frame]()
         network.passes = partial(_passes_until, network, (peer, node), through, came)
@@ -702,7 +699,7 @@ def _passes_until(
 
 
 def test_in_rows_who_is_no_partner_may_get_lost() -> None:
-    nodes = many(9)
+    nodes = nodes_of(9)
     network = Network(nodes)
     exchanges = start_all(network, of_many(nodes, 200))
     network.nodes["n04"].on_peer_lost("n08", "connection reset")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.harness.reducing import (
     Network,
     first_failure,
     gradients,
+    nodes_of,
     reduce_all,
     start_all,
 )
@@ -38,13 +39,8 @@ Alter = Callable[[str, pb.AuditAnswer], None]
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "PIECE", PIECE)
-    yield
-
-
-def nodes_of(count: int) -> list[str]:
-    return [f"n{number:02}" for number in range(count)]
 
 
 def values_of(nodes: list[str], seed: int = 0) -> list[torch.Tensor]:
