@@ -1,15 +1,14 @@
-"""A real etcd of one node on loopback, and a proxy to it that can be cut."""
+"""A real etcd of one node on loopback."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,46 +101,3 @@ def _port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
-
-
-class Way:
-    """A proxy to a port of this machine. While `open` is clear, nothing passes, without an
-    error."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self.open = asyncio.Event()
-        self.open.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @asynccontextmanager
-    async def to(self, port: int) -> AsyncIterator[Way]:
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._tasks.add(asyncio.create_task(self._carry(port, reader, writer)))
-
-        server = await asyncio.start_server(connected, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        try:
-            yield self
-        finally:
-            server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _carry(
-        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            server, to = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.gather(self._pass(reader, to), self._pass(server, writer))
-        except OSError:
-            writer.close()
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                await self.open.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.close()

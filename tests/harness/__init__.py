@@ -4,6 +4,7 @@
 - `reducing.py`: replicas of a stage in such a network, which sum gradients
 - `at_rest.py`: counters that must be back at zero
 - `ports.py`: a free port
+- `wire.py`: a TCP relay that keeps what passes, and can break
 - `rules.py`: rules of a transaction
 - `processors.py`: what a script prints with the kernels of another processor
 """

@@ -7,55 +7,14 @@ import json
 import os
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import who_in
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
 from planaria.node.launch.supervisor import TRY_AGAIN
+from tests.harness.wire import Wire
 from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
-
-
-class Wire:
-    """A TCP proxy in front of some addresses, which records all bytes."""
-
-    def __init__(self) -> None:
-        self.seen = bytearray()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @asynccontextmanager
-    async def to(self, address: str) -> AsyncIterator[str]:
-        destination = Address.parse(address)
-
-        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                far_reader, far_writer = await asyncio.open_connection(*destination)
-                await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
-            except OSError:
-                writer.close()
-
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._tasks.add(asyncio.create_task(carry(reader, writer)))
-
-        server = await asyncio.start_server(connected, "127.0.0.1", 0)
-        try:
-            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                self.seen += data
-                writer.write(data)
-                await writer.drain()
-        writer.close()
 
 
 async def test_an_invite_is_all_that_a_machine_needs(data: Path, tmp_path: Path) -> None:
@@ -65,11 +24,11 @@ async def test_an_invite_is_all_that_a_machine_needs(data: Path, tmp_path: Path)
 
 async def joined_by_invite_and_banned(machines: Machines) -> None:
     machines.start_registry("127.0.0.1:0")
-    invited, wire = await machines.invite("node"), Wire()
-    owner, operator = await machines.invite("owner"), await machines.invite("operator")
-    async with wire.to(invited.registries[0]) as registry, wire.to(invited.enrolments[0]) as enrol:
+    invited, owner = await machines.invite("node"), await machines.invite("owner")
+    operator = await machines.invite("operator")
+    async with Wire(invited.registries[0]) as registry, Wire(invited.enrolments[0]) as enrolment:
         for invite in (owner, invited):
-            invite.registries[:], invite.enrolments[:] = [registry], [enrol]
+            invite.registries[:], invite.enrolments[:] = [registry.address], [enrolment.address]
         for name, invite in (("a", owner), ("b", invited), ("c", invited)):
             machines.start_node(name, encode(invite))
         step = await machines.committed(beyond=1)
@@ -99,9 +58,10 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         assert [line for line in listed.splitlines() if "banned" in line]
         assert await machines.committed(beyond=step) > step
 
-        assert len(wire.seen) > 10_000
+        seen = [*registry.carried, *enrolment.carried]
+        assert sum(map(len, seen)) > 10_000
         for hidden in (owner.secret, invited.secret, TOKEN.encode(), members["a"]["node"].encode()):
-            assert hidden not in wire.seen
+            assert not any(hidden in carried for carried in seen)
         for role in ("owner", "node", "operator"):
             assert (machines.authority / f"{role}.invite").read_text().strip() not in (
                 machines.logs()

@@ -18,7 +18,8 @@ from planaria.bootstrap.store import Store
 from planaria.node.launch.resolve import registry_rules
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import load
-from tests.etcd_server import EtcdServer, Way, etcd_server
+from tests.etcd_server import EtcdServer, etcd_server
+from tests.harness.wire import Wire
 from tests.swarm.test_invited import DEADLINE, TOKEN, Machines
 
 NAMES = ("r1", "r2", "r3")
@@ -27,7 +28,7 @@ NAMES = ("r1", "r2", "r3")
 class Registries(Machines):
     """Registries with a folder each, in which the operator has put the run's key."""
 
-    def __init__(self, folder: Path, data: Path, etcd: EtcdServer, ways: list[Way]) -> None:
+    def __init__(self, folder: Path, data: Path, etcd: EtcdServer, ways: list[Wire]) -> None:
         super().__init__(folder, data, stages=1)
         self.etcd, self.ways = etcd, dict(zip(NAMES, ways, strict=True))
         self.run = registry_rules(load(folder / "run.toml")).run
@@ -48,7 +49,7 @@ class Registries(Machines):
             [
                 *("bootstrap", "--run", str(self.folder / "run.toml"), "--listen", self.at(name)),
                 *("--authority", str(self.folder / name), "--token", TOKEN, "--http", "none"),
-                *("--store", f"etcd://127.0.0.1:{self.ways[name].port}", "--others", others),
+                *("--store", f"etcd://{self.ways[name].address}", "--others", others),
             ],
         )
 
@@ -103,7 +104,7 @@ def _ports(count: int) -> list[int]:
 async def registries(folder: Path, data: Path) -> AsyncIterator[Registries]:
     async with AsyncExitStack() as stack:
         etcd = stack.enter_context(etcd_server(folder))
-        ways = [await stack.enter_async_context(Way().to(etcd.port)) for _ in NAMES]
+        ways = [await stack.enter_async_context(Wire(f"127.0.0.1:{etcd.port}")) for _ in NAMES]
         here = Registries(folder, data, etcd, ways)
         stack.callback(here.processes.kill_all)
         for name in NAMES:
@@ -129,11 +130,11 @@ async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: 
         await here.trains_on()
 
         before = {second: here.logged(second)}
-        here.ways[second].open.clear()
+        here.ways[second].passing.clear()
         await here.leader(other_than=second)
         await here.says(second, "the registry ends")
         await here.trains_on()
-        here.ways[second].open.set()
+        here.ways[second].passing.set()
         # It leads again if the present leader was held up for as long as a lease.
         await here.says(second, "this registry (follows|leads from now on)", before[second])
 

@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -31,6 +30,7 @@ from planaria.node.wire.session import DialRefused, Hello, Silence
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
 from tests.bootstrap.conftest import identity
+from tests.harness.wire import Wire
 
 DEADLINE = 120.0  # seconds; reached only when a test fails
 TLS_HANDSHAKE = b"\x16\x03"
@@ -510,8 +510,8 @@ async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
         for number in range(9):
             assert a.links.send("b", frame(30_000, number=number))
         await nine_frames(a, b)
-        assert len(wire.begun) == 2 * 5, "both ways, and messages have one of their own"
-        assert all(begun[:2] == TLS_HANDSHAKE for begun in wire.begun)
+        assert len(wire.carried) == 2 * 5, "both ways, and messages have one of their own"
+        assert all(carried[:2] == TLS_HANDSHAKE for carried in wire.carried)
         want(a, 1)
         await carried_by(1, a, b)
 
@@ -600,57 +600,6 @@ async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
 # Loss
 
 
-class Wire:
-    """A TCP relay to `address` that can stop passing bytes on, and break."""
-
-    def __init__(self, address: str) -> None:
-        self.host, port = address.split(":")
-        self.port = int(port)
-        self.passing = asyncio.Event()
-        self.passing.set()
-        self.writers: list[asyncio.StreamWriter] = []
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.begun: list[bytes] = []  # the first bytes of each connection, each way
-        self.packets: Counter[asyncio.StreamReader] = Counter()  # ... all of them
-
-    async def __aenter__(self) -> Wire:
-        self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
-        host, port = self.server.sockets[0].getsockname()
-        self.address = f"{host}:{port}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.server.close()
-        self.cut()
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner = await asyncio.open_connection(self.host, self.port)
-        self.writers += [writer, inner[1]]
-        for source, sink in ((reader, inner[1]), (inner[0], writer)):
-            self.tasks.add(asyncio.create_task(self.relay(source, sink)))
-
-    async def relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            data = await source.read(65536)
-            self.begun.append(data)
-            while data:
-                self.packets[source] += 1
-                await self.passing.wait()
-                sink.write(data)
-                data = await source.read(65536)
-        except ConnectionError:
-            pass
-        sink.close()
-
-    def cut(self) -> None:
-        for writer in self.writers:
-            writer.transport.abort()
-        self.writers.clear()
-
-
 async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
     async with relayed() as (a, b, wire):
         for time in range(5):
@@ -676,10 +625,10 @@ async def test_streams_of_frames_have_no_pauses_after_which_tcp_starts_slowly(
     async with relayed(replace(QUICK, silence=600.0)) as (a, b, wire):
         a.links.send("b", frame(number=0))
         await b.events.next("frame")
-        streams = list(wire.packets)[2:]
+        streams = wire.carried[2:]
         assert len(streams) == 2, "that of frames, each way"
-        before = wire.packets.copy()
-        await until(lambda: all(wire.packets[way] > before[way] + 9 for way in streams))
+        more = [len(carried) + 100 for carried in streams]
+        await until(lambda: all(len(carried) > size for carried, size in zip(streams, more)))
         a.links.send("b", frame(number=1))
         await b.events.next("frame")
 
