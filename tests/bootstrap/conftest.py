@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -24,9 +25,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from planaria.bootstrap.admission import Admission
-from planaria.bootstrap.authority import Authority
+from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.credentials import PLAIN, Certified, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
@@ -65,6 +66,13 @@ def identity(name: str) -> Identity:
     """Return the key of a node, which follows from its name."""
     seed = hashlib.sha256(name.encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def certified(authority: Authority, role: Role, holder: Identity) -> Credentials:
+    """Return credentials with a new certificate."""
+    request, who = Request.of(holder), Who(role, holder.instance)
+    issued = authority.issue(request.request, who, time.time())
+    return Credentials.of(Certified(CertifiedKey(request.key, issued, authority.certificate)))
 
 
 def joining(name: str, address: str = "", run: str = RULES.run, **more: Any) -> JoinRequest:

@@ -11,9 +11,8 @@ import pytest
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient
-from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
-from planaria.bootstrap.rules import PROTOCOL, MembershipRules
+from planaria.bootstrap.registry_pb2 import Report, SeatReport
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
 from planaria.node.page.http_address import PageAddress, listen_at
@@ -26,6 +25,7 @@ from planaria.node.page.serving import (
 )
 from planaria.node.report.events import Committed, event_line
 from planaria.node.run_file import RunFile, override
+from tests.bootstrap.conftest import serving as serving_registry
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
 RUN = override(RunFile(), model__stages=1, model__vocabulary=300, steps=50)
@@ -38,41 +38,24 @@ def get(url: str) -> str:
 
 
 async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
-    registry = RegistryServer(
-        MembershipRules(run="prose-1", stages=1, lease=0.5, start_grace=0.0), ""
-    )
-    port = await registry.start("127.0.0.1:0")
-    client = RegistryClient([f"127.0.0.1:{port}"])
-    async with (
-        asyncio.timeout(DEADLINE),
-        page_beside(LocalPage(registry, RUN, 0.5), PageAddress(HERE)),
-    ):
-        url = (await client.describe()).page
-        assert url.startswith("http://127.0.0.1:")
-        request = JoinRequest(protocol=PROTOCOL, run="prose-1", node="00aa", stage=0, room=1)
-        reply = await client.join(request, Identity.generate())
-        other = JoinRequest(
-            protocol=PROTOCOL, run="prose-1", node="00bb", stage=1, room=1, address="127.0.0.1:1"
-        )
-        await RegistryClient([f"127.0.0.1:{port}"]).join(other, Identity.generate())
-        ignored = lambda message: None  # noqa: E731
-        member = client.keep_membership("00aa", reply, ignored, ignored)
-        keeping = asyncio.create_task(member)
-        client.report(Report(seats=[SeatReport(committed=3, phase="running")], bytes_in=5))
-        client.tell(json.dumps(event_line(Committed(step=3, loss=6.5), "00aa/0", 0.0)))
-        shown: dict = {}
-        while not shown or not shown["loss"]["training"]:
-            shown = json.loads(await asyncio.to_thread(get, f"{url}state"))
-        assert shown["loss"]["training"] == [[3, 6.5]]
-        assert (shown["progress"]["step"], shown["progress"]["loss"]) == (3, 6.5)
-        assert shown["stages"][0]["nodes"][0]["node"] == "00aa"
-        figures = await asyncio.to_thread(get, f"{url}metrics")
-        assert 'planaria_node_receive_bytes_total{node="00aa",run="prose-1"} 5.0' in figures
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-    assert not registry.page
-    await client.close()
-    await registry.stop()
+    rules = MembershipRules(run="r", stages=1, lease=0.5, start_grace=0.0)
+    async with asyncio.timeout(DEADLINE), serving_registry(rules) as place:
+        async with page_beside(LocalPage(place.registry, RUN, 0.5), PageAddress(HERE)):
+            url = (await place.client().describe()).page
+            assert url.startswith("http://127.0.0.1:")
+            client = (await place.node("a", stage=0)).client
+            await place.node("b", stage=1)
+            client.report(Report(seats=[SeatReport(committed=3, phase="running")], bytes_in=5))
+            client.tell(json.dumps(event_line(Committed(step=3, loss=6.5), "a/0", 0.0)))
+            shown: dict = {}
+            while not shown or not shown["loss"]["training"]:
+                shown = json.loads(await asyncio.to_thread(get, f"{url}state"))
+            assert shown["loss"]["training"] == [[3, 6.5]]
+            assert (shown["progress"]["step"], shown["progress"]["loss"]) == (3, 6.5)
+            assert shown["stages"][0]["nodes"][0]["node"] == "a"
+            figures = await asyncio.to_thread(get, f"{url}metrics")
+            assert 'planaria_node_receive_bytes_total{node="a",run="r"} 5.0' in figures
+        assert not place.registry.page
 
 
 async def test_a_registry_that_is_started_again_has_its_page_where_it_was(tmp_path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,8 +17,8 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import Address, Reach
-from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
-from planaria.bootstrap.credentials import Certified, Credentials
+from planaria.bootstrap.authority import Authority, Role
+from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import connection, link
 from planaria.node.wire.frame_format import Frame, WireError, pack_chunk, seal
@@ -29,10 +29,9 @@ from planaria.node.wire.relays import Relay
 from planaria.node.wire.session import DialRefused, Hello, Silence
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
-from tests.bootstrap.conftest import identity
+from tests.bootstrap.conftest import DEADLINE, certified, identity, until
 from tests.harness.wire import Wire
 
-DEADLINE = 120.0  # seconds; reached only when a test fails
 TLS_HANDSHAKE = b"\x16\x03"
 QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)
 
@@ -155,12 +154,6 @@ async def nine_frames(a: Node, b: Node) -> None:
     for number in range(9):
         peer, received = await b.events.next("frame")
         assert (peer, received.fields["number"], received.size) == ("a", number, 30_000)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while not holds():  # noqa: ASYNC110  no event tells
-            await asyncio.sleep(0.001)
 
 
 def frame(size: int = 16, kind: str = "activation", **fields: Any) -> Frame:
@@ -493,14 +486,11 @@ async def test_frames_keep_their_order_by_streams_that_come_and_go(who: str) -> 
 
 async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
     authority = Authority.make(time.time())
-
-    def certified(name: str) -> Credentials:
-        request = Request.of(identity(name))
-        who = Who(Role.NODE, identity(name).instance)
-        issued = authority.issue(request.request, who, time.time())
-        return Credentials.of(Certified(CertifiedKey(request.key, issued, authority.certificate)))
-
-    a, b = (Node(name, settings=replace(QUICK, credentials=certified(name))) for name in "ab")
+    credentials = [certified(authority, Role.NODE, identity(name)) for name in "ab"]
+    a, b = (
+        Node(name, settings=replace(QUICK, credentials=own))
+        for name, own in zip("ab", credentials, strict=True)
+    )
     async with started(a, b), Wire(b.address) as wire:
         b.address = wire.address
         view(1, a, b)

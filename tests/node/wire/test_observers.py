@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
-from planaria.bootstrap.credentials import Certified, Credentials
+from planaria.bootstrap.authority import Authority, Role
+from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import observers
@@ -22,6 +22,7 @@ from planaria.node.wire.frame_format import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.observer_client import NoAnswerError, ObserverClient, over_streams
 from planaria.node.wire.observers import FRAME_LIMIT, Observers
+from tests.bootstrap.conftest import certified
 
 SHOWN = Frame("state", NEVER, {"transfer": 1}, [], b"shown", sender="node/1")
 
@@ -141,22 +142,17 @@ async def test_a_node_that_stops_says_so() -> None:
 
 async def test_who_is_banned_is_cut_off_and_answered_no_more() -> None:
     authority = Authority.make(time.time())
-
-    def certified(role: Role) -> tuple[str, Credentials]:
-        identity = Identity.generate()
-        request = Request.of(identity)
-        issued = authority.issue(request.request, Who(role, identity.instance), time.time())
-        pair = CertifiedKey(request.key, issued, authority.certificate)
-        return identity.instance, Credentials.of(Certified(pair))
-
-    (_, own), (banned, reader), (_, other) = map(certified, [Role.NODE, Role.READER, Role.READER])
+    banned = Identity.generate()
+    own = certified(authority, Role.NODE, Identity.generate())
+    reader = certified(authority, Role.READER, banned)
+    other = certified(authority, Role.READER, Identity.generate())
     async with (
         node(credentials=own) as (here, address),
         asking(address, credentials=reader) as client,
         asking(address, credentials=other) as another,
     ):
         await asyncio.gather(client.pin("node/1", 5), another.pin("node/1", 5))
-        here.bar([banned])
+        here.bar([banned.instance])
         seat, why = await client.heard.get()  # type: ignore[attr-defined]
         assert (seat, "banned you" in why) == ("node/1", True)
         async with asking(address, credentials=reader) as again:
