@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,7 +12,6 @@ import torch
 
 from planaria.node.model.modules import BodyStage, build_stage
 from planaria.node.model.shape import ModelConfig, model_config
-from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.optimizer import StageOptimizer
@@ -493,18 +492,10 @@ def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
     assert all(result.residual_after < result.residual_before for result in results)
 
 
-class ByHand:
-    """Stand-in for the compute thread whose tasks the test runs by hand."""
-
-    def __init__(self) -> None:
-        self.posted: list[Callable[[], None]] = []
-
-    def post(self, work: Any, then: Any, priority: Priority) -> None:
-        self.posted.append(partial(AtOnce().post, work, then, priority))
-
-
 def test_who_is_given_up_goes_no_further() -> None:
-    learner, thread, time = student(2), ByHand(), Nodes()
+    learner, time = student(2), Nodes()
+    thread = Thread(time)
+    thread.held = True
     exchanges = time.new(thread)
     node = Relearning(exchanges, tensors, lambda *_: False)
     fetched = fetched_by(2, crossed([2], swapped=False))
@@ -512,9 +503,8 @@ def test_who_is_given_up_goes_no_further() -> None:
     relearning = exchanges.start(node.run(block, lesson(learner, fetched, [2]), fetched, TERMS))
 
     def work() -> None:
-        (posted,) = thread.posted  # one piece at a time, so that other work gets in between
-        thread.posted.clear()
-        posted()
+        assert len(thread.posted) == 1, "one piece at a time, so that other work gets in between"
+        thread.work()
         time.catch_up()
 
     while len(learner.updates) < 6:

@@ -34,7 +34,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frame_format import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
 from tests.harness import network
-from tests.harness.network import AtOnce, Item, Nodes, damaged
+from tests.harness.network import AtOnce, Item, Nodes, Thread, damaged
 
 SOURCES = ["a", "b", "c"]
 STAGE, STEP = 4, 7
@@ -676,7 +676,7 @@ def test_the_list_of_tensors_stays_as_other_versions_read_it() -> None:
 def ask_server(
     *requests: pb.Message,
     served: Callable[[], StageState | None] = state,
-    compute: Compute | None = None,
+    compute: Compute | Thread | None = None,
 ) -> list[Item]:
     """Return a server's answers to requests that arrive at once."""
     answers: list[Item] = []
@@ -724,11 +724,9 @@ def test_a_joiner_cannot_have_a_source_work_on_any_number_of_requests(
 ) -> None:
     monkeypatch.setattr(transfer, "REQUESTS", 2)
 
-    class Stuck(AtOnce):
-        def post(self, work: Any, then: Any, priority: Priority) -> None:
-            """Never run the task."""
-
-    assert ask_server(*[shard_request(0, 4)] * 5, compute=Stuck()) == []
+    stuck = Thread(Nodes())
+    stuck.held = True
+    assert ask_server(*[shard_request(0, 4)] * 5, compute=stuck) == []
     assert caplog.text.count("dropped a request for state from joiner") == 3
 
 
