@@ -141,9 +141,18 @@ def test_help_loads_no_heavy_module(arguments):
     assert shown.stdout.splitlines()[-1] == "[]", shown.stderr
 
 
-def test_a_swarm_that_begins_has_no_need_of_torch_but_in_its_nodes():
-    code = "import sys, planaria.node.local.swarm; print('torch' in sys.modules)"
-    assert python("-c", code).stdout == "False\n"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("local.swarm", {"torch"}),
+        ("launch.supervisor, planaria.node.cli", {"torch", "grpc", "numpy"}),
+        ("agent", {"torch", "grpc", "asyncio"}),  # with the step transaction and its events
+    ],
+)
+def test_what_decides_or_watches_loads_no_heavy_module(module, heavy):
+    """A swarm needs torch only in its nodes, and an agent neither loop, socket nor tensor."""
+    code = f"import sys, planaria.node.{module}; print(*sorted({heavy} & set(sys.modules)))"
+    assert python("-c", code).stdout == "\n"
 
 
 def test_who_serves_no_page_loads_no_web_server():

@@ -3,8 +3,6 @@ agents."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from inspect import iscoroutinefunction
@@ -192,18 +190,6 @@ def activation(ballot: Ballot) -> Frame:
     fields = {"microbatch": 0, "position": 1}
     descriptors, buffers = tensors.encode([x], "none")
     return Frame("activation", ballot, fields, descriptors, b"".join(buffers))
-
-
-def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
-    heavy = ["asyncio", "torch", "grpc"]
-    check = (
-        "import sys; before = set(sys.modules); import planaria.node.agent;"
-        f"print([name for name in {heavy} if name in sys.modules.keys() - before])"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", check], capture_output=True, text=True, check=True
-    )
-    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

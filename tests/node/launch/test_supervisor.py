@@ -272,11 +272,3 @@ def test_who_is_watched_tells_no_child_that_it_is() -> None:
         [sys.executable, "-c", begin], env=watched, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["True", "False", "False"]
-
-
-def test_the_supervisor_is_small() -> None:
-    loaded = "import sys, planaria.node.cli, planaria.node.launch.supervisor; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
-    )
-    assert not {"torch", "grpc", "numpy"} & set(done.stdout.split())

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -108,12 +106,3 @@ def test_a_figure_that_is_not_known_is_null_and_one_that_does_not_apply_is_not_t
     assert "mean_step" not in taken
     assert written(Committed(step=1, loss=float("nan")))["loss"] is None
     assert written(MessageRefused(peer="a", body=None, why="x"))["body"] is None
-
-
-def test_the_machines_that_tell_events_load_neither_torch_nor_grpc_for_it():
-    heavy = "{'torch', 'grpc', 'asyncio'}"
-    code = f"import sys, planaria.node.report.events; print(*{heavy} & sys.modules.keys())"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert process.stdout.strip() == ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -512,11 +510,3 @@ def test_who_has_no_microbatch_forgets_how_long_one_took() -> None:
     swarm.served = {m: "1.0" if name == "1.1" else name for m, name in swarm.served.items()}
     swarm.starts()
     assert idle.workplace.seconds_per_microbatch == 0.0
-
-
-def test_it_needs_neither_torch_nor_asyncio() -> None:
-    needed = "import sys, planaria.node.transaction.attempt; print(*sys.modules)"
-    command = [sys.executable, "-c", needed]
-    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert "planaria.node.transaction.attempt" in modules
-    assert not {"torch", "asyncio", "grpc"} & set(modules)
