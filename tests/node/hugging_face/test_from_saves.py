@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,7 @@ from planaria.node.state.saves import find_saves
 from planaria.node.state.stage_state import SaveError
 from tests.node.state.small_saves import model, saved, state
 
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("unflushed")
 
 
 def shape_in(stages: int) -> ModelConfig:

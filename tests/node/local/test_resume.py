@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,7 @@ context = 4
 )
 
 
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("unflushed")
 
 
 def begun(tmp_path: Path, *saved: int, run: RunFile = RUN) -> KeptRun:

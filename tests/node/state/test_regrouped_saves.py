@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -65,9 +64,7 @@ def regrouped(
     return [saves.load(saves.listed()[0]) for saves in own]
 
 
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("unflushed")
 
 
 # Which layers go where

@@ -91,12 +91,6 @@ def temporaries(saves: Saves) -> list[Path]:
     return list(saves.folder.glob(".*"))
 
 
-@pytest.fixture
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `os.fsync` do nothing, since a property test writes many files."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 # What is written comes back
 
 

@@ -397,7 +397,8 @@ def test_malformed_chunks_are_refused(message: bytes, why: str) -> None:
 def test_tensors_that_are_not_what_is_due_are_refused() -> None:
     tensor = Descriptor("float32", (2, 2), "none", 0, 16)
     check_forms([tensor], [Form("float32", (2, 2))])
-    unlike = [tensor._replace(shape=(4,))], [tensor._replace(codec="bf16")]
+    changes: list[dict[str, Any]] = [{"shape": (4,)}, {"codec": "bf16"}, {"dtype": "int64"}]
+    unlike = [[tensor._replace(**change)] for change in changes]
     for others in ([], [tensor] * 5, *unlike):
         with pytest.raises(WireError, match=r"where float32 \[2, 2\] in codec none is due"):
             check_forms(others, [Form("float32", (2, 2))])
