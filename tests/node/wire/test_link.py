@@ -618,7 +618,9 @@ async def test_streams_of_frames_have_no_pauses_after_which_tcp_starts_slowly(
         streams = wire.carried[2:]
         assert len(streams) == 2, "that of frames, each way"
         more = [len(carried) + 100 for carried in streams]
-        await until(lambda: all(len(carried) > size for carried, size in zip(streams, more)))
+        await until(
+            lambda: all(len(carried) > size for carried, size in zip(streams, more, strict=True))
+        )
         a.links.send("b", frame(number=1))
         await b.events.next("frame")
 
