@@ -28,7 +28,7 @@ from planaria.recovery.snapshot import route
 from planaria_lab.emulation.links import Link, Network
 
 HEARTBEAT = 1_450
-"""Bytes a second on the wire from a node to each other node: its heartbeats, empty items, and
+"""Bytes a second on the wire from a node to each other node: its heartbeats and pings, and
 acknowledgements of the other's."""
 HEAD = 400
 """Bytes of a frame's head, with a route of about seven visits."""

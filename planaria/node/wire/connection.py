@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.bootstrap.transport import Broken, Stream
 from planaria.node.wire import stage_pb2
-from planaria.node.wire.background import FIRST
 from planaria.node.wire.frame_format import (
     Frame,
     WireError,
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
-PAUSE: Final = 0.1
-"""Seconds that a stream of chunks is idle before it sends an empty item. Linux halves a
-connection's congestion window for each pause of a round trip and 0.2 s, down to ten packets (RFC
-2861)."""
-NEAR: Final = 0.005  # seconds of a round trip below which a small window costs next to nothing
 LONGEST_REASON: Final = 1000  # characters of a farewell
 _CLOSES: Final = pack_chunk()  # the last chunk of a Bulk stream
 
@@ -549,11 +543,7 @@ class Connection:
                 await self._write(bulk.stream, chunk)
             else:
                 self._something_to_carry.clear()
-                try:
-                    async with asyncio.timeout(PAUSE if self._needs_window() else None):
-                        await self._something_to_carry.wait()
-                except TimeoutError:
-                    await self._write(bulk.stream, b"")
+                await self._something_to_carry.wait()
         if self.over.is_set():
             return
         if bulk.ours:
@@ -562,12 +552,6 @@ class Connection:
                 await self._write(bulk.stream, _CLOSES)
         else:
             self._gone(bulk)
-
-    def _needs_window(self) -> bool:
-        """Whether TCP's initial window is too small to fill the path."""
-        outbox = self._session.outbox
-        fills = outbox.rate * outbox.round_trip  # bytes; 0: not known
-        return not self.via and outbox.round_trip >= NEAR and not 0 < fills < FIRST
 
     def _next_chunk(self, bulk: Bulk) -> bytes | None:
         """The stream's next chunk; streams beyond the number that this side wants get none."""
@@ -581,8 +565,6 @@ class Connection:
     async def _collect(self, bulk: Bulk) -> None:
         """Receives chunks by a stream, and hands over the frames that they complete."""
         while (data := await self._read(bulk.stream)) is not None:
-            if not data:
-                continue
             chunk = parse_chunk(data)
             chunk.verify()
             if self._link.over.is_set():

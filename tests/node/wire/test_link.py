@@ -20,7 +20,7 @@ from planaria.bootstrap.address import Address, Reach
 from planaria.bootstrap.authority import Authority, Role
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
-from planaria.node.wire import connection, link
+from planaria.node.wire import link
 from planaria.node.wire.frame_format import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.greetings import ADD, DIAL, PROTOCOL, Greetings
 from planaria.node.wire.link import Links, LinkSettings
@@ -606,23 +606,16 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break() -> None:
             assert near.events.queue.empty()
 
 
-async def test_streams_of_frames_have_no_pauses_after_which_tcp_starts_slowly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Linux takes 0.2 s and a round trip for a pause."""
-    assert connection.PAUSE < 0.2
-    monkeypatch.setattr(connection, "NEAR", 0.0)
-    async with relayed(replace(QUICK, silence=600.0)) as (a, b, wire):
+async def test_connections_have_no_pauses_after_which_tcp_starts_slowly() -> None:
+    assert link.WARM < 200, "Linux's least timeout is a round trip and 200 ms"
+    async with relayed(replace(QUICK, heartbeat=60.0, silence=600.0)) as (a, b, wire):
         a.links.send("b", frame(number=0))
         await b.events.next("frame")
-        streams = wire.carried[2:]
-        assert len(streams) == 2, "that of frames, each way"
-        more = [len(carried) + 100 for carried in streams]
+        assert len(wire.carried) == 4, "messages and frames, each way"
+        more = [len(carried) + 100 for carried in wire.carried]
         await until(
-            lambda: all(len(carried) > size for carried, size in zip(streams, more, strict=True))
+            lambda: all(len(way) > size for way, size in zip(wire.carried, more, strict=True))
         )
-        a.links.send("b", frame(number=1))
-        await b.events.next("frame")
 
 
 async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
