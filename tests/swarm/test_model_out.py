@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.mixture import sample_tokens
 from tests.swarm.paced import pace_up
 from tests.swarm.small import small
 
@@ -65,8 +64,9 @@ def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data,
     )
     assert swarm.committed() - 8 < int(step) <= swarm.committed()
     corpus = Corpus.open(data)
-    rows = torch.from_numpy(
-        sample_tokens(corpus, "validation", small().model.context or 64, range(6))
+    context = small().model.context or 64
+    rows = torch.stack(
+        [torch.from_numpy(corpus.sample("validation", context, index)) for index in range(6)]
     )
     assert transformers_loss(living, rows) < math.log(corpus.vocabulary)
     for exported_to in (living, folder):
