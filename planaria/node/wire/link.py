@@ -597,7 +597,7 @@ def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", MESSAGE_LIMIT + CARRIED),
         ("grpc.max_send_message_length", MESSAGE_LIMIT + CARRIED),
         ("grpc.keepalive_time_ms", WARM),
-        ("grpc.keepalive_timeout_ms", int(2000 * silence)),
+        ("grpc.keepalive_timeout_ms", int(2000 * silence)),  # a link ends by its own silence first
         ("grpc.http2.max_pings_without_data", 0),
     ]
     if server:
