@@ -118,6 +118,8 @@ CASES: Final = (
     LiveCase("checkpoints, wide", "checkpoint", delay=80.0, kill="1@16"),
     LiveCase("two replicas, one lost", stages=3, replicas=2, delay=30.0, kill="2.1@16"),
     LiveCase("two replicas, both lost", "checkfree", stages=3, replicas=2, delay=30.0),
+    LiveCase("two replicas, slow links", "checkfree", stages=2, replicas=2, delay=15.0, mbps=40.0),
+    LiveCase("two replicas, farther", "snapshot", stages=3, replicas=2, delay=45.0, kill="1.1@16"),
     LiveCase("larger, bf16 on the wire", "checkfree", preset="mini", delay=10.0, codec="bf16"),
 )
 
